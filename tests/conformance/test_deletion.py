@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from objects import Http, Json, Kubectl, Until, claim, config_map, deployment, pod, widget
+from objects import Http, Json, Until, claim, config_map, pod, widget
 
 MERGE = "application/merge-patch+json"
 
@@ -69,18 +69,6 @@ def test_in_the_background_the_owner_goes_first(http: Http, core: str, until: Un
     until(lambda: http("GET", f"{core}/configmaps/child")[1]["metadata"].get("deletionTimestamp"))
     http("PATCH", f"{core}/configmaps/child", {"metadata": {"finalizers": None}}, media_type=MERGE)
     until(lambda: http("GET", f"{core}/configmaps/child")[0] == 404)
-
-
-@pytest.mark.needs("controllers")
-def test_in_the_foreground_the_owner_waits_for_who_blocks_it(http: Http, core: str, until: Until) -> None:
-    _, owner = http("POST", f"{core}/configmaps", config_map("owner"))
-    http("POST", f"{core}/configmaps", owned(owner, finalizers=["a.example/x"]))
-    _, marked = http("DELETE", f"{core}/configmaps/owner", propagationPolicy="Foreground")
-    assert marked["metadata"]["finalizers"] == ["foregroundDeletion"]
-    until(lambda: http("GET", f"{core}/configmaps/child")[1]["metadata"].get("deletionTimestamp"))
-    assert http("GET", f"{core}/configmaps/owner")[0] == 200
-    http("PATCH", f"{core}/configmaps/child", {"metadata": {"finalizers": None}}, media_type=MERGE)
-    until(lambda: http("GET", f"{core}/configmaps/owner")[0] == 404)
 
 
 @pytest.mark.needs("controllers")
@@ -160,17 +148,6 @@ def test_a_pod_that_no_node_has_goes_at_once(http: Http, core: str) -> None:
     http("POST", f"{core}/pods", pod(nodeSelector={"no": "such"}))
     http("DELETE", f"{core}/pods/p")
     assert http("GET", f"{core}/pods/p")[0] == 404
-
-
-@pytest.mark.needs("controllers")
-def test_deleting_a_deployment_in_the_foreground_ends_its_pods_first(
-    http: Http, apps: str, core: str, kubectl: Kubectl, until: Until
-) -> None:
-    http("POST", f"{apps}/deployments", deployment())
-    until(lambda: len(http("GET", f"{core}/pods")[1]["items"]) == 2)
-    kubectl("delete", "deployment", "web", "--cascade=foreground", "--timeout=60s")
-    assert http("GET", f"{core}/pods")[1]["items"] == []
-    assert http("GET", f"{apps}/replicasets")[1]["items"] == []
 
 
 def node_of(http: Http) -> str:

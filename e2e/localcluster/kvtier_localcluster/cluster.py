@@ -13,7 +13,6 @@ import asyncio
 import errno
 import fcntl
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -131,7 +130,6 @@ class LocalCluster:
             self._addresses = PodAddresses()
             await self._start_server(self._addresses)
             await self._start_components(self._addresses)
-            self._describe()
         except BaseException:
             await self.stop()
             raise
@@ -154,7 +152,6 @@ class LocalCluster:
         await self.server.stop()
         if self._addresses is not None:
             self._addresses.close()
-        self._data.description.unlink(missing_ok=True)
         if self._lock is not None:
             self._data.release()
             self._lock.close()
@@ -218,7 +215,6 @@ class LocalCluster:
                 addresses=addresses,
                 session=self._session,
                 settings=self._settings.node,
-                allocatable=allocatable,
                 kubeconfig=self.kubeconfig,
             )
             self._agent = NodeAgent(services)
@@ -240,10 +236,6 @@ class LocalCluster:
         key = (namespace, pod)
         path = self._data.previous_log(key, container) if is_previous else self._data.log(key, container)
         return None if is_previous and not path.exists() else await asyncio.to_thread(read_log, path, tail)
-
-    def _describe(self) -> None:
-        description = {"pid": os.getpid(), "url": self.url, "kubeconfig": str(self.kubeconfig)}
-        _write_whole(self._data.description, json.dumps(description))
 
 
 class ClusterThread(LoopThread):
@@ -301,7 +293,7 @@ async def _take_lock(data: DataDirectory) -> IO[str]:
         else:
             return lock
     lock.close()
-    message = f"a cluster is running on {data.root} already: stop it with `kvtier-localcluster down`, or choose --data"
+    message = f"a cluster is running on {data.root} already: stop it with Ctrl-C where it runs, or choose --data"
     raise ClusterUnavailable(message)
 
 

@@ -3,7 +3,7 @@
 
 - `pvc/<namespace>/<claim>/` outlives the cluster; removed with the claim
 - `logs/<namespace>/<pod>/<container>.log` of this run; `.previous.log` of the container before
-- `kubeconfig`, `cluster.json`, `cluster.lock`, `cluster.log`
+- `kubeconfig`, `cluster.lock`
 - `/tmp/kvtier-<user>-<digest>/<pod>/` volumes and working directories; removed with the pod
 """
 
@@ -50,16 +50,6 @@ class DataDirectory:
     def lock(self) -> Path:
         """Return the file that a running cluster holds locked."""
         return self.root / "cluster.lock"
-
-    @property
-    def description(self) -> Path:
-        """Return the file that says where the running cluster is."""
-        return self.root / "cluster.json"
-
-    @property
-    def output(self) -> Path:
-        """Return what a detached cluster prints."""
-        return self.root / "cluster.log"
 
     def claim(self, key: Key) -> Path:
         """Return the directory of a claim."""

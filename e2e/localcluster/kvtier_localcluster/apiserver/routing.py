@@ -222,8 +222,6 @@ async def _answer_resource(call: _Call) -> Answer:
         raise unknown_path()
     if call.request.method == "GET":
         return await _get(call)
-    if call.request.method == "POST" and subresource == "binding" and call.resource.plural == "pods":
-        return await _bind(call)
     if subresource not in _WRITABLE_SUBRESOURCES:
         raise ApiError(404, "NotFound", f"the subresource {subresource} is not emulated")
     return await _write(call, await _read_body(call.request))
@@ -324,12 +322,3 @@ async def _delete(call: _Call, body: Any) -> Answer:
         if selection.matches(manifest):
             await api.deleter.delete(call.resource, object_key(manifest), options=options)
     return _STATUS_SUCCESS, 200
-
-
-async def _bind(call: _Call) -> Answer:
-    node = ((await _read_body(call.request)).get("target") or {}).get("name")
-    if not node:
-        raise bad_request("target.name: Required value")
-    patch = Patch(media_type=MERGE, body={"spec": {"nodeName": node}})
-    await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
-    return _STATUS_SUCCESS, 201

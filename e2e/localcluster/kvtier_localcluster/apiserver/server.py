@@ -18,9 +18,8 @@ from aiohttp import web
 
 from kvtier_localcluster.apiserver import reading, routing, streams
 from kvtier_localcluster.apiserver.authorization import Authorizer
-from kvtier_localcluster.apiserver.registry.cluster_ips import ClusterIps
 from kvtier_localcluster.apiserver.registry.deletion import Deleter, GarbageCollector
-from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
+from kvtier_localcluster.apiserver.registry.writes import ClusterIps, WriteOptions, Writer
 from kvtier_localcluster.apiserver.requests import AuditEntry
 from kvtier_localcluster.apiserver.store.memory import Event, EventType, Storage
 from kvtier_localcluster.apiserver.store.objects import Json

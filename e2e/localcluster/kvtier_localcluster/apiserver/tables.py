@@ -261,18 +261,6 @@ BUILTIN_COLUMNS: Final[dict[str, tuple[tuple[str, Cell], ...]]] = {
         ("Age", age),
         *_WORKLOAD_WIDE,
     ),
-    "StatefulSet": (
-        ("Ready", _ready_of("status.readyReplicas", "spec.replicas")),
-        ("Age", age),
-        *_WORKLOAD_WIDE[:2],
-    ),
-    "DaemonSet": (
-        ("Desired", _count("status.desiredNumberScheduled")),
-        ("Current", _count("status.currentNumberScheduled")),
-        ("Ready", _count("status.numberReady")),
-        ("Age", age),
-        *_WORKLOAD_WIDE,
-    ),
     "Job": (
         ("Status", _job_status),
         ("Completions", _ready_of("status.succeeded", "spec.completions")),
@@ -296,25 +284,8 @@ BUILTIN_COLUMNS: Final[dict[str, tuple[tuple[str, Cell], ...]]] = {
         ("Age", age),
         ("+VolumeMode", _field("spec.volumeMode")),
     ),
-    "PersistentVolume": (
-        ("Capacity", _field("spec.capacity.storage", "")),
-        ("Access Modes", _access_modes("spec.accessModes")),
-        ("Reclaim Policy", _field("spec.persistentVolumeReclaimPolicy", "")),
-        ("Status", _field("status.phase", "")),
-        ("Claim", _field("spec.claimRef.name", "")),
-        ("StorageClass", _field("spec.storageClassName", "")),
-        ("Age", age),
-    ),
-    "StorageClass": (
-        ("Provisioner", _field("provisioner")),
-        ("ReclaimPolicy", _field("reclaimPolicy", "Delete")),
-        ("VolumeBindingMode", _field("volumeBindingMode", "Immediate")),
-        ("AllowVolumeExpansion", lambda manifest: str(bool(manifest.get("allowVolumeExpansion"))).lower()),
-        ("Age", age),
-    ),
     "ConfigMap": (("Data", _size("data", "binaryData")), ("Age", age)),
     "Secret": (("Type", _field("type")), ("Data", _size("data")), ("Age", age)),
-    "ServiceAccount": (("Secrets", _size("secrets")), ("Age", age)),
     "PodDisruptionBudget": (
         ("Min Available", _field("spec.minAvailable", "N/A")),
         ("Max Unavailable", _field("spec.maxUnavailable", "N/A")),
@@ -335,14 +306,12 @@ BUILTIN_COLUMNS: Final[dict[str, tuple[tuple[str, Cell], ...]]] = {
         ("Object", _event_object),
         ("Message", lambda event: (event.get("message") or event.get("note") or "").strip()),
     ),
-    "Endpoints": (("Endpoints", _endpoints), ("Age", age)),
     "EndpointSlice": (
         ("AddressType", _field("addressType")),
         ("Ports", _slice_ports),
         ("Endpoints", _slice_addresses),
         ("Age", age),
     ),
-    "Lease": (("Holder", _field("spec.holderIdentity", "")), ("Age", age)),
     "CustomResourceDefinition": (("Created At", lambda crd: crd["metadata"].get("creationTimestamp")),),
 }
 

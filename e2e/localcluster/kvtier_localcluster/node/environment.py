@@ -8,12 +8,10 @@ Mount paths and the wildcard address in the texts of a container are replaced by
 from __future__ import annotations
 
 import base64
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtier_localcluster.apiserver.store.objects import parse_quantity
 from kvtier_localcluster.errors import ConfigMissing
 from kvtier_localcluster.kinds import Json
 
@@ -87,7 +85,6 @@ class Sources:
     pod_ip: str
     config_map: Lookup
     secret: Lookup
-    allocatable: Json
 
 
 def declared(container: Json, sources: Sources) -> dict[str, str]:
@@ -102,7 +99,7 @@ def declared(container: Json, sources: Sources) -> dict[str, str]:
         variables.update({f"{prefix}{name}": value for name, value in _all_of(entry, sources).items()})
     for entry in container.get("env") or []:
         if "valueFrom" in entry:
-            value = _referred(entry["valueFrom"], container, sources)
+            value = _referred(entry["valueFrom"], sources)
             if value is not None:
                 variables[entry["name"]] = value
         else:
@@ -134,15 +131,6 @@ def field_value(path: str, sources: Sources) -> str:
     return str(fields[path])
 
 
-def resource_value(reference: Json, container: Json, sources: Sources) -> str:
-    """Return a request or limit in units of the divisor, rounded up; what has no limit may have the whole node."""
-    kind, _, name = reference["resource"].partition(".")
-    amounts = (container.get("resources") or {}).get(kind) or {}
-    text = amounts.get(name) or (sources.allocatable.get(name, "0") if kind == "limits" else "0")
-    divisor = parse_quantity(reference.get("divisor") or "1") or 1
-    return str(math.ceil(parse_quantity(text) / divisor))
-
-
 def texts_of(manifest: Json) -> dict[str, bytes]:
     """Return the entries of a ConfigMap or Secret."""
     data = manifest.get("data") or {}
@@ -168,11 +156,9 @@ def _all_of(entry: Json, sources: Sources) -> dict[str, str]:
     return {}
 
 
-def _referred(source: Json, container: Json, sources: Sources) -> str | None:
+def _referred(source: Json, sources: Sources) -> str | None:
     if "fieldRef" in source:
         return field_value(source["fieldRef"]["fieldPath"], sources)
-    if "resourceFieldRef" in source:
-        return resource_value(source["resourceFieldRef"], container, sources)
     if "configMapKeyRef" in source:
         return _entry(source["configMapKeyRef"], sources.config_map, "configmap", sources)
     if "secretKeyRef" in source:

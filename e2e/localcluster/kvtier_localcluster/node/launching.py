@@ -27,7 +27,7 @@ def make_launch(container: Json, services: PodServices, command: list[str] | Non
     """
     profile = profile_for(container.get("image", ""), services.node.settings.images)
     variables = declared(container, services.sources)
-    mounts = services.volumes.prepare(container, variables)
+    mounts = services.volumes.prepare(container)
 
     last_words = PathMap(
         {container.get("terminationMessagePath") or LAST_WORDS: str(last_words_file(container, services))}

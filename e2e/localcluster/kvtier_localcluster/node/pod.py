@@ -52,7 +52,6 @@ class PodRunner:
             pod_ip=self._pod_ip,
             config_map=self._lookup(CONFIG_MAP),
             secret=self._lookup(SECRET),
-            allocatable=node.allocatable,
         )
         self._volumes = PodVolumes(sources, node.data, claim=self._lookup(PERSISTENT_VOLUME_CLAIM))
         services = PodServices(

@@ -21,7 +21,6 @@ from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.datadir import DataDirectory
 from kvtier_localcluster.errors import ClusterUnavailable
 from kvtier_localcluster.informers import Informers
-from kvtier_localcluster.kinds import Json
 from kvtier_localcluster.node.environment import ImageProfile, Sources
 from kvtier_localcluster.node.volumes import PodVolumes
 from kvtier_localcluster.recorder import EventRecorder, Happening
@@ -120,7 +119,6 @@ class NodeServices:
     addresses: PodAddresses
     session: aiohttp.ClientSession
     settings: NodeSettings
-    allocatable: Json
     kubeconfig: Path
     """A file that stands for the token of a service account."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The volumes of one pod as directories of the machine.
 
-Files of a ConfigMap, a Secret or the downward API are written once for each container, since the paths inside are those
+Files of a ConfigMap or a Secret are written once for each container, since the paths inside are those
 that this container sees. They change together, by the swap of one link, as with a kubelet.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from kvtier_localcluster.datadir import SHARED_MEMORY, DataDirectory
 from kvtier_localcluster.errors import ConfigMissing, VolumeMissing
 from kvtier_localcluster.kinds import Json, Key
-from kvtier_localcluster.node.environment import PathMap, Sources, expand, field_value, resource_value, texts_of
+from kvtier_localcluster.node.environment import PathMap, Sources, texts_of
 
 _CURRENT = "..data"
 """The link that the kubelet swaps when the object behind a volume changes."""
 
-_FROM_OBJECTS = ("configMap", "secret", "downwardAPI", "projected")
+_FROM_OBJECTS = ("configMap", "secret")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PodVolumes:
         """Return an empty directory for a container that names none."""
         return self._made(self._root / "containers" / container["name"] / "root")
 
-    def prepare(self, container: Json, environment: Mapping[str, str]) -> Mounts:
+    def prepare(self, container: Json) -> Mounts:
         """Make and fill the directories of one container; do it again to refresh them.
 
         Raises:
@@ -68,7 +68,7 @@ class PodVolumes:
         """
         directories: dict[str, Path] = {}
         for mount in container.get("volumeMounts") or []:
-            directories[mount["mountPath"].rstrip("/")] = self._mounted(container, mount, environment)
+            directories[mount["mountPath"].rstrip("/")] = self._mounted(container, mount)
         memory = directories.get(str(SHARED_MEMORY)) or self._memory / "shm"
         directories.pop(str(SHARED_MEMORY), None)  # libraries name it without asking, so it is mounted, never rewritten
         self._made_shared(memory)
@@ -84,14 +84,13 @@ class PodVolumes:
         Raises:
             VolumeMissing: something that a volume needs does not exist (yet).
         """
-        container = self._sources.pod["spec"]["containers"][0]
         for volume in self._volumes.values():
             if "persistentVolumeClaim" in volume:
                 self._claimed(volume["persistentVolumeClaim"]["claimName"])
             elif "hostPath" in volume:
                 self._host_path(volume["hostPath"])
             else:
-                self._read(container, volume)
+                self._read(volume)
 
     def remove(self) -> None:
         """Remove everything but claims and host paths."""
@@ -103,10 +102,10 @@ class PodVolumes:
             raise VolumeMissing(f'volume "{name}" is not in the pod')
         return self._volumes[name]
 
-    def _mounted(self, container: Json, mount: Json, environment: Mapping[str, str]) -> Path:
+    def _mounted(self, container: Json, mount: Json) -> Path:
         volume = self._volume(mount["name"])
         directory = self._directory(container, volume)
-        part = expand(mount["subPathExpr"], environment) if "subPathExpr" in mount else mount.get("subPath", "")
+        part = str(mount.get("subPath", ""))
         if not part:
             return directory
         if Path(part).is_absolute() or ".." in Path(part).parts:
@@ -149,20 +148,15 @@ class PodVolumes:
     def _fill(self, container: Json, volume: Json, paths: PathMap) -> None:
         if not any(kind in volume for kind in _FROM_OBJECTS):
             return
-        _write_files(self._directory(container, volume), self._read(container, volume), paths)
+        _write_files(self._directory(container, volume), self._read(volume), paths)
 
-    def _read(self, container: Json, volume: Json) -> dict[str, bytes]:
+    def _read(self, volume: Json) -> dict[str, bytes]:
         try:
-            return self._files(container, volume)
+            return self._files(volume)
         except ConfigMissing as problem:
             raise VolumeMissing(f'MountVolume.SetUp failed for volume "{volume["name"]}" : {problem}') from problem
 
-    def _files(self, container: Json, source: Json) -> dict[str, bytes]:
-        if "projected" in source:
-            merged: dict[str, bytes] = {}
-            for each in source["projected"].get("sources") or []:
-                merged.update(self._files(container, each))
-            return merged
+    def _files(self, source: Json) -> dict[str, bytes]:
         if "configMap" in source:
             reference = source["configMap"]
             return _chosen(self._sources.config_map(reference["name"]), reference, "configmap", reference["name"])
@@ -170,14 +164,7 @@ class PodVolumes:
             reference = source["secret"]
             name = reference.get("secretName") or reference["name"]
             return _chosen(self._sources.secret(name), reference, "secret", name)
-        if "downwardAPI" in source:
-            return {item["path"]: self._downward(container, item) for item in source["downwardAPI"].get("items") or []}
-        return {}  # service account tokens: the local API server has no authentication
-
-    def _downward(self, container: Json, item: Json) -> bytes:
-        if "fieldRef" in item:
-            return field_value(item["fieldRef"]["fieldPath"], self._sources).encode()
-        return resource_value(item["resourceFieldRef"], container, self._sources).encode()
+        return {}
 
     def _made(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)

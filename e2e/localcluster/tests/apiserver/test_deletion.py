@@ -68,14 +68,6 @@ def test_an_owner_in_another_namespace_is_no_owner(
     until(lambda: names() == [])
 
 
-def test_a_foreground_deletion_does_not_wait_for_dependents_that_do_not_block(
-    http: Http, config_map: Make, names: Callable[[], list[str]], until: Until
-) -> None:
-    config_map("child", config_map("owner"), blocks=False, finalizers=["demo.dev/wait"])
-    http("DELETE", f"{DEFAULT}/configmaps/owner", propagationPolicy="Foreground")
-    until(lambda: names() == ["child"])
-
-
 @pytest.mark.parametrize("has_node", [True, False])
 def test_a_pod_with_processes_stays_until_the_kubelet_confirms(http: Http, pod: Make, *, has_node: bool) -> None:
     spec = {"terminationGracePeriodSeconds": 7, **({"nodeName": "node"} if has_node else {})}

@@ -152,8 +152,7 @@ def test_the_spec_of_a_pod_is_fixed_but_for_its_node_and_images(http: Http, pod:
     _, made = http("POST", f"{DEFAULT}/pods", pod())
     assert made["status"] == {"phase": "Pending", "qosClass": "BestEffort"}
     one = f"{DEFAULT}/pods/p"
-    binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "p"}, "target": {"name": "node"}}
-    assert http("POST", f"{one}/binding", binding)[0] == 201
+    assert http("PATCH", one, {"spec": {"nodeName": "node"}}, media_type=MERGE)[0] == 200
     assert http("PATCH", one, {"spec": {"nodeName": "elsewhere"}}, media_type=MERGE)[0] == 422
     assert http("PATCH", one, {"spec": {"restartPolicy": "Never"}}, media_type=MERGE)[0] == 422
     change = {"spec": {"containers": [{"name": "main", "image": "web:2"}]}}

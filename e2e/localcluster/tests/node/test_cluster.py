@@ -12,7 +12,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import yaml
 from pods import Bench, claim, fetch, script, server
 from waiting import until
 
@@ -61,14 +60,15 @@ def test_a_claim_keeps_its_files_across_a_restart_and_no_process_survives_the_st
     assert not list(DataDirectory(tmp_path / "data").pods.glob("*"))
 
 
-def test_no_process_survives_when_the_cluster_is_killed(tmp_path: Path) -> None:
+def test_no_process_survives_when_the_cluster_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data"
     command = [sys.executable, "-m", "kvtier_localcluster", "up", "--data", str(data)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         url = next(line.split()[5].rstrip(".") for line in process.stdout if "ready" in line)
-        assert main(["status", "--data", str(data)]) == 0
+        assert main(["up", "--data", str(data)]) == 1
+        assert "stop it with Ctrl-C where it runs" in capfd.readouterr().err
         request = urllib.request.Request(f"{url}/api/v1/namespaces/default/pods", data=POD_WITH_DAEMON.encode())
         urllib.request.urlopen(request).close()
         log = data / "logs" / "default" / "daemon" / "main.log"
@@ -155,19 +155,3 @@ def test_simulated_pods_are_ready_without_a_process_and_can_be_told_otherwise(tm
         until(lambda: ready() == 1)
         bench.delete(kinds.DEPLOYMENT, "many")
         until(lambda: not bench.list(kinds.POD))
-
-
-def test_the_command_starts_describes_and_stops_a_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data = ["--data", str(tmp_path / "data")]
-    assert main(["status", *data]) == 3
-    assert main(["down", *data]) == 1
-    assert "start one with `kvtier-localcluster up`" in capfd.readouterr().err
-    assert main(["up", "--detach", *data]) == 0
-    assert "export KUBECONFIG=" in capfd.readouterr().out
-    assert main(["up", "--detach", *data]) == 1
-    assert main(["env", *data]) == 0
-    kubeconfig = capfd.readouterr().out.partition("export KUBECONFIG=")[2].strip()
-    server_url = yaml.safe_load(Path(kubeconfig).read_text())["clusters"][0]["cluster"]["server"]
-    assert '"local"' in str(fetch(f"{server_url}/api/v1/nodes"))
-    assert main(["down", *data]) == 0
-    assert main(["status", *data]) == 3

@@ -43,13 +43,11 @@ def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
         {"name": "COLOR", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "color"}}},
         {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}},
         {"name": "NONE", "valueFrom": {"secretKeyRef": {"name": "absent", "key": "x", "optional": True}}},
-        {"name": "MEMORY", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}}},
         {"name": "LISTEN", "value": "0.0.0.0:9"},
     ]
     container = server(
         env=env,
         envFrom=[{"configMapRef": {"name": "settings"}, "prefix": "SET_"}],
-        resources={"limits": {"memory": "64Mi"}},
         args=["--color=$(COLOR)", "--unknown=$(NOBODY)"],
     )
     bench.pod("env", container, labels={"role": "judge"})
@@ -63,7 +61,6 @@ def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
         "POD_IP": pod_ip,
         "COLOR": "red",
         "TOKEN": "hush",
-        "MEMORY": "64",
         "LISTEN": f"{pod_ip}:9",
         "SET_color": "red",
         "HOSTNAME": "env",

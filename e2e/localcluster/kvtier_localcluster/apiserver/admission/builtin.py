@@ -97,15 +97,6 @@ class SchemaWalk:
                 self.dropped.append(here)
 
 
-_STATEFUL_SET_MUTABLE: Final = (
-    "minReadySeconds",
-    "ordinals",
-    "persistentVolumeClaimRetentionPolicy",
-    "replicas",
-    "revisionHistoryLimit",
-    "template",
-    "updateStrategy",
-)
 _POD_MUTABLE: Final = ("activeDeadlineSeconds", "terminationGracePeriodSeconds", "tolerations", "nodeName")
 _ACCESS_MODES: Final = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 _PULL_POLICIES: Final = ("Always", "IfNotPresent", "Never")
@@ -143,18 +134,6 @@ def _workload_problems(new: Json, old: Json | None) -> Problems:
     template = field_at(spec, "template.spec")
     if isinstance(template, dict):
         yield from pod_spec_problems(template, "spec.template.spec")
-
-
-def _stateful_set_problems(new: Json, old: Json | None) -> Problems:
-    if old is None:
-        return
-    fixed = [{k: v for k, v in each["spec"].items() if k not in _STATEFUL_SET_MUTABLE} for each in (new, old)]
-    for claims in (each.get("volumeClaimTemplates") or [] for each in fixed):
-        for claim in claims:
-            claim.pop("status", None)
-    if fixed[0] != fixed[1]:
-        allowed = ", ".join(f"'{name}'" for name in sorted(_STATEFUL_SET_MUTABLE))
-        yield f"spec: Forbidden: updates to statefulset spec for fields other than {allowed} are forbidden"
 
 
 def pod_spec_problems(spec: Json, path: str) -> Problems:
@@ -328,7 +307,6 @@ def _job_problems(new: Json, old: Json | None) -> Problems:
 
 _RULES: Final[dict[str, Callable[[Json, Json | None], Problems]]] = {
     "Pod": _pod_problems,
-    "StatefulSet": _stateful_set_problems,
     "PersistentVolumeClaim": _claim_problems,
     "ConfigMap": _data_problems,
     "Secret": _data_problems,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import re
-import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -33,11 +32,6 @@ _RESERVED = frozenset(
 )
 _ESCAPES = (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__"))
 _VISIBLE_METADATA = ("name", "generateName")
-
-
-def _is_url(text: str) -> bool:
-    parts = urllib.parse.urlsplit(text)
-    return bool(parts.scheme and (parts.netloc or parts.path.startswith("/"))) or text.startswith("/")
 
 
 def _find(text: str, pattern: str) -> str:
@@ -65,7 +59,6 @@ def _environment() -> Any:
         [
             function("isQuantity", kind.BOOL, is_quantity),
             function("quantity", kind.DOUBLE, parse_quantity),
-            function("isURL", kind.BOOL, _is_url),
             member("isGreaterThan", kind.BOOL, two, lambda a, b: a > b),
             member("isLessThan", kind.BOOL, two, lambda a, b: a < b),
             member("compareTo", kind.INT, two, lambda a, b: (a > b) - (a < b)),

@@ -125,21 +125,6 @@ def _set_deployment_defaults(spec: Json) -> None:
     _set_rollout_defaults(spec, "strategy", {"maxSurge": "25%", "maxUnavailable": "25%"})
 
 
-def _set_stateful_set_defaults(spec: Json) -> None:
-    retention = {"whenDeleted": "Retain", "whenScaled": "Retain"}
-    _fill(spec, {"replicas": 1, "revisionHistoryLimit": 10, "podManagementPolicy": "OrderedReady"})
-    _fill(spec.setdefault("persistentVolumeClaimRetentionPolicy", {}), retention)
-    _set_rollout_defaults(spec, "updateStrategy", {"partition": 0})
-    for claim in spec.get("volumeClaimTemplates") or []:
-        _fill(claim, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "status": {"phase": "Pending"}})
-        _set_claim_defaults(claim["spec"])
-
-
-def _set_daemon_set_defaults(spec: Json) -> None:
-    spec.setdefault("revisionHistoryLimit", 10)
-    _set_rollout_defaults(spec, "updateStrategy", {"maxSurge": 0, "maxUnavailable": 1})
-
-
 def _set_replica_set_defaults(spec: Json) -> None:
     spec.setdefault("replicas", 1)
 
@@ -165,8 +150,6 @@ def _set_service_defaults(spec: Json) -> None:
 _SETTERS: Final[dict[str, Any]] = {
     "Pod": _set_pod_defaults,
     "Deployment": _set_deployment_defaults,
-    "StatefulSet": _set_stateful_set_defaults,
-    "DaemonSet": _set_daemon_set_defaults,
     "ReplicaSet": _set_replica_set_defaults,
     "Job": _set_job_defaults,
     "PersistentVolumeClaim": _set_claim_defaults,

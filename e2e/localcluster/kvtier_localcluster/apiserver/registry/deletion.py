@@ -4,7 +4,7 @@
 An object that cannot be removed at once gets a deletionTimestamp and stays. The write that removes its last finalizer
 removes it. A pod is removed by a second delete with grace period 0, which a kubelet sends when the processes are gone.
 
-The garbage collector deletes objects without owners, empties namespaces and removed kinds, and ends foreground waits.
+The garbage collector deletes objects without owners, and empties namespaces and removed kinds.
 It listens to commits and works in one task of the server's event loop. Each step reads the present state, so repeating
 one changes nothing.
 """
@@ -30,7 +30,6 @@ from kvtier_localcluster.apiserver.store.objects import (
 )
 from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 
-FOREGROUND_FINALIZER: Final = "foregroundDeletion"
 CRD_FINALIZER: Final = "customresourcecleanup.apiextensions.k8s.io"
 
 _DEFAULT_GRACE_SECONDS: Final = 30
@@ -141,8 +140,6 @@ class Deleter:
         """Return the object with its deletionTimestamp, grace period and the server's own finalizers."""
         metadata: dict[str, Any] = dict(current["metadata"])
         finalizers = list(metadata.get("finalizers") or [])
-        if options.propagation == "Foreground" and FOREGROUND_FINALIZER not in finalizers:
-            finalizers += [FOREGROUND_FINALIZER] if any(self._storage.dependents(metadata["uid"])) else []
         if resource.kind == "CustomResourceDefinition" and CRD_FINALIZER not in finalizers:
             finalizers += [CRD_FINALIZER] if self._storage.count(crd_storage(current)) else []
         if finalizers:
@@ -217,18 +214,15 @@ class GarbageCollector:
             self._notice_deletion(event)
         elif owner_uids(manifest) and (event.old is None or owner_uids(event.old) != owner_uids(manifest)):
             self._put(self._collect, event.key, name)
-        if event.type is EventType.MODIFIED and event.old is not None:
-            for uid in set(owner_uids(event.old)) - set(owner_uids(manifest)):
-                self._put(self._end_foreground, uid)
-            if metadata.get("deletionTimestamp") and not event.old["metadata"].get("deletionTimestamp"):
-                self._notice_marking(event)
+        before = {} if event.old is None else event.old["metadata"]
+        is_change = event.type is EventType.MODIFIED and before
+        if is_change and metadata.get("deletionTimestamp") and not before.get("deletionTimestamp"):
+            self._notice_marking(event)
 
     def _notice_deletion(self, event: Event) -> None:
         uid = event.manifest["metadata"]["uid"]
         for key, dependent in self._storage.dependents(uid):
             self._put(self._collect, key, object_key(dependent))
-        for owner in owner_uids(event.manifest):
-            self._put(self._end_foreground, owner)
         namespace = object_key(event.manifest)[0]
         if namespace is not None and self._storage.count_in_namespace(namespace) == 0:
             self._put(self._end_namespace, namespace)
@@ -237,10 +231,6 @@ class GarbageCollector:
 
     def _notice_marking(self, event: Event) -> None:
         metadata = event.manifest["metadata"]
-        if FOREGROUND_FINALIZER in (metadata.get("finalizers") or []):
-            for key, dependent in self._storage.dependents(metadata["uid"]):
-                self._put(self._collect, key, object_key(dependent))
-            self._put(self._end_foreground, metadata["uid"])
         if event.key == _NAMESPACES:
             for key, name in self._storage.in_namespace(metadata["name"]):
                 self._put(self._delete, key, name)
@@ -254,47 +244,29 @@ class GarbageCollector:
     def _put(self, action: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         self._work.put_nowait(lambda: action(*arguments))
 
-    async def _delete(self, key: StorageKey, name: ObjectKey, propagation: str = "Background") -> None:
+    async def _delete(self, key: StorageKey, name: ObjectKey) -> None:
         resource = self._registry.by_storage(key)
         if resource is None or self._storage.get(key, name) is None:
             return
-        await self._deleter.delete(resource, name, options=DeleteOptions(propagation=propagation))
+        await self._deleter.delete(resource, name, options=DeleteOptions())
 
     async def _collect(self, key: StorageKey, name: ObjectKey) -> None:
-        """Delete an object whose owners are all gone or going; else drop the references to those that are."""
+        """Delete an object whose owners are all gone; else drop the references to those that are."""
         manifest = self._storage.get(key, name)
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
             return
         references = manifest["metadata"].get("ownerReferences") or []
-        owners = [(reference, self._owner(reference, name[0])) for reference in references]
-        solid = [reference for reference, owner in owners if owner is not None and not _awaits_dependents(owner)]
+        solid = [reference for reference in references if self._has_owner(reference, name[0])]
         if solid and len(solid) < len(references):
             metadata = {**manifest["metadata"], "ownerReferences": solid}
             self._storage.commit(EventType.MODIFIED, key, {**manifest, "metadata": metadata})
-        if solid or not references:
-            return
-        is_waited_for = any(owner is not None for _, owner in owners)
-        has_dependents = any(self._storage.dependents(manifest["metadata"]["uid"]))
-        await self._delete(key, name, "Foreground" if is_waited_for and has_dependents else "Background")
+        if references and not solid:
+            await self._delete(key, name)
 
-    def _owner(self, reference: Json, namespace: str | None) -> Json | None:
-        """Return the owner that a reference names: it must live in the same namespace, or in none."""
+    def _has_owner(self, reference: Json, namespace: str | None) -> bool:
+        """Tell whether the owner that a reference names is there, in the same namespace or in none."""
         place = self._storage.by_uid(reference.get("uid", ""))
-        if place is None or place[1][0] not in (None, namespace):
-            return None
-        return self._storage.get(*place)
-
-    async def _end_foreground(self, uid: str) -> None:
-        place = self._storage.by_uid(uid)
-        owner = self._storage.get(*place) if place else None
-        resource = self._registry.by_storage(place[0]) if place else None
-        if owner is None or resource is None or not _awaits_dependents(owner):
-            return
-        for _, dependent in self._storage.dependents(uid):
-            for reference in dependent["metadata"]["ownerReferences"]:
-                if reference.get("uid") == uid and reference.get("blockOwnerDeletion"):
-                    return
-        self._deleter.release(resource, owner, FOREGROUND_FINALIZER)
+        return place is not None and place[1][0] in (None, namespace)
 
     async def _end_namespace(self, namespace: str) -> None:
         manifest = self._storage.get(_NAMESPACES, (None, namespace))
@@ -308,8 +280,3 @@ class GarbageCollector:
         is_waiting = crd is not None and CRD_FINALIZER in (crd["metadata"].get("finalizers") or [])
         if crd is not None and resource is not None and is_waiting and self._storage.count(stored) == 0:
             self._deleter.release(resource, crd, CRD_FINALIZER)
-
-
-def _awaits_dependents(owner: Json) -> bool:
-    metadata = owner["metadata"]
-    return bool(metadata.get("deletionTimestamp")) and FOREGROUND_FINALIZER in (metadata.get("finalizers") or [])

@@ -8,6 +8,8 @@ admission plugin or webhook is called. Stored objects are copied before they are
 from __future__ import annotations
 
 import copy
+import ipaddress
+import itertools
 import random
 import uuid
 from dataclasses import dataclass, field
@@ -15,7 +17,6 @@ from typing import Any, Final
 
 from kvtier_localcluster.apiserver.admission.validation import Validator
 from kvtier_localcluster.apiserver.registry import apply, patches
-from kvtier_localcluster.apiserver.registry.cluster_ips import ClusterIps
 from kvtier_localcluster.apiserver.registry.deletion import Deleter
 from kvtier_localcluster.apiserver.registry.patches import APPLY, JSON_PATCH, MERGE, STRATEGIC, Patch
 from kvtier_localcluster.apiserver.store.api_errors import (
@@ -208,6 +209,46 @@ class WriteOptions:
     field_validation: str = "Warn"
     warnings: list[str] = field(default_factory=list)
     """Filled by the write; the client gets them as Warning headers."""
+
+
+class ClusterIps:
+    """Allocates addresses in turn, so that an address which just became free is the last to be given again."""
+
+    def __init__(self, cidr: str, storage: Storage) -> None:
+        """Use the addresses of `cidr`, except its first and last. The stored Services record which are taken."""
+        self._storage = storage
+        self.use(cidr)
+
+    def use(self, cidr: str) -> None:
+        """Take the addresses from another range from now on."""
+        self._network = ipaddress.ip_network(cidr)
+        self._turn = itertools.cycle(range(1, self._network.num_addresses - 1))
+
+    def assign(self, service: Json, old: Json | None) -> None:
+        """Set, in place, the cluster IP of a Service that is being written; an update keeps the one it has.
+
+        Raises:
+            ApiError: another address is asked for than None, or than the one that the Service has; 422.
+        """
+        spec = service["spec"]
+        if spec.get("type") == "ExternalName":
+            return
+        current = (old or {}).get("spec", {}).get("clusterIP")
+        asked = spec.get("clusterIP") or current
+        if asked not in (current, None, "None"):
+            problem = "may not change once set" if current else "only None can be chosen in the local cluster"
+            problems = [f'spec.clusterIPs[0]: Invalid value: "{asked}": {problem}']
+            raise invalid("Service", "", service["metadata"]["name"], problems)
+        spec["clusterIP"] = asked or self._free()
+        spec.setdefault("clusterIPs", [spec["clusterIP"]])
+
+    def _free(self) -> str:
+        taken = {service["spec"].get("clusterIP", "") for service in self._storage.all(("", "services"))}
+        for offset in itertools.islice(self._turn, self._network.num_addresses):
+            candidate = str(self._network[offset])
+            if candidate not in taken:
+                return candidate
+        raise ApiError(500, "InternalError", f"failed to allocate a serviceIP: range {self._network} is full")
 
 
 class Writer:
