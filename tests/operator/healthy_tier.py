@@ -15,9 +15,9 @@ from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.reasons import REASONS, Reason
 from kvtier_operator.conditions import AppliedStage, Observation, Problem, Progress
 from kvtier_operator.parts.engine import template_of
-from kvtier_operator.plan import Decisions, decide, make_pinned_plan, make_plan
+from kvtier_operator.plan import Decisions, decide, make_kept_plan, make_plan
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.plan.pin import make_pin
+from kvtier_operator.plan.rendered import make_rendered
 from kvtier_operator.snapshot import ContainerStatus, Engines, LiveClaim, LiveJanitor, Node, Pod, Snapshot
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"
@@ -86,8 +86,8 @@ def progress(  # noqa: PLR0913  each by its name
     plan = make_plan(spec, snapshot, decided, connector_image="c:2")
     if made_by:
         before = make_plan(spec, snapshot, decided, connector_image=made_by)
-        pin = make_pin(spec, restart="", config=before.config_text, template=template_of(before))
-        plan = make_pinned_plan(plan, pin, janitor_image="j")
+        rendered = make_rendered(spec, restart="", config=before.config_text, template=template_of(before))
+        plan = make_kept_plan(plan, rendered, janitor_image="j")
     stage = AppliedStage(
         generation=3,
         spec=spec,

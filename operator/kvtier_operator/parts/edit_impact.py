@@ -14,20 +14,20 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.parse import document, read_leniently
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.parts.engine import deployment, outdated, template_of
+from kvtier_operator.parts.engine import deployment, drift, template_of
 from kvtier_operator.plan import (
     Decisions,
     TierPlan,
     canonical,
     decide,
     diff,
-    make_pinned_plan,
+    make_kept_plan,
     make_plan,
     make_unchecked_plan,
 )
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
-from kvtier_operator.plan.pin import decode
+from kvtier_operator.plan.rendered import decode_rendered
 from kvtier_operator.snapshot import Snapshot
 
 
@@ -39,11 +39,11 @@ def keep_pods(plan: TierPlan, snapshot: Snapshot, *, janitor_image: str = JANITO
         snapshot: what stands.
         janitor_image: image of the janitor, where the tier names none.
     """
-    pin = decode(snapshot.engines.rendered)
-    if pin is None or pin.restart != plan.restart:
+    pods = decode_rendered(snapshot.engines.rendered)
+    if pods is None or pods.restart != plan.restart:
         return plan
-    if pin.spec != document(plan.spec):
-        made_from = read_leniently(pin.spec, instead={})
+    if pods.spec != document(plan.spec):
+        made_from = read_leniently(pods.spec, instead={})
         kept = None if made_from is None else decide(made_from, plan.tier, snapshot, may_assume=True, is_running=True)
         if made_from is None or not isinstance(kept, Decisions) or not _ask_for_the_same(made_from, plan, kept):
             return plan
@@ -57,7 +57,7 @@ def keep_pods(plan: TierPlan, snapshot: Snapshot, *, janitor_image: str = JANITO
             janitor_image=janitor_image,
             restart=plan.restart,
         )
-    return make_pinned_plan(plan, pin, janitor_image=janitor_image)
+    return make_kept_plan(plan, pods, janitor_image=janitor_image)
 
 
 def _ask_for_the_same(before: TierSpec, plan: TierPlan, kept: Decisions) -> bool:
@@ -88,9 +88,9 @@ def applicable_spec(stored: object, snapshot: Snapshot, *, connector_image: str,
     Returns:
         The spec; None where no engine runs, or where it is not known what they were made from.
     """
-    pin = decode(snapshot.engines.rendered)
-    runs = None if pin is None else read_leniently(pin.spec, instead={})
-    if pin is None or runs is None or not isinstance(stored, Mapping):
+    pods = decode_rendered(snapshot.engines.rendered)
+    runs = None if pods is None else read_leniently(pods.spec, instead={})
+    if pods is None or runs is None or not isinstance(stored, Mapping):
         return None
 
     def keeps(spec: TierSpec) -> bool:
@@ -98,7 +98,7 @@ def applicable_spec(stored: object, snapshot: Snapshot, *, connector_image: str,
         if not isinstance(found, Decisions):
             return False
         made = make_plan(spec, snapshot, found, connector_image=connector_image, restart=restart)
-        return keep_pods(made, snapshot).pin is not None
+        return keep_pods(made, snapshot).rendered is not None
 
     wanted = read_leniently(stored, instead=document(runs))
     if wanted is None or keeps(wanted):
@@ -154,15 +154,15 @@ def explain_edit(  # noqa: PLR0913  each by its name
     is_for_ranks = any(change.field == _RANKS and change.is_new_generation for change in found.changes)
     return replace(
         found,
-        upgrade=outdated(plan_of(before)),
+        upgrade=drift(plan_of(before)),
         ranks_hint=canonical.advise(after) if is_for_ranks else "",
     )
 
 
 def _running(snapshot: Snapshot | None) -> diff.Effect | None:
     """Return what the engines that run were made from; None where there are none, or they do not say."""
-    pin = None if snapshot is None else decode(snapshot.engines.rendered)
-    return None if pin is None else diff.Effect(generation=pin.generation, template=pin.template)
+    pods = None if snapshot is None else decode_rendered(snapshot.engines.rendered)
+    return None if pods is None else diff.Effect(generation=pods.generation, template=pods.template)
 
 
 _RANKS: Final = "spec.engine.tensorParallel"

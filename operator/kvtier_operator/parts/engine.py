@@ -25,7 +25,7 @@ from kvtier_operator.parts.pods import lay_over
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.decisions import checkpoints_of
 from kvtier_operator.plan.digest import digest
-from kvtier_operator.plan.pin import make_pin
+from kvtier_operator.plan.rendered import make_rendered
 
 ENDPOINT_DRAIN_SECONDS: Final = 10
 """How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""
@@ -54,12 +54,14 @@ def deployment(plan: TierPlan) -> Manifest:
     """Return the Deployment of the tier's engines."""
     rollout = plan.spec.engine.rollout
     metadata = names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE)
-    template = template_of(plan) if plan.pin is None else dict(plan.pin.template)
+    template = template_of(plan) if plan.rendered is None else dict(plan.rendered.template)
     # Not on the pods: what was decided must not be decided anew, and writing it down restarts nothing.
     metadata["annotations"] = {names.ANNOTATION_DECISIONS: plan.decisions.encode()}
     if plan.is_recorded:
-        pin = plan.pin or make_pin(plan.spec, restart=plan.restart, config=plan.config_text, template=template)
-        note = pin.encode()
+        rendered = plan.rendered or make_rendered(
+            plan.spec, restart=plan.restart, config=plan.config_text, template=template
+        )
+        note = rendered.encode()
         if len(note) <= LONGEST_NOTE:
             metadata["annotations"][names.ANNOTATION_RENDERED] = note
     return {
@@ -83,13 +85,13 @@ def deployment(plan: TierPlan) -> Manifest:
     }
 
 
-def outdated(plan: TierPlan) -> tuple[str, ...]:
+def drift(plan: TierPlan) -> tuple[str, ...]:
     """Return what this operator would change in the pods at their next restart, in words; empty for nothing."""
-    if plan.pin is None or plan.fresh is None:
+    if plan.rendered is None or plan.desired is None:
         return ()
-    now = template_of(replace(plan.fresh, listen_host=plan.listen_host))
-    found = list(_differences(plan.pin.template, json.loads(json.dumps(now))))
-    starts_anew = plan.fresh.generation.digest != plan.generation.digest
+    now = template_of(replace(plan.desired, listen_host=plan.listen_host))
+    found = list(_differences(plan.rendered.template, json.loads(json.dumps(now))))
+    starts_anew = plan.desired.generation.digest != plan.generation.digest
     return (*found, *(("the cache generation, which starts empty",) if starts_anew else ()))
 
 
@@ -369,7 +371,7 @@ def _judge(stage: PlannedStage, _previous: Status) -> Problem:
             message=f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
             f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
         )
-    if changed := outdated(stage.plan):
+    if changed := drift(stage.plan):
         return Problem(
             reason=Reason.ENGINES_OUTDATED,
             message=f"engines are as an earlier operator made them, and this one would change "

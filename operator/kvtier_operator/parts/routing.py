@@ -109,7 +109,7 @@ def is_growing(stage: ReadStage | None, previous: Status) -> bool:
     if stage is None or before is None or not before.is_met:
         return False
     engines, pods = stage.snapshot.engines, [pod for pod in stage.snapshot.pods if not pod.is_terminating]
-    keeps_pods = isinstance(stage, PlannedStage) and stage.plan.pin is not None
+    keeps_pods = isinstance(stage, PlannedStage) and stage.plan.rendered is not None
     is_observed = keeps_pods or engines.observed_generation >= engines.generation
     is_current = is_observed and engines.updated == engines.replicas
     is_smaller = 0 < engines.ready < stage.spec.replicas and engines.replicas <= stage.spec.replicas

@@ -22,7 +22,7 @@ from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.model_layout import KvUnknown, attention_heads
-from kvtier_operator.plan.pin import Pin
+from kvtier_operator.plan.rendered import RenderedPods
 from kvtier_operator.plan.sizing import PodSizing, make_sizing
 from kvtier_operator.snapshot import Snapshot
 
@@ -35,7 +35,7 @@ __all__ = [
     "decide",
     "live_text",
     "make_generation",
-    "make_pinned_plan",
+    "make_kept_plan",
     "make_plan",
     "make_unchecked_plan",
     "releases_claim",
@@ -77,9 +77,9 @@ class TierPlan:
     of one node."""
     restart: str = ""
     """Value of the restart annotation that the pods are made for."""
-    pin: Pin | None = None
+    rendered: RenderedPods | None = None
     """Source of the engines that run, where the spec still asks for the same: it is applied again."""
-    fresh: TierPlan | None = None
+    desired: TierPlan | None = None
     """The plan for new pods, where the pods are kept as they are."""
     listen_host: str = names.EVERY_IPV4_ADDRESS
     """Address that the servers in the pods listen on."""
@@ -116,20 +116,20 @@ def releases_claim(spec: TierSpec, snapshot: Snapshot) -> bool:
     return snapshot.claim is not None and snapshot.claim.is_terminating and spec.replicas == 0
 
 
-def make_pinned_plan(plan: TierPlan, pin: Pin, *, janitor_image: str) -> TierPlan:
+def make_kept_plan(plan: TierPlan, rendered: RenderedPods, *, janitor_image: str) -> TierPlan:
     """Return the plan with what the engines that run were made from in the place of what would be made today."""
     try:
-        document = json.loads(pin.config)
+        document = json.loads(rendered.config)
         generation = CacheGeneration(digest=document["digest"], identity=document["identity"], root=document["root"])
     except (ValueError, TypeError, KeyError):
         return plan
     return replace(
         plan,
-        pin=pin,
-        fresh=plan,
+        rendered=rendered,
+        desired=plan,
         generation=generation,
-        config_text=pin.config,
-        config_digest=digest.digest_text(pin.config),
+        config_text=rendered.config,
+        config_digest=digest.digest_text(rendered.config),
         # It must not take the generation that the engines use for an old one.
         janitor=make_janitor(
             plan.spec,

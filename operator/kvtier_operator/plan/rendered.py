@@ -18,7 +18,7 @@ from kvtier_operator.api.parse import document
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pin:
+class RenderedPods:
     """The source of a Deployment's pods."""
 
     spec: Mapping[str, Any]
@@ -43,16 +43,16 @@ class Pin:
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def make_pin(spec: TierSpec, *, restart: str, config: str, template: Mapping[str, Any]) -> Pin:
+def make_rendered(spec: TierSpec, *, restart: str, config: str, template: Mapping[str, Any]) -> RenderedPods:
     """Note what pods are made from."""
-    return Pin(spec=document(spec), restart=restart, config=config, template=template)
+    return RenderedPods(spec=document(spec), restart=restart, config=config, template=template)
 
 
-def decode(text: str) -> Pin | None:
+def decode_rendered(text: str) -> RenderedPods | None:
     """Read the annotation; None where there is none that can be used: then the pods are rendered anew."""
     try:
         document = json.loads(text)
-        found = Pin(**{name: document[name] for name in ("spec", "restart", "config", "template")})
+        found = RenderedPods(**{name: document[name] for name in ("spec", "restart", "config", "template")})
     except (ValueError, TypeError, KeyError):
         return None
     is_whole = isinstance(found.spec, dict) and isinstance(found.template, dict) and isinstance(found.config, str)
