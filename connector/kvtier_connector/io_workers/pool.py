@@ -2,11 +2,11 @@
 """The pool of I/O workers of one engine: tasks in, the end of each task out, one chunk a task.
 
 Nothing here waits or makes a system call on the volume. `Dispatcher` hands tasks to workers through the task table. One
-token through a pipe announces a task, and one message back reports its end. `WorkerPool` decides which tasks are handed
-out, and what happens to those that are late, cancelled or lost with a worker.
+token through a pipe announces a task, and one message back reports its end.
 
-Every task ends once. Breaker and store know the outcome by then, and no worker touches the task's row any more. Tasks
-are queued in lanes by urgency. While no worker can be started, every task is refused.
+`WorkerPool` decides which tasks are handed out, and what happens to those that are late, cancelled or lost with a
+worker. Every task ends once. Breaker and store know the outcome by then, and no worker touches the task's row any more.
+Tasks are queued in lanes by urgency. While no worker can be started, every task is refused.
 """
 
 from __future__ import annotations

@@ -45,7 +45,15 @@ from kvtier_connector.store.layout import (
     tenant_of,
 )
 from kvtier_connector.store.purges import Purge, record_purge
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, Leftover, LeftoverKind, Progress, Tell, scan
+from kvtier_connector.store.scan import (
+    PARTIAL_AGE_SECONDS,
+    BlockEntry,
+    Leftover,
+    LeftoverKind,
+    Tell,
+    WalkProgress,
+    scan,
+)
 
 MOST_PROBLEMS: Final = 1000
 """Problems listed in the document of a check; all are counted."""
@@ -99,7 +107,7 @@ def purge_blocks(  # noqa: PLR0913 - keywords
     fs: FileSystem = LOCAL,
     threads: int = 8,
     clock: Callable[[], int] = time.time_ns,
-    progress: Progress | None = None,
+    progress: WalkProgress | None = None,
 ) -> list[Purged]:
     """Remove the files that match, at or below the directory; with `is_dry` only count them.
 
@@ -113,7 +121,7 @@ def purge_blocks(  # noqa: PLR0913 - keywords
         raise ConfigInvalid(f"{directory}: holds no generation{name}; kvtier inspect shows which there are")
     if criteria.tenant:
         _check_tenant(directory, roots, criteria.tenant, fs=fs)
-    progress = progress or Progress()
+    progress = progress or WalkProgress()
     progress.begin(len(roots) * (1 if is_dry else 2))
     results = []
     for root in roots:
@@ -149,7 +157,7 @@ class _Purging:
         self,
         root: Path,
         criteria: Criteria,
-        progress: Progress,
+        progress: WalkProgress,
         *,
         fs: FileSystem,
         threads: int,
@@ -306,7 +314,7 @@ class CommandResult(NamedTuple):
 def inspect(directory: Path, tell: Tell, *, threads: int = 4) -> CommandResult:
     """Count the files below the directory."""
     roots = _generations(directory)
-    progress, now_ns = Progress(tell), time.time_ns()
+    progress, now_ns = WalkProgress(tell), time.time_ns()
     progress.begin(len(roots))
     generations = [
         fsck.count_generation(directory, root, now_ns=now_ns, threads=threads, progress=progress) for root in roots
@@ -347,7 +355,7 @@ def check(
         keyring=Keyring(keys_dir) if keys_dir else None,
         partial_age_seconds=partial_age_seconds,
         threads=threads,
-        progress=Progress(tell),
+        progress=WalkProgress(tell),
     )
     document = {
         "blocks": report.blocks,
@@ -378,7 +386,9 @@ def purge(  # noqa: PLR0913 - keywords with defaults
     results = []
     if _generations(directory) or generation is not None:
         # Nothing is removed through a link, but the directory itself may be one.
-        results = purge_blocks(directory.resolve(), criteria, is_dry=not yes, threads=threads, progress=Progress(tell))
+        results = purge_blocks(
+            directory.resolve(), criteria, is_dry=not yes, threads=threads, progress=WalkProgress(tell)
+        )
     document = {
         "dryRun": not yes,
         "blocks": sum(each.blocks for each in results),

@@ -34,7 +34,7 @@ from kvtier_connector.store.fs import (
 from kvtier_connector.store.header import CHECKSUM_BYTES, HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
 from kvtier_connector.store.purges import PurgeLog
-from kvtier_connector.store.reading import Access, Handing, Read, Take, mapped_verified, read_verified, stream_verified
+from kvtier_connector.store.reading import Access, Handing, Read, Take, mapped_verified, read_whole, stream_verified
 from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
 from kvtier_connector.store.volume_profile import read_profile
 from kvtier_connector.store.walks import walk_here
@@ -255,7 +255,7 @@ class BlockStore:
             raise ValueError(f"the buffer for {key} must be writable and not empty")
 
         def read(fd: int, is_direct: bool) -> int | Fault | None:
-            return read_verified(
+            return read_whole(
                 self._fs,
                 fd,
                 key,
@@ -284,7 +284,7 @@ class BlockStore:
             page = self._page()
             if not is_direct:
                 return stream_verified(self._fs, fd, key, home, page=page, buffer=whole, **how)
-            return read_verified(self._fs, fd, key, home, page=page, target=whole, is_direct=True, **how)
+            return read_whole(self._fs, fd, key, home, page=page, target=whole, is_direct=True, **how)
 
         return self._read(key, self._direct.flag(whole), read)
 

@@ -569,7 +569,7 @@ def read_block(  # noqa: PLR0913 - all but three have a default or are keywords
         buffers: The page and the memory for the payload.
         is_direct: Whether the file was opened with O_DIRECT.
         piece_bytes: How much of the payload one call asks for, a multiple of the page; 0 asks for all of it.
-        is_wanted: Told after each call how many bytes from the start are there; False stops.
+        is_wanted: Called after each call with the number of bytes read so far; False stops.
     """
     wanted = sum(buffer.nbytes for buffer in buffers)
     step = ALIGNMENT if is_direct else 1

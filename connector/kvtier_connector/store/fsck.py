@@ -32,7 +32,7 @@ from kvtier_connector.store.header import (
 from kvtier_connector.store.identity import find_generations
 from kvtier_connector.store.layout import TIER_FILE, BlockKey, Home, find_home
 from kvtier_connector.store.reading import PIECE_BYTES
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, Progress, list_journals, scan
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, WalkProgress, list_journals, scan
 
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
@@ -106,7 +106,7 @@ def check_generation(  # noqa: PLR0913 - keywords with defaults
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 1,
     keyring: Keyring | None = None,
-    progress: Progress | None = None,
+    progress: WalkProgress | None = None,
 ) -> FsckReport:
     """Verify every file under the root of one generation.
 
@@ -118,7 +118,7 @@ def check_generation(  # noqa: PLR0913 - keywords with defaults
         keyring: The keys of encrypted blocks.
         progress: Told of each file that was verified, by the calling thread.
     """
-    progress = progress or Progress()
+    progress = progress or WalkProgress()
     problems = _identity_problems(fs, root)
     blocks = size = unverified = 0
     saved: list[int] = []
@@ -155,7 +155,7 @@ def check_all(
     partial_age_seconds: float = PARTIAL_AGE_SECONDS,
     threads: int = 1,
     keyring: Keyring | None = None,
-    progress: Progress | None = None,
+    progress: WalkProgress | None = None,
 ) -> FsckReport:
     """Verify every generation at or below the directory; paths in the report are relative to the directory."""
     try:
@@ -164,7 +164,7 @@ def check_all(
         return FsckReport(0, 0, (FsckProblem("", "unreadable", str(error)),))
     blocks = size = unverified = compressed = saved = 0
     problems: list[FsckProblem] = []
-    progress = progress or Progress()
+    progress = progress or WalkProgress()
     progress.begin(len(roots))
     for root in roots:
         report = check_generation(
@@ -208,7 +208,7 @@ def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
     partial_age_seconds: float,
     threads: int,
     keyring: Keyring | None,
-    progress: Progress,
+    progress: WalkProgress,
     note: Note,
 ) -> Iterator[tuple[BlockEntry | FsckProblem, Fault | None]]:
     """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
@@ -331,10 +331,10 @@ def count_generation(  # noqa: PLR0913 - keywords with defaults
     fs: FileSystem = LOCAL,
     now_ns: int,
     threads: int = 4,
-    progress: Progress | None = None,
+    progress: WalkProgress | None = None,
 ) -> GenerationCount:
     """Count what one generation holds."""
-    progress = progress or Progress()
+    progress = progress or WalkProgress()
     try:
         document = identity.read(root, fs=fs)
         generation = GenerationCount(str(root.relative_to(directory)), document["identity"] if document else {})

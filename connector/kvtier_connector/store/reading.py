@@ -43,61 +43,7 @@ class Handing(TypedDict):
     """With what it is decompressed."""
 
 
-class _Verifier:
-    """Takes in what has been read so far, and stops the read at the first thing that is wrong."""
-
-    def __init__(
-        self, key: BlockKey, home: Home, page: memoryview, target: memoryview, keyring: Keyring | None
-    ) -> None:
-        self.header: Header | None = None
-        self.fault: Fault | None = None
-        self._key = key
-        self._home = home
-        self._page = page
-        self._target = target
-        self._keyring = keyring
-        self._reading: PayloadReader | None = None
-        self._taken = 0
-
-    def take(self, done: int) -> bool:
-        """Look at the first `done` bytes of the file; return whether the rest is wanted."""
-        if done < HEADER_BYTES:
-            return True
-        if self.header is None:
-            self._take_header()
-        if self.fault is None and self._reading is not None and self.header is not None:
-            reached = min(done - HEADER_BYTES, self.header.payload_bytes)
-            self._reading.take(self._target[self._taken : reached])
-            self._taken = reached
-        return self.fault is None and not self.is_whole
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the payload has been taken in."""
-        return self.header is not None and self._taken == self.header.payload_bytes
-
-    def end(self) -> Fault | None:
-        """Return the fault of a file that was read to its end, None without one."""
-        return Fault.TRUNCATED if self._reading is None else self._reading.end()
-
-    def _take_header(self) -> None:
-        header = decode_header(self._page)
-        if isinstance(header, Fault):
-            self.fault = header
-        elif (fault := misplaced(header, self._key, self._home)) is not None:
-            self.fault = fault
-        elif header.block_bytes != self._target.nbytes:
-            self.header, self.fault = header, Fault.LENGTH
-        else:
-            self.header = header
-            begun = _begin(header, self._page, self._keyring)
-            if isinstance(begun, Fault):
-                self.fault = begun
-            else:
-                self._reading = begun
-
-
-def read_verified(  # noqa: PLR0913 - keywords
+def read_whole(  # noqa: PLR0913 - keywords
     fs: FileSystem,
     fd: int,
     key: BlockKey,
@@ -110,44 +56,39 @@ def read_verified(  # noqa: PLR0913 - keywords
     codecs: Codecs,
     take: Take | None = None,
 ) -> int | Fault | None:
-    """Read a block into `target` and verify it on the way; return the bytes read, or what is wrong.
+    """Read a block into `target` with one request and verify it; return the bytes read, or the fault.
 
-    With O_DIRECT all of it is asked for at once, since the device is faster with one large request and its bytes are
-    in no cache yet. A compressed block is read into the start of `target`. With `take` the block is handed on once it
-    is verified, and None means that it ended that.
+    A device is fastest with one large request, so this is the way for O_DIRECT. A compressed block is read into the
+    start of `target`. With `take` the verified block is handed on, and None means that `take` ended that.
     """
-    verifier = _Verifier(key, home, page, target, keyring)
-    bytes_read = read_block(
-        fs,
-        fd,
-        (page, target),
-        is_direct=is_direct,
-        piece_bytes=0 if is_direct else PIECE_BYTES,
-        is_wanted=verifier.take,
-    )
-    if verifier.fault is Fault.LENGTH and verifier.header is not None:
-        is_short = fs.fstat(fd).st_size < HEADER_BYTES + verifier.header.payload_bytes
-        return Fault.TRUNCATED if is_short else Fault.LENGTH
-    if verifier.fault is not None:
-        return verifier.fault
-    if verifier.header is None:
+    found: list[Header | Fault] = []
+
+    def is_wanted(done: int) -> bool:
+        if not found and done >= HEADER_BYTES:
+            found.append(_expect(fs, fd, key, home, page, target.nbytes))
+        header = found[0] if found else None
+        return header is None or (isinstance(header, Header) and done < HEADER_BYTES + header.payload_bytes)
+
+    bytes_read = read_block(fs, fd, (page, target), is_direct=is_direct, is_wanted=is_wanted)
+    if not found:
         return Fault.TRUNCATED if bytes_read else Fault.EMPTY
-    if not verifier.is_whole:
+    header = found[0]
+    if isinstance(header, Fault):
+        return header
+    reader = _begin(header, page, keyring)
+    if isinstance(reader, Fault):
+        return reader
+    if bytes_read < HEADER_BYTES + header.payload_bytes:
         return Fault.TRUNCATED
-    if (fault := verifier.end()) is not None:
+    stored = target[: header.payload_bytes]
+    reader.take(stored)
+    if (fault := reader.end()) is not None:
         return fault
-    stored = target[: verifier.header.payload_bytes]
-    is_taken: bool | Fault
-    if verifier.header.packing == NOT_PACKED:
-        is_taken = take is None or take(0, stored)
-    elif take is None:
-        # The packed bytes lie where the block is to be.
-        is_taken = _unpack(verifier.header, memoryview(bytes(stored)), _filling(target), codecs)
-    else:
-        is_taken = _unpack(verifier.header, stored, take, codecs)
-    if isinstance(is_taken, Fault):
-        return is_taken
-    return HEADER_BYTES + stored.nbytes if is_taken else None
+    if header.packing != NOT_PACKED:
+        # Without `take` the block goes where the packed bytes lie.
+        packed = memoryview(bytes(stored)) if take is None else stored
+        return _hand_on(header, packed, take or _filling(target), codecs)
+    return HEADER_BYTES + stored.nbytes if take is None or take(0, stored) else None
 
 
 def _filling(target: memoryview) -> Take:
@@ -191,22 +132,22 @@ def stream_verified(  # noqa: PLR0913 - keywords
     header = _expect(fs, fd, key, home, page, buffer.nbytes)
     if isinstance(header, Fault):
         return header
-    reading = _begin(header, page, keyring)
-    if isinstance(reading, Fault):
-        return reading
+    reader = _begin(header, page, keyring)
+    if isinstance(reader, Fault):
+        return reader
     if header.packing != NOT_PACKED:
         packed = buffer[: header.payload_bytes]
-        return _read_packed(fs, fd, packed, filled, reading) or _hand_on(header, packed, take, codecs)
+        return _read_packed(fs, fd, packed, filled, reader) or _hand_on(header, packed, take, codecs)
     payload_bytes, done = buffer.nbytes, 0
     while True:
         if filled:
             piece = buffer[:filled]
-            reading.take(piece)
+            reader.take(piece)
             if not take(done, piece):
                 return None
             done += filled
         if done == payload_bytes:
-            return reading.end() or HEADER_BYTES + done
+            return reader.end() or HEADER_BYTES + done
         filled = fs.preadv(fd, [buffer[: min(piece_bytes, payload_bytes - done)]], HEADER_BYTES + done)
         if not filled:
             return Fault.TRUNCATED
@@ -220,16 +161,16 @@ def _read_start(fs: FileSystem, fd: int, page: memoryview, piece: memoryview) ->
     return max(0, filled)
 
 
-def _read_packed(fs: FileSystem, fd: int, packed: memoryview, filled: int, reading: PayloadReader) -> Fault | None:
+def _read_packed(fs: FileSystem, fd: int, packed: memoryview, filled: int, reader: PayloadReader) -> Fault | None:
     """Read what is missing of a compressed payload, and verify all of it; return what is wrong."""
     done = 0
     while True:
         reached = min(done + filled, packed.nbytes)
         if reached > done:
-            reading.take(packed[done:reached])
+            reader.take(packed[done:reached])
         done = reached
         if done == packed.nbytes:
-            return reading.end()
+            return reader.end()
         filled = fs.preadv(fd, [packed[done : done + PIECE_BYTES]], HEADER_BYTES + done)
         if not filled:
             return Fault.TRUNCATED
@@ -265,9 +206,9 @@ def mapped_verified(  # noqa: PLR0913 - keywords
     header = _expect(fs, fd, key, home, page, buffer.nbytes)
     if isinstance(header, Fault):
         return header
-    reading = _begin(header, page, keyring)
-    if isinstance(reading, Fault):
-        return reading
+    reader = _begin(header, page, keyring)
+    if isinstance(reader, Fault):
+        return reader
     is_packed = header.packing != NOT_PACKED
     payload = mapped[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
     for start in range(0, payload.nbytes, _MAPPED_PIECE_BYTES):
@@ -277,12 +218,12 @@ def mapped_verified(  # noqa: PLR0913 - keywords
             place = start if is_packed else 0
             buffer[place : place + piece.nbytes] = piece
             piece = buffer[place : place + piece.nbytes]
-        reading.take(piece)
+        reader.take(piece)
         if not is_packed and not take(start, piece):
             return None
     if payload.nbytes < header.payload_bytes:
         return Fault.TRUNCATED
-    fault = reading.end()
+    fault = reader.end()
     if fault is None and is_packed:
         return _hand_on(header, payload if keyring is None else buffer[: payload.nbytes], take, codecs)
     return fault or HEADER_BYTES + payload.nbytes
@@ -340,7 +281,7 @@ def _rename(fs: FileSystem, path: str, moved: str) -> None:
 
 
 Read = Callable[[int, bool], int | Fault | None]
-"""Reads an open file, told whether it was opened with O_DIRECT; as `read_verified` and `stream_verified`."""
+"""Reads an open file, told whether it was opened with O_DIRECT; as `read_whole` and `stream_verified`."""
 
 
 class ExistingFile(NamedTuple):

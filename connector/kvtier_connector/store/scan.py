@@ -367,7 +367,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-class Progress:
+class WalkProgress:
     """Counts over several walks, which are taken to be of one length. Owned by one thread."""
 
     def __init__(self, tell: Tell = lambda _share, _blocks, _bytes: None) -> None:

@@ -19,7 +19,7 @@ from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fsck import check_all, check_generation
 from kvtier_connector.store.identity import claim, find_generations
 from kvtier_connector.store.layout import block_path, partial_path
-from kvtier_connector.store.scan import Progress
+from kvtier_connector.store.scan import WalkProgress
 from kvtier_connector.store.shared import SharedStore
 
 TOKEN = "0123456789abcdef" * 2
@@ -90,7 +90,7 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
             file.seek(5000)
             file.write(b"damaged")
     told: list[tuple[float, int, int]] = []
-    report = check_generation(root, threads=threads, progress=Progress(lambda *each: told.append(each)))
+    report = check_generation(root, threads=threads, progress=WalkProgress(lambda *each: told.append(each)))
     assert report == check_generation(root)
     assert len(report.problems) == 15
     assert told[-1][1:] == (report.blocks, report.bytes) == (100, 100 * 8192)
@@ -98,7 +98,7 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
 
 def test_progress_over_several_walks_only_grows_and_counts_all_blocks(volume: Path) -> None:
     told: list[tuple[float, int, int]] = []
-    check_all(volume, progress=Progress(lambda *each: told.append(each)))
+    check_all(volume, progress=WalkProgress(lambda *each: told.append(each)))
     assert told == sorted(told)
     assert told[-1] == (1.0, 6, 6 * BLOCK_BYTES)
 

@@ -1,76 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large blocks are read in pieces and verified on the way."""
+"""Blocks are verified on the way, through a small buffer or with one large request."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from store_contract import key, pages, payload
-from store_faults import WatchedFs
+from store_faults import ShortFs, WatchedFs
 
 from kvtier_connector.io_workers.worker import WorkerFileSystem
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
-from kvtier_connector.store.fs import LOCAL, DirectIo
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome
+from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
-from kvtier_connector.store.layout import QUARANTINE, block_path
+from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path
 from kvtier_connector.store.reading import PIECE_BYTES
 
-PIECES = 5
-LARGE = PIECES * PIECE_BYTES - 4096
+SIZE = 3 * PIECE_BYTES - 4096
 
 
-@pytest.mark.parametrize(("direct", "reads"), [(False, PIECES), (True, 1)])
-def test_a_large_block_is_read_in_pieces_through_the_page_cache_only(root: Path, *, direct: bool, reads: int) -> None:
-    if direct and not DirectIo(LOCAL, str(root), direct=None).is_supported():
+class Taker:
+    def __init__(self, *, most: int = 1 << 30) -> None:
+        self.got = bytearray(SIZE)
+        self.pieces = 0
+        self._most = most
+
+    def __call__(self, offset: int, piece: memoryview) -> bool:
+        if self.pieces == self._most:
+            return False
+        self.pieces += 1
+        self.got[offset : offset + piece.nbytes] = piece
+        return True
+
+
+class Calls(WatchedFs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def before(self, call: str, path: str | None) -> None:
+        self.calls.append(call)
+
+
+def stream(root: Path, of: BlockKey, taker: Taker, *, fs: FileSystem = LOCAL, direct: bool = False) -> Outcome | None:
+    return BlockStore(root, fs=fs, direct=direct).stream(of, pages(size=SIZE), taker)
+
+
+@pytest.mark.parametrize(("direct", "reads"), [(False, 3), (True, 1)])
+def test_a_large_block_is_read_in_pieces_through_the_page_cache_only(
+    tmp_path: Path, *, direct: bool, reads: int
+) -> None:
+    if direct and not DirectIo(LOCAL, str(tmp_path), direct=None).is_supported():
         pytest.skip("the temporary directory does not take O_DIRECT")
-    calls: list[str] = []
-
-    class Listing(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            calls.append(call)
-
-    store = BlockStore(root, fs=Listing(), direct=direct)
-    store.put(key(1), payload(1, LARGE))
-    calls.clear()
-    into = pages(size=LARGE)
-    assert store.get(key(1), into) == Hit(HEADER_BYTES + LARGE)
-    assert into == payload(1, LARGE)
-    assert calls == ["open", *["preadv"] * reads, "fstat", "close"]
+    fs = Calls()
+    store = BlockStore(tmp_path, fs=fs, direct=direct)
+    store.put(key(1), payload(1, SIZE))
+    fs.calls.clear()
+    taker = Taker()
+    assert store.stream(key(1), pages(size=SIZE), taker) == Hit(HEADER_BYTES + SIZE)
+    assert taker.got == payload(1, SIZE)
+    assert fs.calls == ["open", *["preadv"] * reads, "fstat", "close"]
 
 
-@pytest.mark.parametrize("piece", range(PIECES))
-@pytest.mark.parametrize("kind", ["flipped", "truncated"])
-def test_damage_in_any_piece_of_a_large_block_is_noticed(root: Path, piece: int, kind: str) -> None:
-    BlockStore(root).put(key(1), payload(1, LARGE))
-    at = HEADER_BYTES + piece * PIECE_BYTES + 17
-    with (root / block_path(key(1))).open("r+b") as file:
-        if kind == "truncated":
-            file.truncate(at)
-        else:
-            file.seek(at)
-            file.write(b"?")
-    outcome = BlockStore(root, direct=False).get(key(1), pages(size=LARGE))
-    assert outcome is (Fault.TRUNCATED if kind == "truncated" else Fault.CHECKSUM)
-    for path in (root / QUARANTINE).iterdir():
-        path.unlink()
+@pytest.mark.parametrize("fs", [LOCAL, ShortFs(3001), ShortFs(300_000)], ids=["whole", "tiny", "short"])
+def test_the_pieces_make_up_the_block(tmp_path: Path, fs: FileSystem) -> None:
+    BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
+    taker = Taker()
+
+    assert isinstance(stream(tmp_path, key(1), taker, fs=fs), Hit)
+    assert taker.got == payload(1, SIZE)
 
 
-def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(root: Path) -> None:
-    BlockStore(root).put(key(1), payload(1, LARGE))
-    with (root / block_path(key(1))).open("r+b") as file:
+def test_a_block_that_bypasses_the_page_cache_is_handed_on_whole_and_verified(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path)
+    store.put(key(1), payload(1, SIZE))
+    taker = Taker()
+    outcome = store.stream(key(1), pages(size=SIZE), taker)
+
+    assert isinstance(outcome, Hit)
+    assert taker.got == payload(1, SIZE)
+
+
+def test_only_a_piece_of_the_buffer_is_used(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, direct=False)
+    store.put(key(1), payload(1, SIZE))
+    buffer = pages(size=SIZE)
+    store.stream(key(1), buffer, Taker())
+
+    assert bytes(buffer[PIECE_BYTES:]) == bytes(SIZE - PIECE_BYTES)
+
+
+def test_whoever_takes_no_more_ends_the_read_and_the_block_stays(tmp_path: Path) -> None:
+    BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
+    assert stream(tmp_path, key(1), Taker(most=1)) is None
+    assert isinstance(stream(tmp_path, key(1), Taker()), Hit)
+
+
+def test_a_block_that_is_not_there_is_a_miss_and_nothing_is_taken(tmp_path: Path) -> None:
+    taker = Taker()
+    assert stream(tmp_path, key(1), taker) == Miss()
+    assert taker.pieces == 0
+
+
+def cut(to: int) -> Callable[[Path], None]:
+    return lambda file: file.write_bytes(file.read_bytes()[:to])
+
+
+def flip(at: int) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (cut(0), Fault.EMPTY),
+        (cut(100), Fault.TRUNCATED),
+        (cut(HEADER_BYTES), Fault.TRUNCATED),
+        (cut(HEADER_BYTES + PIECE_BYTES + 5), Fault.TRUNCATED),
+        (flip(0), Fault.MAGIC),
+        (flip(HEADER_BYTES), Fault.CHECKSUM),
+        (flip(HEADER_BYTES + 2 * PIECE_BYTES), Fault.CHECKSUM),
+        (flip(HEADER_BYTES + SIZE - 1), Fault.CHECKSUM),
+    ],
+)
+def test_damage_is_the_fault_that_get_would_name_and_the_file_is_moved_away(
+    tmp_path: Path, damage: Callable[[Path], None], fault: Fault
+) -> None:
+    store = BlockStore(tmp_path, direct=False)
+    store.put(key(1), payload(1, SIZE))
+    damage(tmp_path / block_path(key(1)))
+
+    assert stream(tmp_path, key(1), Taker()) is fault
+    assert store.get(key(1), pages(size=SIZE)) == Miss()
+
+
+def test_a_block_of_another_key_or_length_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, direct=False)
+    store.put(key(1), payload(1, SIZE))
+    store.put(key(2), payload(2, SIZE + 4096))
+    (tmp_path / block_path(key(3))).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / block_path(key(1))).rename(tmp_path / block_path(key(3)))
+    taker = Taker()
+
+    assert stream(tmp_path, key(3), taker) is Fault.KEY
+    assert stream(tmp_path, key(2), taker) is Fault.LENGTH
+    assert taker.pieces == 0
+
+
+def test_a_file_system_in_memory_is_read_in_pieces() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        assert not DirectIo(LOCAL, directory, direct=None).is_supported()
+        assert DirectIo(LOCAL, directory, direct=True).is_supported()
+
+
+def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(tmp_path: Path) -> None:
+    BlockStore(tmp_path).put(key(1), payload(1, SIZE))
+    with (tmp_path / block_path(key(1))).open("r+b") as file:
         file.write(b"what")
-    reads: list[str] = []
-
-    class Listing(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "preadv":
-                reads.append(call)
-
-    assert BlockStore(root, fs=Listing(), direct=False).get(key(1), pages(size=LARGE)) is Fault.MAGIC
-    assert len(reads) == 1
-    for path in (root / QUARANTINE).iterdir():
-        path.unlink()
+    fs = Calls()
+    assert stream(tmp_path, key(1), Taker(), fs=fs) is Fault.MAGIC
+    assert fs.calls.count("preadv") == 1
 
 
 @pytest.mark.parametrize("appended", [1, 4096])
