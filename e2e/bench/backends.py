@@ -110,7 +110,7 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
         root=str(directory / digest),
         digest=digest,
         identity=identity,
-        # What a disk hit costs is measured, so each one is taken.
+        # The cost of a disk hit is measured, so each hit is loaded.
         **{"max_bytes": 0, "cost_aware": False, **offload.kvtier},
     )
     path = directory / CONFIG_FILE

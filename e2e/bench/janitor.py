@@ -235,7 +235,7 @@ def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """What a run saw."""
+    """Events and figures of a run."""
 
     seconds: float
     kills: int = 0
@@ -250,7 +250,7 @@ class Run:
 def used_bytes(root: Path) -> int:
     """Return what blocks took at one moment: those that one look found and the next one found again.
 
-    Of blocks that go and come while somebody looks, one look counts more than there ever were at once.
+    Blocks come and go during a scan, so one scan alone counts more than ever existed at once.
     """
     return sum(size for _, _, size in _blocks(root) & _blocks(root))
 

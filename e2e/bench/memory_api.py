@@ -61,7 +61,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a path names."""
+    """The object or list that a path names."""
 
     plural: str
     namespace: str
@@ -102,11 +102,11 @@ class MemoryApi:
         self._thread.join()
 
     def put(self, plural: str, body: Json) -> None:
-        """Make an object or replace it, as somebody else than the operator."""
+        """Create or replace an object, as another client than the operator."""
         self._act(lambda: self.write(plural, body))
 
     def fill(self, objects: Iterable[tuple[str, Json]]) -> None:
-        """Make objects of which no watch is told."""
+        """Create objects without events for watches."""
 
         def act() -> None:
             for plural, body in objects:
@@ -261,7 +261,7 @@ class MemoryApi:
         lines: asyncio.Queue[bytes] = asyncio.Queue()
         matches = _matcher(request, target)
         since = int(request.query.get("resourceVersion") or 0)
-        # What was written between the list and this watch, deletions apart, which nobody makes so early here.
+        # Writes between the list and this watch; no test deletes so early.
         for key, each in self._stored[target.plural].items():
             if since and each.version > since and matches(each, key):
                 lines.put_nowait(b'{"type":"MODIFIED","object":%s}\n' % each.text)
@@ -296,7 +296,7 @@ def _is_list(request: web.Request, target: Target) -> bool:
 
 def _matcher(request: web.Request, target: Target) -> Callable[[Stored, tuple[str, str]], bool]:
     wanted = [each.partition("=") for each in request.query.get("labelSelector", "").split(",") if each]
-    is_empty = "fieldSelector" in request.query  # nobody has Events here
+    is_empty = "fieldSelector" in request.query  # there are no Events here
 
     def matches(stored: Stored, key: tuple[str, str]) -> bool:
         if is_empty or (target.namespace and key[0] != target.namespace):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the benchmarks, with random weights, and prompts of any length. Nothing comes from a hub.
 
-vLLM's own dummy weights are so small that attention adds nothing to the last token's embedding: such a model answers
-the same whatever the cache holds, and equal outputs would prove nothing. With these every answer depends on the prompt.
+vLLM's own dummy weights are so small that attention adds nothing to the last token's embedding. Such a model answers
+the same whatever the cache holds, and equal outputs prove nothing. With these weights answers depend on the prompt.
 """
 
 from __future__ import annotations

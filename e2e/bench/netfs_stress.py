@@ -2,11 +2,12 @@
 """Engines and a janitor on two mounts of a network file system, and everything killed now and then, its servers too.
 
 ``make stress-netfs``. Four engines, two a mount, move blocks with real workers, two of them compressed. Engines, the
-janitor and servers are ended with SIGKILL at random, and servers come back; half-way all servers stop for 30 s. What
-must hold: no row gets a byte that its block does not have; no engine ends by itself; at the end, with all servers back,
-every engine reads again, each block that an engine heard was stored and that is retained is there, no name is on two
-servers, the blocks take no more than the budget, and `kvtier check` finds nothing. Exit code 1 says what did not hold,
-77 that this machine cannot mount it.
+janitor and servers are ended with SIGKILL at random, and servers come back; half-way all servers stop for 30 s.
+
+No row may get a byte that its block does not have, and no engine may end by itself. At the end, with all servers back,
+every engine reads again. Each stored block that is retained is there, and no name is on two servers. The blocks take no
+more than the budget, and `kvtier check` finds nothing. Exit code 1: one of these did not hold. 77: this machine cannot
+mount the file system.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Engine:
 
 @dataclass
 class Run:
-    """What a run saw."""
+    """Events and figures of a run."""
 
     kind: str
     seconds: float

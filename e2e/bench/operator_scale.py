@@ -183,7 +183,7 @@ def populate(api: MemoryApi, made: dict[str, list[Json]], *, tiers: int, pods: i
         copy = text.replace(FIRST, f"t{number:05}")
         for uid in uids:
             copy = copy.replace(uid, f"{uid[:-5]}{number:05}")
-        # What an operator would have noted of names and uids.
+        # Digests of names and uids, as an operator would have written them.
         for old, new in zip(digests, _digests(json.loads(copy)), strict=True):
             copy = copy.replace(old, new)
         kept = {

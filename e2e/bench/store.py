@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store benchmark: kvtier's block store beside vLLM's own fs code and a plain parallel reader, in one run.
 
-Each repetition measures every contestant once, in rotating order, so that a drift of the machine favours nobody. On a
+Each repetition measures every contestant once, in rotating order, so that a drift of the machine favours none. On a
 disk the page cache is dropped before each load. Every load is compared with what was written.
 """
 
@@ -127,7 +127,7 @@ class Contestant(ABC):
 
 
 class Plain(Contestant):
-    """What the volume gives: whole files, one system call each way, no header and no checksum."""
+    """The rate of the volume itself: whole files, one system call each way, no header and no checksum."""
 
     name = "plain parallel reader"
 

@@ -48,7 +48,7 @@ class Stage:
     """An engine's memory, and what it serves."""
 
     gpu_tokens: int
-    """What the GPU's prefix cache holds; 0 for all that there is room for."""
+    """Capacity of the GPU's prefix cache; 0 for all free memory."""
     cpu_bytes: int
     cells: tuple[str, ...]
     keeps_volume: bool = False
@@ -71,7 +71,7 @@ TINY_STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is the same for every stage."""
+    """Settings of all stages."""
 
     work: Path
     volume: Path
@@ -86,7 +86,7 @@ class Settings:
     vocabulary: int
     kvtier: Mapping[str, Any] = field(default_factory=dict)
     variant: str = ""
-    """What is special about this run, for the report."""
+    """Note about this run, for the report."""
     rounds: int = 1
     """How often conversations and short prompts are played, each time others."""
     deadline: float = 0.0
@@ -112,7 +112,7 @@ class Traffic:
         if stage.keeps_volume:
             volumes.forget_pages(blocks)
         elif backends.has_volume(backend):
-            # What another backend has left takes memory.
+            # Data of other backends takes memory.
             for other in backends.KNOWN:
                 volumes.clear(settings.volume / other)
         if self._remaining() <= 0:
@@ -184,7 +184,7 @@ class Traffic:
         for _round in range(AT_ONCE_ROUNDS):
             self._measure(engine, cell, workloads.sharers(sizes, first=next(rounds)))
             if self._backend == backends.NONE:
-                # What no backend can beat: the prefix never left the GPU.
+                # The limit for every backend: the prefix never left the GPU.
                 requests = workloads.sharers(sizes, first=next(rounds))
                 self._measure(engine, f"{cell} in GPU", requests)
             self._forget_all(engine)

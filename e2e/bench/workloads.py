@@ -2,8 +2,8 @@
 """The traffic that the benchmark plays: which prompts, in which order, which of them share a prefix. Pure.
 
 A prompt is given as parts, each a seed and a number of tokens. Prompts that begin with the same parts share them, and
-every part of a shared prefix is whole blocks long. What follows an answer in a conversation is fixed beforehand and
-does not contain the answer, so every backend gets the same prompts whatever it answered, as in a recorded trace.
+every part of a shared prefix is whole blocks long. The next turn of a conversation is fixed beforehand and does not
+contain the answer. So every backend gets the same prompts whatever it answers, as in a recorded trace.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def users(sizes: Sizes) -> list[Request]:
 
 
 def never(sizes: Sizes, round_number: int) -> list[Request]:
-    """Return prompts of which no other round has any."""
+    """Return prompts that no other round has."""
     first = _NEVER + round_number * sizes.never_prompts
     return [
         {"label": "never", "parts": [(first + number, sizes.never_tokens)], "output_tokens": sizes.never_output}

@@ -56,18 +56,20 @@ def parse_millis(text: str) -> int:
     return math.ceil(parse_quantity(text) * 1000)
 
 
-_DURATION = re.compile(r"(?:(?P<h>[0-9]+)h)?(?:(?P<m>[0-9]+)m)?(?:(?P<s>[0-9]+)s)?", re.ASCII)
+_DURATION = re.compile(r"(?P<d>[0-9]+)d|(?:(?P<h>[0-9]+)h)?(?:(?P<m>[0-9]+)m)?(?:(?P<s>[0-9]+)s)?", re.ASCII)
 
 
 def parse_seconds(text: str) -> int:
-    """Return a duration in seconds: "1h30m" is 5400.
+    """Return a duration in seconds: "1h30m" is 5400, "7d" is 604800.
 
     Raises:
-        ValueError: the text is not hours, minutes and seconds, in this order.
+        ValueError: the text is neither days nor hours, minutes and seconds, in this order.
     """
     match = _DURATION.fullmatch(text)
     if match is None or not text:
         raise ValueError(f"{text!r} is not a duration")
+    if match["d"]:
+        return int(match["d"]) * 86_400
     return int(match["h"] or 0) * 3600 + int(match["m"] or 0) * 60 + int(match["s"] or 0)
 
 

@@ -105,13 +105,13 @@ def test_bytes_are_written_in_the_largest_exact_unit(count: int, text: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("168h", 604800), ("90m", 5400), ("1h30m", 5400), ("36h30m15s", 131415), ("0s", 0)]
+    ("text", "seconds"), [("168h", 604800), ("7d", 604800), ("90m", 5400), ("1h30m", 5400), ("36h30m15s", 131415), ("0s", 0)]
 )
 def test_durations_are_counted_in_seconds(text: str, seconds: int) -> None:
     assert quantity.parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "7d", "1.5h", "30m1h", "h", "-1h", "1 h", "60"])
+@pytest.mark.parametrize("text", ["", "7d12h", "1.5h", "30m1h", "h", "-1h", "1 h", "60"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         quantity.parse_seconds(text)

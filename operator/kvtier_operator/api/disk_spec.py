@@ -93,7 +93,8 @@ class AdmissionSpec(ApiModel):
 
 
 _PERCENTAGE: Final = "(100|[1-9][0-9]?)%"
-_DURATION: Final = "([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?"
+_DAYS: Final = "[1-9][0-9]{0,4}d"
+_DURATION: Final = f"{_DAYS}|([0-9]{{1,6}}h)?([0-9]{{1,6}}m)?([0-9]{{1,6}}s)?"
 
 _IS_PERCENTAGE: Final = Rule.that(
     TEXT.matches(_PERCENTAGE),
@@ -105,10 +106,11 @@ _IS_FREE_SPACE: Final = Rule.that(
 )
 _IS_DURATION: Final = Rule.that(
     TEXT.matches(_DURATION),
-    'is not a duration; write hours, minutes or seconds, such as "168h" (seven days) or "90m"',
+    'is not a duration; write days, or hours, minutes and seconds, such as "7d", "168h" or "1h30m"',
 )
 _AT_LEAST_1M: Final = Rule.that(
     ~TEXT.matches(_DURATION)
+    | TEXT.matches(_DAYS)
     | TEXT.test(lambda text: f"duration({text}) >= duration('1m')", lambda text: quantity.parse_seconds(text) >= 60),  # noqa: PLR2004  1m
     "must be at least 1m, or blocks would be gone before they are read; to keep them for good, write a long time, such "
     'as "87600h" (ten years)',
