@@ -150,16 +150,6 @@ def answer_review(authorizer: Authorizer, user: User, review: Json) -> Json:
     match review.get("kind"):
         case "SelfSubjectReview":
             return {**review, "status": {"userInfo": {"username": user.name, "groups": list(user.groups)}}}
-        case "SelfSubjectRulesReview":
-            is_master = _MASTERS in user.groups
-            everything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}
-            rules = [everything] if is_master else list(authorizer.rules(user, spec.get("namespace") or ""))
-            status = {
-                "incomplete": False,
-                "nonResourceRules": [],
-                "resourceRules": [r for r in rules if "resources" in r],
-            }
-            return {**review, "status": status}
         case "SubjectAccessReview" | "LocalSubjectAccessReview":
             user = User.named(spec.get("user") or "", tuple(spec.get("groups") or ()))
     return {**review, "status": {"allowed": authorizer.allows(user, Access.asked(spec))}}

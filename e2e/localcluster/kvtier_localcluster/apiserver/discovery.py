@@ -173,7 +173,7 @@ AGGREGATED_MEDIA_TYPE: Final = "application/json;g=apidiscovery.k8s.io;v=v2;as=A
 _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 _SUBRESOURCE_VERBS: Final = ["get", "patch", "update"]
 _REVIEWS: Final = "authorization.k8s.io/v1"
-_REVIEW_KINDS: Final = ("SelfSubjectAccessReview", "SelfSubjectRulesReview", "SubjectAccessReview")
+_REVIEW_KINDS: Final = ("SelfSubjectAccessReview", "SubjectAccessReview")
 _USER_REVIEWS: Final = "authentication.k8s.io/v1"
 
 

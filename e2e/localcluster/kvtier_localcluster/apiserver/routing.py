@@ -12,7 +12,7 @@ from typing import Any, Final
 import yaml
 from aiohttp import web
 
-from kvtier_localcluster.apiserver import discovery, protobuf, reading, streams, tables
+from kvtier_localcluster.apiserver import discovery, reading, streams, tables
 from kvtier_localcluster.apiserver import discovery as openapi
 from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
 from kvtier_localcluster.apiserver.registry import scale
@@ -20,6 +20,7 @@ from kvtier_localcluster.apiserver.registry.deletion import DeleteOptions, Delet
 from kvtier_localcluster.apiserver.registry.patches import APPLY, MERGE, Patch
 from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
 from kvtier_localcluster.apiserver.requests import AuditEntry, RequestTarget, parse_path, verb_of
+from kvtier_localcluster.apiserver.store import protobuf
 from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request, invalid, unknown_path
 from kvtier_localcluster.apiserver.store.memory import Storage
 from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, compact_json, object_key

@@ -150,7 +150,7 @@ def status_of(deployment: Json, *, sets: Sequence[Json], new: Json | None, now: 
 def seconds_to_deadline(deployment: Json, status: Json) -> float | None:
     """Return when to look again for a rollout that does not progress; None where there is nothing to wait for."""
     condition = conditions.find(status["conditions"], "Progressing")
-    if condition is None or condition["reason"] in (_DONE, _LATE) or deployment["spec"].get("paused"):
+    if condition is None or condition["reason"] in (_DONE, _LATE):
         return None
     return max(1.0, _deadline_seconds(deployment) - seconds_since(condition["lastUpdateTime"]) + 1)
 
@@ -173,8 +173,6 @@ def _progressing(deployment: Json, counts: dict[str, int], new: Json | None) -> 
     before = deployment.get("status") or {}
     known = conditions.find(before.get("conditions") or [], "Progressing") or {}
     name = new["metadata"]["name"] if new else ""
-    if deployment["spec"].get("paused"):
-        return Condition("Progressing", holds=True, reason="DeploymentPaused", message="Deployment is paused")
     is_updated = counts["replicas"] == counts["updatedReplicas"] == replicas
     if is_updated and counts["availableReplicas"] == replicas:
         return Condition(
@@ -183,7 +181,7 @@ def _progressing(deployment: Json, counts: dict[str, int], new: Json | None) -> 
     was_done = known.get("reason") == _DONE and f'"{name}"' in known.get("message", "")
     if was_done and counts["replicas"] == counts["updatedReplicas"]:  # a pod that fails later is no new rollout
         return Condition("Progressing", holds=True, reason=_DONE, message=known["message"])
-    if not _has_moved(before, counts) and known and known.get("reason") not in (_DONE, "DeploymentPaused"):
+    if not _has_moved(before, counts) and known and known.get("reason") != _DONE:
         since = known.get("lastUpdateTime")
         is_late = known["reason"] == _LATE or (since and seconds_since(since) > _deadline_seconds(deployment))
         if is_late:
@@ -243,11 +241,7 @@ class DeploymentController(Controller):
         await loop.adopt(self.client, DEPLOYMENT, deployment, self._sets)
         sets = sorted(self._sets.controlled_by(uid_of(deployment)), key=_revision)
         new = _set_for(deployment, sets)
-        if not deployment["spec"].get("paused"):
-            new = await self._roll(deployment, sets, new)
-        else:
-            await self._scale_while_paused(deployment, sets)
-        await self._report(deployment, new)
+        await self._report(deployment, await self._roll(deployment, sets, new))
 
     async def _roll(self, deployment: Json, sets: Sequence[Json], new: Json | None) -> Json:
         old = [each for each in sets if new is None or uid_of(each) != uid_of(new)]
@@ -275,11 +269,6 @@ class DeploymentController(Controller):
             old_pods = sum(len(self._pods.controlled_by(uid_of(each))) for each in old)
             return recreate_step(replicas, new=new, old=generations, old_pods=old_pods)
         return rolling_step(replicas, rolling_bounds(strategy, replicas), new=new, old=generations)
-
-    async def _scale_while_paused(self, deployment: Json, sets: Sequence[Json]) -> None:
-        active = [each for each in sets if each["spec"].get("replicas", 1)]
-        if len(active) == 1:  # scaling is allowed while paused; a half-done rollout stays as it is
-            await self._scale(deployment, active[0], int(deployment["spec"].get("replicas", 1)))
 
     async def _create_set(self, deployment: Json, *, revision: int, replicas: int) -> Json:
         metadata = deployment["metadata"]

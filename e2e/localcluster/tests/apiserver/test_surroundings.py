@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvtier_localcluster.apiserver import ApiError, ApiServerThread, protobuf
+from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.apiserver.store import protobuf
 
 Http = Callable[..., tuple[int, Any]]
 Make = Callable[..., dict[str, Any]]

@@ -95,14 +95,6 @@ def test_scaling_down_keeps_the_pods_that_are_ready(bench: Bench) -> None:
     assert bench.list(kinds.POD)[0]["metadata"]["name"] == well
 
 
-def test_a_paused_deployment_waits(bench: Bench) -> None:
-    bench.deployment("wait", server(), replicas=1, paused=True)
-    until(lambda: condition(bench.get(kinds.DEPLOYMENT, "wait"), "Progressing").get("reason") == "DeploymentPaused")
-    assert not bench.list(kinds.REPLICA_SET)
-    bench.patch(kinds.DEPLOYMENT, "wait", {"spec": {"paused": False}})
-    until(lambda: is_rolled_out(bench, "wait", 1))
-
-
 def test_a_service_spreads_connections_over_ready_pods_only(bench: Bench) -> None:
     for name in ("one", "two", "sick"):
         bench.pod(name, server(), labels={"app": "web"})

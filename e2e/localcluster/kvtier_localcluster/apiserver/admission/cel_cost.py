@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvtier_localcluster.apiserver.admission.cel import KEY, MAX_REQUEST_BYTES, Declared, compile_rule, declared
-from kvtier_localcluster.apiserver.protobuf import wire_fields
 from kvtier_localcluster.apiserver.store.objects import Json
+from kvtier_localcluster.apiserver.store.protobuf import wire_fields
 
 RULE_LIMIT: Final = 10_000_000
 DEFINITION_LIMIT: Final = 100_000_000
