@@ -13,6 +13,7 @@ mount the file system.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import mmap
@@ -39,8 +40,9 @@ from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.identity import claim
+from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey, Lineage, block_path
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 from kvtier_netfs.gluster import GlusterDistribute
 from kvtier_netfs.kinds import KINDS
 from kvtier_netfs.volume import SharedVolume, UnavailableError
@@ -83,7 +85,7 @@ def content(of: BlockKey) -> bytes:
 
 
 class Engine:
-    """Loads and stores chains for ever, as an engine's tier does. One thread, and one that tells and hears news."""
+    """Loads and stores chains for ever, as an engine's tier does; a second thread talks to the janitor."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Make a CPU tier of two chains, and workers."""
@@ -92,7 +94,9 @@ class Engine:
         self._fd = os.memfd_create("cpu-tier")
         os.ftruncate(self._fd, CHAIN * ROW_BYTES)
         self._memory = mmap.mmap(self._fd, CHAIN * ROW_BYTES)
-        self._store = SharedStore(Path(settings.root), max_bytes=BUDGET_BLOCKS * BLOCK_BYTES)
+        root = Path(settings.root)
+        self._journal, self._clock = JournalWriter(root), VolumeClock()
+        self._permit = StorePermit(str(root.parent / PERMIT_FILE), self._clock)
         rows = memoryview(self._memory).cast("B", (CHAIN, ROW_BYTES))
         self._workers = WorkerPool(
             PoolSettings(
@@ -102,7 +106,7 @@ class Engine:
                 retry_seconds=2.0,
                 compression=settings.compression,
             ),
-            store=self._store,
+            permit=self._permit,
             breaker=Breaker(),
             rows=rows,
             regions=[Region(self._fd, 0, CHAIN)],
@@ -119,7 +123,7 @@ class Engine:
             chain = int(self._source.paretovariate(0.6)) % CHAINS
             keys = [key(chain, position) for position in range(CHAIN)]
             self._memory[:] = bytes(len(self._memory))
-            loaded = self._do([Task(Lane.LOAD, (each,), row) for row, each in enumerate(keys)])
+            loaded = self._do([Task(Lane.LOAD, each, row) for row, each in enumerate(keys)])
             missing = []
             for row, (each, done) in enumerate(zip(keys, loaded, strict=True)):
                 if not isinstance(done.outcome, Hit):
@@ -129,15 +133,17 @@ class Engine:
                 else:
                     self._note("loaded", each)
             if loaded and isinstance(loaded[-1].outcome, Hit):
-                self._store.note_used(keys[-1], ROW_BYTES)
+                self._journal.append(Op.USED, keys[-1], ROW_BYTES)
             if chain < RETAINED:
-                self._store.note_retained(keys[-1], ROW_BYTES, 86_400.0)
+                self._journal.append(Op.RETAINED, keys[-1], ROW_BYTES, ahead_seconds=86_400.0)
             for row in missing:
                 self._memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = content(keys[row])
             parents = [b"", *(each.hash for each in keys)]
-            stored = self._do([Task(Lane.STORE, (keys[row],), row, Lineage(parents[row], row)) for row in missing])
+            stored = self._do([Task(Lane.STORE, keys[row], row, Lineage(parents[row], row)) for row in missing])
             for row, done in zip(missing, stored, strict=True):
                 if isinstance(done.outcome, Stored):
+                    written = done.outcome.bytes_written - HEADER_BYTES
+                    self._journal.append(Op.STORED, keys[row], written, Lineage(parents[row], row))
                     self._note("stored", keys[row])
 
     def _do(self, tasks: list[Task]) -> list[Done]:
@@ -153,13 +159,12 @@ class Engine:
         return [ended[first + index] for index in range(len(tasks))]
 
     def _follow(self) -> None:
-        is_known = False
         while True:
-            try:
-                self._store.synchronize()
-                is_known = is_known or self._store.rescan()
-            except StoreUnavailable:
-                is_known = False
+            with contextlib.suppress(StoreUnavailable):
+                self._journal.flush()
+                if (modified_ns := self._journal.ask_modified_ns()) is not None:
+                    self._clock.set(modified_ns)
+            self._permit.refresh()
             time.sleep(0.5)
 
     def _row(self, row: int) -> bytes:

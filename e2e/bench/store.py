@@ -34,7 +34,7 @@ from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.fs import LOCAL, O_DIRECT, DirectIo, new_page
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 
 MIB = 1 << 20
 CHUNKS = (0.5, 1, 2, 4, 8, 16)
@@ -197,9 +197,11 @@ class KvtierWorkers(Kvtier):
         """Start the processes and wait until all are ready."""
         region = self.region
         rows = region.view().cast("B", (region.blocks, region.block_bytes))
+        permit = StorePermit(str(self.directory / PERMIT_FILE), VolumeClock())
+        permit.is_needed = False
         self._pool = WorkerPool(
             PoolSettings(root=str(self.directory / GENERATION), workers=threads, deadline_seconds=60.0),
-            store=SharedStore(self.directory / GENERATION),
+            permit=permit,
             breaker=Breaker(),
             rows=rows,
             regions=[Rows(region.file, 0, region.blocks)],
@@ -223,7 +225,7 @@ class KvtierWorkers(Kvtier):
         self._run(Lane.STORE, Stored)
 
     def _run(self, lane: Lane, wanted: type[Hit | Stored]) -> None:
-        self._pool.submit(enumerate([Task(lane, (key,), row) for row, key in enumerate(self.keys)]))
+        self._pool.submit(enumerate([Task(lane, key, row) for row, key in enumerate(self.keys)]))
         left = len(self.keys)
         while left:
             for done in self._pool.collect():

@@ -206,7 +206,7 @@ def test_verbs_on_a_paused_tier_say_what_they_wait_for(
 def make_live_settings(api: ApiServerThread, tier: str, mode: str) -> None:
     """Write the file that engines follow, as the operator does."""
     metadata = {"name": f"{tier}-connector", "namespace": "default"}
-    data = {"live.json": encode_live(mode, max_bytes=0)}
+    data = {"live.json": encode_live(mode)}
     api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
 
 

@@ -22,14 +22,21 @@ from kvtier_connector.contract import engine as contract
 from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.pod_tools.ready import StartupReport
 from kvtier_connector.store import identity
-from kvtier_connector.store.blockstore import Hit
+from kvtier_connector.store.blockstore import BlockStore, Hit, Stored, StoreOutcome
+from kvtier_connector.store.header import HEADER_BYTES
+from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 
 PAYLOAD_BYTES = 1 << 20
 CHUNK_CHARACTERS = 64
 LOST = "lost"
 """A prompt with this word in it is answered, and none of its blocks is stored."""
+
+
+def payload_of(key: BlockKey) -> bytes:
+    """Return what a block holds."""
+    return key.hash * (PAYLOAD_BYTES // len(key.hash))
 
 
 class Engine:
@@ -42,7 +49,10 @@ class Engine:
         self.disk_tokens = self.prompt_tokens = 0
         self.report = StartupReport(config.state_dir, config.tier)
         self.report.begin("the volume has not answered yet")
-        self.store = SharedStore(Path(config.root), keys_dir=config.keys_dir, max_bytes=config.max_bytes)
+        root = Path(config.root)
+        self.blocks = BlockStore(root, keys_dir=config.keys_dir)
+        self.journal, self.clock = JournalWriter(root), VolumeClock()
+        self.permit = StorePermit(str(root.parent / PERMIT_FILE), self.clock)
         facts = {"engine.stand_in": os.environ.get("STAND_IN", "")}
         try:
             identity.claim(Path(config.root), {**config.identity, **facts}, config.digest)
@@ -56,15 +66,30 @@ class Engine:
     def follow(self) -> contract.LiveSettings:
         """Take over the live settings."""
         live = contract.decode_live(Path(self.config.live_file).read_text())
-        if live.max_bytes is not None:
-            self.store.blocks.set_limit(live.max_bytes)
-        if self.store.blocks.keyring is not None:
-            self.store.blocks.keyring.activate(live.active_key)
+        self.permit.is_needed = live.needs_permit
+        if self.blocks.keyring is not None:
+            self.blocks.keyring.activate(live.active_key)
         return live
+
+    def put(self, key: BlockKey) -> StoreOutcome:
+        """Write a block if the janitor permits it, and note it for the janitor."""
+        self.journal.flush()
+        if (modified_ns := self.journal.ask_modified_ns()) is not None:
+            self.clock.set(modified_ns)
+        self.permit.refresh()
+        count = HEADER_BYTES + PAYLOAD_BYTES
+        if (refusal := self.permit.reserve(count)) is not None:
+            return refusal
+        outcome = self.blocks.put(key, memoryview(bytearray(payload_of(key))))
+        self.permit.end(count, count if isinstance(outcome, Stored) else 0)
+        if isinstance(outcome, Stored):
+            self.journal.append(Op.STORED, key, PAYLOAD_BYTES)
+            self.journal.flush()
+        return outcome
 
     def active_key(self) -> str | None:
         """Return the name of the key that the next block is written with."""
-        keyring = self.store.blocks.keyring
+        keyring = self.blocks.keyring
         key = None if keyring is None else keyring.active()
         return None if key is None else key.name
 
@@ -75,15 +100,13 @@ class Engine:
             if request == "attach":
                 self.report.attach()
             key = BlockKey(hashlib.sha256(name.encode()).digest(), 0)
-            payload = memoryview(bytearray(hashlib.sha256(name.encode()).digest() * (PAYLOAD_BYTES // 32)))
             if request == "store":
-                outcome = self.store.put(key, payload) if live.mode == "ReadWrite" and not self.refused else "refused"
-                self.store.synchronize(may_write=live.mode == "ReadWrite")
+                outcome = self.put(key) if live.mode == "ReadWrite" and not self.refused else "refused"
                 return {"outcome": str(outcome)}
             if request == "load":
                 into = memoryview(bytearray(PAYLOAD_BYTES))
-                outcome = self.store.get(key, into) if live.mode != "Bypass" and not self.refused else "refused"
-                return {"outcome": str(outcome), "is_hit": isinstance(outcome, Hit) and into == payload}
+                outcome = self.blocks.get(key, into) if live.mode != "Bypass" and not self.refused else "refused"
+                return {"outcome": str(outcome), "is_hit": isinstance(outcome, Hit) and into == payload_of(key)}
             return {
                 "mode": live.mode,
                 "root": self.config.root,
@@ -102,11 +125,10 @@ class Engine:
             key = BlockKey(hashlib.sha256(prompt[:end].encode()).digest(), 0)
             with self.lock:
                 live = self.follow()
-                if live.mode != "Bypass" and isinstance(self.store.get(key, into), Hit):
+                if live.mode != "Bypass" and isinstance(self.blocks.get(key, into), Hit):
                     self.disk_tokens += CHUNK_CHARACTERS
                 elif LOST not in prompt and live.mode == "ReadWrite":
-                    self.store.put(key, memoryview(bytearray(PAYLOAD_BYTES)))
-                    self.store.synchronize(may_write=True)
+                    self.put(key)
         usage = {"prompt_tokens": len(prompt)}
         return {"id": f"cmpl-{os.getpid()}", "choices": [{"text": "x"}], "usage": usage}
 
@@ -117,7 +139,7 @@ class Engine:
             lines.append(f'vllm:kvtier_disk_refused{{engine="0",field="{self.refused}"}} 1.0')
         with self.lock:
             self.follow()
-        is_missing = self.store.blocks.keyring is not None and self.active_key() is None
+        is_missing = self.blocks.keyring is not None and self.active_key() is None
         lines.append(f'vllm:kvtier_disk_key_missing{{engine="0"}} {float(is_missing)}')
         lines.append(f'vllm:prompt_tokens_total{{engine="0"}} {self.prompt_tokens}')
         lines.append(f'vllm:prompt_tokens_cached_by_source_total{{engine="0",source="disk"}} {self.disk_tokens}')

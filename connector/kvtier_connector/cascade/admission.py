@@ -26,9 +26,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtier_connector.cascade.volume import Volume
-from kvtier_connector.store.blockstore import StoreFault
-from kvtier_connector.store.health import Breaker, Direction
 from kvtier_connector.vllm_adapter import metrics
 
 SIZES = 20
@@ -88,22 +85,6 @@ class _Load:
     began: float
     queued: int
     """Blocks of this load and of those ordered before it that had not landed."""
-
-
-def why_not(direction: Direction, volume: Volume, breaker: Breaker, *, is_stuck: bool) -> str | None:
-    """Return why no chunk is moved that way at present, None if chunks are; `is_stuck` says that none would start."""
-    is_store = direction is Direction.STORE
-    if not (volume.mode.may_store if is_store else volume.mode.may_load):
-        return metrics.BYPASSED
-    if not volume.is_readable:
-        return metrics.INERT
-    if is_store and not volume.is_writable:
-        return metrics.UNCOUNTED
-    if is_store and not volume.has_key:
-        return StoreFault.NO_KEY.value
-    if is_stuck:
-        return metrics.STUCK
-    return None if breaker.has_room(direction) else metrics.BREAKER
 
 
 def size_of(amount: int) -> int:

@@ -1,131 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's attachment to its directory on the volume: the block store, the movers, and the state of the weights.
+"""An engine's attachment to its directory on the volume: who may use it now, its I/O workers, and what it tells others.
 
-The scheduler's thread makes, uses and closes it.
+Opening never holds up the engine: until the directory is claimed, and for ever if it belongs to another model or
+layout, every lookup is a miss. A new engine gets no requests until one of both is known, or the volume has not answered
+for the time of grace.
+
+Two threads of their own wait for files, since each may hang. One claims the directory; when the engine looks blocks up
+or stores some, it looks whether the directory is still the same one, reads the store permit and appends the journal.
+An engine at rest touches its journal every ten minutes and asks the volume for nothing. The other thread reads the live
+settings, which matter most while the volume hangs. The scheduler's thread makes, uses and closes an attachment.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, get_offload_group_idx
+from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.cascade.transfers import Parts, Transfers
-from kvtier_connector.cascade.volume import Volume
-from kvtier_connector.contract.engine import MOST_DEFAULT_IO_PROCESSES, REPLACED_WEIGHTS, ConnectorConfig
+from kvtier_connector.cascade.admission import Admission
+from kvtier_connector.contract import engine
+from kvtier_connector.contract.engine import CONFIG_FILE, MOST_DEFAULT_IO_PROCESSES, REPLACED_WEIGHTS, ConnectorConfig
+from kvtier_connector.contract.errors import ConfigInvalid, IdentityMismatch, StoreUnavailable
 from kvtier_connector.io_workers.buffers import Region
+from kvtier_connector.io_workers.lookups import LookupWorker
 from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.supervisor import FEWEST
-from kvtier_connector.io_workers.tasks import MOST_PROBED, Lane, Task
 from kvtier_connector.io_workers.worker import PoolSettings
-from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.health import CircuitState, Direction
-from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, BlockKey, Home
-from kvtier_connector.store.runtime_settings import Mode
+from kvtier_connector.pod_tools.ready import StartupReport
+from kvtier_connector.store import identity
+from kvtier_connector.store.blockstore import StoreFault
+from kvtier_connector.store.crypto import Keyring
+from kvtier_connector.store.fs import FileSystem, new_token
+from kvtier_connector.store.health import Breaker, CircuitState, Direction
+from kvtier_connector.store.journal import JournalWriter, Op
+from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, NO_LINEAGE, BlockKey, Home, Lineage
+from kvtier_connector.store.memory import BlockMemory
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
+from kvtier_connector.store.runtime_settings import LiveFile, Mode
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared, engine_facts
 
 logger = init_logger("vllm.kvtier.attachment")
 
 CLOSE_WAIT_SECONDS = 5.0
-PROBE_DEADLINE_SECONDS = 2.0
-"""A probe is a few system calls; a volume that needs longer for them is slower than computing."""
+RETRY_SECONDS = 30.0
+LIVE_SECONDS = 5.0
+CLOCK_SECONDS = 60.0
+"""The time of the volume is read so often, at most."""
+REST_SECONDS = 600.0
+"""An engine at rest shows that it is there so often: generations that no engine uses are removed."""
+UNREADABLE = "tier.json"
+"""Stands for a field where the whole description of the directory cannot be understood."""
+GENERATION = "generation"
+"""Stands for a field where the settings are not those that the engine was started for."""
+BYPASSED = "the mode is Bypass"
 
+_ROUND_TRIPS = 5
 _WEIGHTS = "engine.weights"
-_NO_PREFIX = -1
-"""Stands for the group of chunks that are no prefix."""
 _STATES = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
 _MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
 
 
-class Probes:
-    """Questions to the volume about chunks of which the index cannot tell yet, and who waits for the answers.
+def read_config(path: str) -> ConnectorConfig:
+    """Return the settings that the operator wrote, from the file that is mounted into the pod.
 
-    Each question is of one request, and of one prefix of it where it is about one: what follows a chunk of a prefix
-    that is not there need not be looked for, and that says nothing of other requests, nor of the windows of a prompt,
-    which vLLM looks for from its end.
+    Raises:
+        ConfigInvalid: the file cannot be read, or what it says cannot be used.
     """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigInvalid(f"config_file {path}: cannot be read: {error}") from error
+    return engine.decode(text)
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self._waiting: dict[OffloadKey, list[TierRequest]] = {}
-        self._unsent: dict[tuple[TierRequest, int], list[tuple[OffloadKey, BlockKey]]] = {}
-        self._sent: dict[int, tuple[OffloadKey, ...]] = {}
 
-    @property
-    def asked(self) -> Mapping[OffloadKey, object]:
-        """The chunks that are asked about."""
-        return self._waiting
+class CpuRows(NamedTuple):
+    """The CPU tier."""
 
-    @property
-    def sent(self) -> Mapping[int, object]:
-        """The movers' tasks that have not ended."""
-        return self._sent
+    view: memoryview
+    """A table of one row a chunk: the bytes of all ranks side by side."""
+    number: int
+    length: int
+    """Of one, in bytes."""
+    fd: int | None
+    """The file behind them, if other processes can map it."""
 
-    def join(self, key: OffloadKey, request: TierRequest) -> bool:
-        """Have a request wait for the answer about a chunk; False if nobody asks about it."""
-        if (waiting := self._waiting.get(key)) is None:
-            return False
-        if request not in waiting:
-            waiting.append(request)
-        return True
 
-    def ask(self, key: OffloadKey, name: BlockKey, request: TierRequest, *, is_prefix: bool) -> None:
-        """Ask about a chunk with this step; `is_prefix` if those of its group are asked about in their order."""
-        self._waiting[key] = [request]
-        group = get_offload_group_idx(key) if is_prefix else _NO_PREFIX
-        self._unsent.setdefault((request, group), []).append((key, name))
+class Backlog(NamedTuple):
+    """Transfers between the CPU tier and the volume that have not ended, for metrics."""
 
-    def send(self, number: Callable[[], int]) -> list[tuple[int, Task]]:
-        """Return the questions of this step for the movers; `number` makes one that no other task has."""
-        tasks = []
-        for (_, group), wanted in self._unsent.items():
-            for first in range(0, len(wanted), MOST_PROBED):
-                batch = wanted[first : first + MOST_PROBED]
-                task = number()
-                self._sent[task] = tuple(key for key, _ in batch)
-                names = tuple(name for _, name in batch)
-                tasks.append((task, Task(Lane.PROBE, names, is_prefix=group != _NO_PREFIX)))
-        self._unsent.clear()
-        return tasks
+    transfers: int
+    loading: int
+    """Chunks."""
+    storing: int
+    oldest_began: float | None
+    """On `time.monotonic`."""
+    waiting: int
+    """Requests that wait for room in the CPU tier."""
 
-    def end(self, task: int) -> list[tuple[OffloadKey, list[TierRequest]]]:
-        """Return the chunks that a task asked about, each with the requests that wait for the answer."""
-        return [(key, self._waiting.pop(key)) for key in self._sent.pop(task)]
+
+@dataclass(frozen=True, kw_only=True)
+class _Directory:
+    """What belongs to one directory: another one gets all of it anew."""
+
+    config: ConnectorConfig
+    claim: identity.RootClaim
+    journal: JournalWriter
+    clock: VolumeClock
+    permit: StorePermit
+    workers: WorkerPool
+    lookups: LookupWorker
 
 
 class Attachment:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, config: ConnectorConfig, parts: Parts, fs: FileSystem, *, generation: str) -> None:
-        """Prepare the generation's directory; `open` begins to use it."""
-        self._config, self._parts, self._fs, self._generation = config, parts, fs, generation
+    The thread that opens the directory alone writes `is_readable`, `refusal` and `refused_field`; any thread reads
+    them. `memory`, `workers` and `lookups` are the scheduler's.
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        config: ConnectorConfig,
+        *,
+        rows: CpuRows,
+        breaker: Breaker,
+        stats: metrics.Stats,
+        fs: FileSystem,
+        generation: str = "",
+    ) -> None:
+        """Prepare the directory; `open` begins to use it.
+
+        Args:
+            config: The settings of the tier.
+            rows: The CPU tier.
+            breaker: Stops what fails.
+            stats: Where metrics are counted.
+            fs: The system calls.
+            generation: Digest of the blocks that the engine was started for; empty where it was not told.
+        """
+        self._fs, self._rows, self._breaker, self._stats = fs, rows, breaker, stats
+        self._generation = generation
+        self.keyring = Keyring(config.keys_dir) if config.keys_dir else None
+        self.memory = BlockMemory()
         self.is_current = True
         """True while the weights are those that the engine started with: the names of blocks stand for them."""
         self._is_clean = False
         """True if the last reset of the caches left nothing of earlier weights on the GPU."""
-        self._attach(config)
+        self._look_seconds = config.refresh_seconds
+        self._live_seconds = min(LIVE_SECONDS, config.refresh_seconds)
+        self._live_file = LiveFile(config.live_file, seconds=self._live_seconds)
+        self._problems: dict[str, str] = {}
+        """By topic, the message that was logged last."""
+        self.is_readable = False
+        """Whether the directory is known to hold blocks of this engine."""
+        self.refusal = "the volume has not answered yet"
+        """Why the volume is not readable; empty if it is."""
+        self.refused_field = ""
+        """By which field of its identity the directory belongs to another model or layout; empty if it does not."""
+        self._is_replaced = False
+        """Whether the directory was removed or made anew since the scheduler's thread last asked."""
+        self._round_trip_seconds = 0.0
+        self._timed_at = -math.inf
+        """When the journal was written whose modification time the volume's clock was set by."""
+        self._settled = threading.Event()
+        self._closed = threading.Event()
+        self._has_work = threading.Event()
+        self._prepare(config)
+        self._report = StartupReport(config.state_dir, config.tier)
+        self._patience = threading.Timer(config.attach_grace_seconds, self._give_up)
+        self._patience.name, self._patience.daemon = "kvtier-patience", True
+        work: dict[str, Callable[[], None]] = {"volume": self._run}
+        if config.live_file or config.keys_dir:
+            work["live"] = self._follow_live
+        self._threads = [
+            threading.Thread(target=self._guard, args=(action,), name=f"kvtier-{name}", daemon=True)
+            for name, action in work.items()
+        ]
 
-    def _attach(self, config: ConnectorConfig) -> None:
-        self.volume = Volume(config, self._fs, generation=self._generation)
-        self.store = self.volume.store
-        rows = self._parts.rows
-        self.movers = WorkerPool(
-            _pool_settings(config),
-            store=self.store,
-            breaker=self._parts.breaker,
-            rows=rows.view,
-            regions=() if rows.fd is None else (Region(rows.fd, 0, rows.number),),
-            fs=self._fs,
+    def _prepare(self, config: ConnectorConfig) -> None:
+        root = Path(config.root)
+        clock, settings = VolumeClock(), _pool_settings(config)
+        permit = StorePermit(str(root.parent / PERMIT_FILE), clock, fs=self._fs)
+        permit.is_needed = False
+        rows = self._rows
+        self._directory = _Directory(
+            config=config,
+            claim=identity.RootClaim(root, {}, config.digest, fs=self._fs),
+            journal=JournalWriter(root, fs=self._fs),
+            clock=clock,
+            permit=permit,
+            workers=WorkerPool(
+                settings,
+                permit=permit,
+                keyring=self.keyring,
+                breaker=self._breaker,
+                rows=rows.view,
+                regions=() if rows.fd is None else (Region(rows.fd, 0, rows.number),),
+                fs=self._fs,
+            ),
+            lookups=LookupWorker(settings, fs=self._fs),
         )
-        self.transfers = Transfers(self.movers, self.store, self._parts)
-        self.probes = Probes()
 
     def open(self, spec: OffloadingSpec, declared: Sequence[Declared], wait_seconds: float) -> None:
         """Begin to use the directory, and wait this long at most for the volume's first answer.
@@ -134,7 +219,7 @@ class Attachment:
         """
         config = self._config
         revision = str(config.identity.get("model_revision", "main"))
-        facts = engine_facts(spec, declared, bytes_per_chunk=self._parts.rows.length, revision=revision)
+        facts = engine_facts(spec, declared, bytes_per_chunk=self._rows.length, revision=revision)
         if facts[_WEIGHTS] is None and self._generation in {"", config.digest}:
             alone = f"p{uuid.uuid4().hex}"[:MAX_EPOCH_CHARACTERS]
             name = str(Home(config.digest, alone))
@@ -145,10 +230,82 @@ class Attachment:
                 name,
             )
             facts[_WEIGHTS], self._generation = alone, ""
-            self.movers.close(0.0)
-            self._attach(replace(config, digest=name, root=f"{config.root.rstrip('/').rpartition('/')[0]}/{name}"))
-        self.movers.start()
-        self.volume.start({**config.identity, **facts}, wait_seconds)
+            self.workers.close(0.0)
+            self._prepare(replace(config, digest=name, root=f"{config.root.rstrip('/').rpartition('/')[0]}/{name}"))
+        self.workers.start()
+        self.lookups.start()
+        self._start({**config.identity, **facts}, wait_seconds)
+
+    def close(self) -> None:
+        """Stop within seconds, whatever the volume does: a worker that hangs is left behind and touches nothing."""
+        deadline = time.monotonic() + CLOSE_WAIT_SECONDS
+        if not self._closed.is_set():
+            self._closed.set()
+            self._has_work.set()
+            self._patience.cancel()
+            self._tell(self._report.end)
+        self.lookups.close()
+        if not self.workers.close(CLOSE_WAIT_SECONDS):
+            logger.warning("Some I/O workers still wait for the volume and are left behind")
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def root(self) -> str:
+        """The directory."""
+        return self._config.root
+
+    @property
+    def mode(self) -> Mode:
+        """What the volume may be used for, as the live settings say."""
+        return self._live_file.mode
+
+    @property
+    def workers(self) -> WorkerPool:
+        """The processes that move blocks."""
+        return self._directory.workers
+
+    @property
+    def lookups(self) -> LookupWorker:
+        """The process that looks blocks up."""
+        return self._directory.lookups
+
+    def why_not(self, direction: Direction, *, is_stuck: bool) -> str | None:
+        """Return why no chunk is moved that way at present, None if chunks are; `is_stuck`: none would start."""
+        is_store = direction is Direction.STORE
+        if not (self.mode.may_store if is_store else self.mode.may_load):
+            return metrics.BYPASSED
+        if not self.is_readable:
+            return metrics.INERT
+        if not self.is_current:
+            return metrics.NEW_WEIGHTS
+        if is_store and self.keyring is not None and not self.keyring.is_usable:
+            return StoreFault.NO_KEY.value
+        if is_store and (refusal := self._directory.permit.refusal()) is not None:
+            return refusal.value
+        if is_stuck:
+            return metrics.STUCK
+        return None if self._breaker.has_room(direction) else metrics.BREAKER
+
+    def note_use(self) -> None:
+        """Have the directory looked at soon: the engine looks blocks up or stores some."""
+        if not self._has_work.is_set():
+            self._has_work.set()
+
+    def tell_janitor(
+        self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
+    ) -> None:
+        """Note for the janitor what was done; only memory is touched, and a journal is appended soon."""
+        self._directory.journal.append(op, key, payload_bytes, lineage, ahead_seconds=ahead_seconds)
+        self.note_use()
+
+    def look_after(self) -> None:
+        """Take over what the other thread found out; call it in each step."""
+        self.workers.round_trip_seconds = self._round_trip_seconds
+        if self._is_replaced:
+            self._is_replaced = False
+            self.memory.clear()
 
     def note_reset(self, *, is_clean: bool) -> None:
         """Note a reset of the caches; `is_clean` is whether it left nothing on the GPU."""
@@ -175,47 +332,256 @@ class Attachment:
         if are_original and not self.is_current and self._is_clean:
             self.is_current = True
             # A gauge stays as it was set last.
-            self._parts.stats.set(metrics.REFUSED, 0, label=REPLACED_WEIGHTS)
+            self._stats.set(metrics.REFUSED, 0, label=REPLACED_WEIGHTS)
             logger.warning("kvtier %s: the weights are those of the start again: blocks are used", self._config.tier)
 
-    def observe(self, now: float, *, waiting: int) -> None:
-        """Set the metrics that change without an event; `waiting` requests wait for room in the CPU tier."""
-        stats, volume, transfers, movers = self._parts.stats, self.volume, self.transfers, self.movers
-        breaker, admission, row_bytes = self._parts.breaker, self._parts.admission, self._parts.rows.length
-        stats.set(metrics.ACTIVE, int(volume.is_readable and self.is_current and movers.is_usable))
+    def observe(self, now: float, backlog: Backlog, admission: Admission) -> None:
+        """Set the metrics that change without an event."""
+        stats, row_bytes = self._stats, self._rows.length
+        stats.set(metrics.ACTIVE, int(self.is_readable and self.is_current and self.workers.is_usable))
         if not self.is_current:
             stats.set(metrics.REFUSED, 1, label=REPLACED_WEIGHTS)
-        if volume.refused_field:
-            stats.set(metrics.REFUSED, 1, label=volume.refused_field)
-        stats.set(metrics.KEY_MISSING, int(not volume.has_key))
-        stats.set(metrics.LOAD_BREAKER, _STATES[breaker.view(Direction.LOAD).state])
-        stats.set(metrics.STORE_BREAKER, _STATES[breaker.view(Direction.STORE).state])
-        stats.set(metrics.MODE, _MODES[volume.mode])
-        stats.set(metrics.KNOWN_BLOCKS, self.store.known_blocks)
-        if volume.is_counted:
-            stats.set(metrics.USED_BYTES, self.store.usage_bytes())
-        counts = movers.counts()
+        if self.refused_field:
+            stats.set(metrics.REFUSED, 1, label=self.refused_field)
+        stats.set(metrics.KEY_MISSING, int(self.keyring is not None and not self.keyring.is_usable))
+        stats.set(metrics.LOAD_BREAKER, _STATES[self._breaker.view(Direction.LOAD).state])
+        stats.set(metrics.STORE_BREAKER, _STATES[self._breaker.view(Direction.STORE).state])
+        stats.set(metrics.MODE, _MODES[self.mode])
+        counts = self.workers.counts()
         stats.set(metrics.STUCK_THREADS, counts.stuck)
         stats.set(metrics.IO_PROCESSES, counts.processes)
-        stats.set(metrics.QUEUED_LOAD_BYTES, transfers.loading * row_bytes)
-        stats.set(metrics.QUEUED_STORE_BYTES, transfers.storing * row_bytes)
-        stats.set(metrics.QUEUED_JOBS, len(transfers))
-        began = transfers.oldest_began
-        stats.set(metrics.OLDEST_JOB_SECONDS, 0.0 if began is None else now - began)
-        stats.set(metrics.WAITING_REQUESTS, waiting)
+        stats.set(metrics.QUEUED_LOAD_BYTES, backlog.loading * row_bytes)
+        stats.set(metrics.QUEUED_STORE_BYTES, backlog.storing * row_bytes)
+        stats.set(metrics.QUEUED_JOBS, backlog.transfers)
+        stats.set(metrics.OLDEST_JOB_SECONDS, 0.0 if backlog.oldest_began is None else now - backlog.oldest_began)
+        stats.set(metrics.WAITING_REQUESTS, backlog.waiting)
         stats.set(metrics.LOAD_PACE, admission.load_tokens_per_second)
         stats.set(metrics.COMPUTE_PACE, admission.compute_tokens_per_second)
         stats.set(metrics.BREAK_EVEN_TOKENS, admission.break_even_tokens)
 
-    def close(self) -> None:
-        """Stop within seconds, whatever the volume does: a mover that hangs is left behind and touches nothing."""
-        deadline = time.monotonic() + CLOSE_WAIT_SECONDS
-        # Both are told first, and waited for together: on a volume that hangs each takes all of that time.
-        self.volume.close(0.0)
-        is_ended = self.movers.close(CLOSE_WAIT_SECONDS)
-        self.volume.close(deadline - time.monotonic())
-        if not is_ended:
-            logger.warning("Some I/O threads or processes still wait for the volume and are left behind")
+    @property
+    def _config(self) -> ConnectorConfig:
+        return self._directory.config
+
+    def _start(self, claimed: Mapping[str, Any], wait_seconds: float) -> None:
+        config = self._config
+        claim = identity.RootClaim(Path(config.root), claimed, config.digest, fs=self._fs)
+        self._directory = replace(self._directory, claim=claim)
+        # Before the engine can answer a request, so that the startup probe waits for all engines of the pod.
+        self._tell(lambda: self._report.begin(self.refusal))
+        self._patience.start()
+        for thread in self._threads:
+            thread.start()
+        if not self._settled.wait(wait_seconds):
+            logger.warning(
+                "kvtier %s: %s is not open after %.0f s; serving without the disk tier until then",
+                config.tier,
+                config.root,
+                wait_seconds,
+            )
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            # The edge of the thread: without it the tier would stay as it is and no log would tell why.
+            logger.exception("kvtier %s: the disk tier is not kept up to date any more", self._config.tier)
+        finally:
+            self._settled.set()
+
+    def _run(self) -> None:
+        self._refresh_live()
+        if not self._claim():
+            return
+        self._look()
+        self._settled.set()
+        while not self._closed.is_set():
+            is_used = self._has_work.wait(REST_SECONDS)
+            if is_used:
+                self._has_work.clear()
+            if not self.mode.may_load:
+                pass
+            elif is_used:
+                self._look()
+            else:
+                self._show_life()
+            self._closed.wait(self._look_seconds)
+        if self.is_readable and self.mode.may_load:
+            # What was stored last is worth telling, too.
+            self._append_journal()
+
+    def _look(self) -> None:
+        """Look at the directory, read the permit, and append the journal."""
+        if self.is_readable:
+            self._stay_claimed()
+        if self.is_readable:
+            self._append_journal()
+            self._refresh_permit()
+
+    def _refresh_permit(self) -> None:
+        permit = self._directory.permit
+        if not permit.is_needed or not self.mode.may_store:
+            return
+        before = permit.reason
+        permit.refresh()
+        if permit.reason != before:
+            logger.info("kvtier %s: %s", self._config.tier, permit.reason or "the janitor permits stores")
+
+    def _append_journal(self) -> None:
+        if not self.mode.may_store:
+            self._show_life()
+            return
+        problem = ""
+        try:
+            self._directory.journal.flush()
+        except StoreUnavailable as error:
+            problem = str(error)
+        self._complain("journal", problem, "kvtier %s: the janitor is not told what is stored: %s")
+        self._take_time()
+
+    def _show_life(self) -> None:
+        self._directory.journal.show_life()
+        self._take_time()
+
+    def _take_time(self) -> None:
+        """Read what time it is on the volume from the journal, if that was written just now."""
+        written_at = self._directory.journal.written_at
+        if not self._directory.permit.is_needed or written_at - self._timed_at < CLOCK_SECONDS:
+            return
+        if (modified_ns := self._directory.journal.ask_modified_ns()) is not None:
+            self._timed_at = written_at
+            self._directory.clock.set(modified_ns)
+
+    def _follow_live(self) -> None:
+        while not self._closed.wait(self._live_seconds):
+            self._refresh_live()
+
+    def _refresh_live(self) -> None:
+        before = self._live_file.settings
+        live = self._live_file.refresh()
+        if live != before:
+            logger.info("kvtier %s: %s", self._config.tier, live)
+        self._complain("settings", self._live_file.problem)
+        self._directory.permit.is_needed = live.needs_permit
+        if self.keyring is not None:
+            self.keyring.activate(live.active_key)
+            self.keyring.active()
+            self._complain("keys", self.keyring.problem, "kvtier %s: encryption: %s", logging.ERROR)
+
+    def _complain(self, topic: str, problem: str, message: str = "kvtier %s: %s", level: int = logging.WARNING) -> None:
+        """Log what is wrong, once and not again with each look."""
+        if problem and problem != self._problems.get(topic):
+            logger.log(level, message, self._config.tier, problem)
+        self._problems[topic] = problem
+
+    def _claim(self) -> bool:
+        config = self._config
+        if self._generation not in {"", config.digest}:
+            # An old pod whose container was restarted in a rollout: its blocks must not open the new generation.
+            self.refused_field = GENERATION
+            self._refuse(
+                IdentityMismatch(
+                    f"this engine was started for generation {self._generation} and {CONFIG_FILE} is of "
+                    f"{config.digest}: the spec changed meanwhile; the rollout replaces the pod, or delete it"
+                )
+            )
+            return False
+        while not self._closed.is_set():
+            if not self.mode.may_load:
+                if self.refusal != BYPASSED:
+                    self.refusal = BYPASSED
+                    self._tell(lambda: self._report.serve_without(BYPASSED))
+                self._settled.set()
+                self._closed.wait(self._live_seconds)
+                self._refresh_live()
+                continue
+            try:
+                self._directory.claim.renew()
+            except IdentityMismatch as error:
+                self.refused_field = error.field or UNREADABLE
+                self._refuse(error)
+                self._tell(lambda: self._report.serve_without(self.refusal))
+                return False
+            except StoreUnavailable as error:
+                self._refuse(error)
+                self._settled.set()
+                self._closed.wait(RETRY_SECONDS)
+                continue
+            logger.info("kvtier %s: disk tier at %s", config.tier, config.root)
+            self.refusal = ""
+            self._round_trip_seconds = _measure_round_trip(self._fs.rooted(config.root), config.root)
+            self.is_readable = True
+            self._tell(self._report.attach)
+            return True
+        return False
+
+    def _stay_claimed(self) -> None:
+        """Compare the description where it is another than before, and stop for ever if it is not of this engine.
+
+        A directory that was removed is made again with the next block; what was known of it is forgotten.
+        """
+        claim = self._directory.claim
+        try:
+            standing = claim.look(may_write=self.mode.may_store)
+            is_new = claim.renew() if standing is identity.RootState.OTHER else standing is identity.RootState.GONE
+        except IdentityMismatch as error:
+            self.refused_field = error.field or UNREADABLE
+            self.is_readable = False
+            self._refuse(error)
+        except StoreUnavailable:
+            # Whatever it is, loads and stores meet it as well.
+            return
+        else:
+            if is_new:
+                self._is_replaced = True
+            gone = "was removed or made anew; its blocks are forgotten"
+            self._complain("directory", gone if is_new else "", f"kvtier %s: {self.root} %s")
+
+    def _refuse(self, error: Exception) -> None:
+        message = str(error)
+        if message != self.refusal:
+            # Once, not at every retry.
+            logger.error("kvtier %s: serving without the disk tier: %s", self._config.tier, message)
+        self.refusal = message
+
+    def _give_up(self) -> None:
+        reason, seconds = self.refusal, self._config.attach_grace_seconds
+
+        def serve() -> None:
+            if self._report.give_up(reason):
+                logger.error(
+                    "kvtier %s: after %.0f s, serving without the disk tier until the volume answers: %s",
+                    self._config.tier,
+                    seconds,
+                    reason,
+                )
+
+        self._tell(serve)
+
+    def _tell(self, say: Callable[[], object]) -> None:
+        try:
+            say()
+        except OSError as error:
+            # The probe goes on waiting, and says for what.
+            logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
+
+
+def _measure_round_trip(fs: FileSystem, root: str) -> float:
+    """Return how soon the volume says that it does not have a file, 0 where it does not answer.
+
+    The names are new, so that no cache knows that they are absent, and lie in the root, which is there.
+    """
+    seconds = []
+    for _ in range(_ROUND_TRIPS):
+        path = f"{root}/.{new_token()}"
+        began = time.monotonic()
+        try:
+            fs.stat(path)
+        except FileNotFoundError:
+            seconds.append(time.monotonic() - began)
+        except OSError:
+            break
+    return min(seconds, default=0.0)
 
 
 def _pool_settings(config: ConnectorConfig) -> PoolSettings:
@@ -227,5 +593,4 @@ def _pool_settings(config: ConnectorConfig) -> PoolSettings:
         workers=MOST_DEFAULT_IO_PROCESSES if config.io_processes is None else config.io_processes,
         first_workers=max(FEWEST, len(os.sched_getaffinity(0))) if config.io_processes is None else 0,
         deadline_seconds=config.load_deadline_seconds,
-        probe_seconds=min(PROBE_DEADLINE_SECONDS, config.load_deadline_seconds),
     )

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
@@ -32,9 +33,9 @@ from vllm.v1.kv_offload.base import (
 from kvtier_connector.cascade.admission import Verdict
 from kvtier_connector.cascade.hints import NO_HINTS, Hints, Problem
 from kvtier_connector.contract.engine import TENANT_PARAMETER
-from kvtier_connector.store.index import Presence
+from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.memory import BlockMemory
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.lora import Adapter, AdapterIdentity, Adapters, Lora
 from kvtier_connector.vllm_adapter.media import Media
@@ -47,6 +48,15 @@ _LATE_CHUNKS = 8
 """At the end of a prompt, that are asked about one by one."""
 _MOST_TOLD = 64
 """Hints that are not understood, of which the log tells: each once, since clients may invent as many as they like."""
+
+
+class Tell(Protocol):
+    """Notes for the janitor what was done with a block."""
+
+    def __call__(
+        self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = ..., *, ahead_seconds: float = ...
+    ) -> None:
+        """Take a note; only memory is touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,16 @@ class TierRequest:
         self._media = media
         self.verdict: Verdict | None = None
         """What was decided when its prefix was found; None before, and again once it was acted upon."""
+        self.lookups: dict[int, tuple[OffloadKey, ...]] = {}
+        """Chunks that the volume is asked for, by number of the lookup."""
+        self.found: set[OffloadKey] = set()
+        """Chunks that lookups found on the volume, or that lie between such."""
+        self.absent: set[OffloadKey] = set()
+        """Chunks that lookups did not find."""
+        self.looked_at = 0.0
+        """When the last lookup ended, on `time.monotonic`."""
+        self.waits_since: float | None = None
+        """Since when nothing but a lookup keeps it from its turn."""
         self.on_volume: set[OffloadKey] = set()
         """Chunks that the last look-up found on the volume and not in the CPU tier."""
         self.missing: set[OffloadKey] = set()
@@ -156,7 +176,19 @@ class TierRequest:
         """Forget what was found and decided: the request was preempted, and looks again."""
         self.verdict = None
         self.missing.clear()
+        self.forget_lookups()
         self.causes.clear()
+
+    def forget_lookups(self) -> None:
+        """Forget what lookups found, and have no part in those that are open."""
+        self.lookups.clear()
+        self.found.clear()
+        self.absent.clear()
+        self.waits_since = None
+
+    def is_asking(self, key: OffloadKey) -> bool:
+        """Say whether the volume is being asked for a chunk."""
+        return any(key in keys for keys in self.lookups.values())
 
     def block_key(self, key: OffloadKey) -> BlockKey:
         """Return the store's name of vLLM's key."""
@@ -190,26 +222,22 @@ class TierRequest:
                 found.append(last)
         return found
 
-    def note_used(self, store: SharedStore, payload_bytes: int) -> None:
-        """Tell whoever makes room what the request used, also where it came from the GPU or the CPU tier."""
+    def note_used(self, memory: BlockMemory, tell: Tell, payload_bytes: int) -> None:
+        """Tell the janitor what the request used, also where it came from the GPU or the CPU tier."""
         if self.refusal or not self.hints.may_store:
             return
-        for key in self.last_present(lambda key: store.state(self.block_key(key)) is Presence.PRESENT):
-            store.note_used(self.block_key(key), payload_bytes, self.lineage(key))
+        for key in self.last_present(lambda key: memory.has(self.block_key(key))):
+            tell(Op.USED, self.block_key(key), payload_bytes, self.lineage(key))
 
-    def note_hints(self, store: SharedStore, payload_bytes: int) -> None:
-        """Tell whoever makes room what its client asks for, once all of it is stored that is."""
+    def note_hints(self, memory: BlockMemory, tell: Tell, payload_bytes: int) -> None:
+        """Tell the janitor what its client asks for, once all of its chunks are stored that are to be."""
         # A private prompt leaves no name of a block behind, also none that another request stored.
         if self.refusal or not self.hints.may_store:
             return
-
-        def is_there(key: OffloadKey) -> bool:
-            return store.state(self.block_key(key)) is Presence.PRESENT
-
         if (retained := self.hints.retained) is not None:
             limit = math.inf if retained.tokens is None else retained.tokens
-            for key in self.last_present(lambda key: self._ends[key] <= limit and is_there(key)):
-                store.note_retained(self.block_key(key), payload_bytes, retained.seconds)
+            for key in self.last_present(lambda key: self._ends[key] <= limit and memory.has(self.block_key(key))):
+                tell(Op.RETAINED, self.block_key(key), payload_bytes, ahead_seconds=retained.seconds)
 
     @property
     def _identity(self) -> AdapterIdentity | None:
@@ -319,7 +347,14 @@ class TierRequests:
         if hints.may_store and hints.retained is not None:
             self._ended.append(context)
 
-    def tell(self, store: SharedStore, payload_bytes: int, *, is_storing: Callable[[ReqContext], bool]) -> None:
+    def tell(
+        self,
+        memory: BlockMemory,
+        tell: Tell,
+        payload_bytes: int,
+        *,
+        is_storing: Callable[[ReqContext], bool],
+    ) -> None:
         """Tell of those whose blocks have been written; call it when this step's orders to write are given."""
         if self._ended:
             waiting = []
@@ -327,5 +362,5 @@ class TierRequests:
                 if is_storing(context):
                     waiting.append(context)
                 else:
-                    self.of(context).note_hints(store, payload_bytes)
+                    self.of(context).note_hints(memory, tell, payload_bytes)
             self._ended = waiting

@@ -184,8 +184,6 @@ class LiveSettings:
 
     mode: str = "ReadWrite"
     """Permitted use of the volume: ``ReadWrite``, ``ReadOnly`` or ``Bypass``."""
-    max_bytes: int | None = None
-    """Takes the place of `ConnectorConfig.max_bytes`: 0 means no limit, None leaves that as it is."""
     needs_permit: bool = False
     """Whether blocks are stored only while the janitor permits it, as where the tier has a janitor."""
     active_key: str = ""
@@ -225,18 +223,15 @@ def encode(config: ConnectorConfig) -> str:
     return documents.encode(config, version=CONTRACT_VERSION)
 
 
-def encode_live(mode: str, *, max_bytes: int | None = None, active_key: str = "", needs_permit: bool = False) -> str:
+def encode_live(mode: str, *, active_key: str = "", needs_permit: bool = False) -> str:
     """Return the live settings as canonical JSON: what engines follow without a restart.
 
     Args:
         mode: As `LiveSettings.mode`.
-        max_bytes: As `LiveSettings.max_bytes`.
         active_key: As `LiveSettings.active_key`.
         needs_permit: As `LiveSettings.needs_permit`.
     """
     document: dict[str, Any] = {"mode": mode}
-    if max_bytes is not None:
-        document["max_bytes"] = max_bytes
     if active_key:
         document["active_key"] = active_key
     if needs_permit:
@@ -251,17 +246,15 @@ def decode_live(text: str) -> LiveSettings:
         ConfigInvalid: the text is not JSON, or a field cannot be used.
     """
     document = documents.decode_object(text, file=LIVE_FILE)
-    mode, max_bytes = document.get("mode"), document.get("max_bytes")
+    mode = document.get("mode")
     active_key, needs_permit = document.get("active_key", ""), document.get("needs_permit", False)
     if mode not in MODES:
         raise ConfigInvalid(f"{LIVE_FILE}: mode={mode!r} must be one of {', '.join(MODES)}")
-    if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
-        raise ConfigInvalid(f"{LIVE_FILE}: max_bytes={max_bytes!r} must be 0 (no limit) or a larger whole number")
     if active_key != "" and not (isinstance(active_key, str) and re.fullmatch(KEY_ID_PATTERN, active_key, re.ASCII)):
         raise ConfigInvalid(f"{LIVE_FILE}: active_key={active_key!r} must match {KEY_ID_PATTERN}")
     if not isinstance(needs_permit, bool):
         raise ConfigInvalid(f"{LIVE_FILE}: needs_permit={needs_permit!r} must be true or false")
-    return LiveSettings(mode=mode, max_bytes=max_bytes, active_key=active_key, needs_permit=needs_permit)
+    return LiveSettings(mode=mode, active_key=active_key, needs_permit=needs_permit)
 
 
 def decode(text: str) -> ConnectorConfig:

@@ -44,23 +44,22 @@ from kvtier_connector.io_workers.tasks import (
     Done,
     Ending,
     Lane,
-    Looked,
     Refused,
     Task,
     decode_answer,
     encode_task,
 )
 from kvtier_connector.io_workers.worker import PoolSettings, Worker, WorkerSettings
-from kvtier_connector.store.blockstore import Outcome, StoreFault, StoreOutcome
+from kvtier_connector.store.blockstore import Outcome, Stored, StoreFault, StoreOutcome
+from kvtier_connector.store.crypto import Keyring
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.header import Fault
+from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.health import Breaker, Direction
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.permit import StorePermit
 
 BREAKER, STUCK, NO_WORKERS, CLOSED = Refused("breaker"), Refused("stuck"), Refused("no_workers"), Refused("closed")
 
 _LANE_ENTRIES = {
-    Lane.PROBE: ENTRIES // 8,
     Lane.LOAD: ENTRIES // 2,
     Lane.PREFETCH: ENTRIES // 4,
     Lane.STORE: ENTRIES // 8,
@@ -109,6 +108,10 @@ class InFlight:
     """Its end if no answer comes before its row is safe."""
     is_skipped: bool = False
     """Whether the breaker already counted an end for it."""
+    placed: int = 0
+    """Counts the tasks that were put on the table, this one included."""
+    passed_at: float | None = None
+    """When the engine first saw that a task of the same lane which was placed later had been answered."""
 
 
 @dataclass(slots=True)
@@ -162,6 +165,9 @@ class Dispatcher:
         self._unsent: dict[Lane, list[bytes]] = {lane: [] for lane in Lane}
         self._fences: list[_Fence] = []
         self._next_ticket = 1
+        self._placed = 0
+        self._answered = dict.fromkeys(Lane, 0)
+        """By lane, `InFlight.placed` of the last task that was answered."""
         self._round_trip_seconds = 0.0
         self._stuck: set[int] = set()
 
@@ -185,6 +191,8 @@ class Dispatcher:
         task.ticket = ticket = self._next_ticket
         task.table_lane = task.lane
         task.state = TaskState.ON_TABLE
+        self._placed += 1
+        task.placed, task.passed_at = self._placed, None
         self._next_ticket = ticket % 0xFFFFFFFF + 1
         self._taken[task.lane] += 1
         self._tickets[ticket] = task
@@ -216,6 +224,7 @@ class Dispatcher:
             task = self._tickets.pop(ticket, None)
             if task is not None:
                 task.ticket = NO_TICKET
+                self._answered[task.table_lane] = max(self._answered[task.table_lane], task.placed)
                 was_on_table = self._clear(task)
                 answer = decode_answer(code, number)
                 if answer is None and was_on_table:
@@ -275,14 +284,29 @@ class Dispatcher:
             if current.ticket == NO_TICKET:
                 continue
             task = self._tickets.get(current.ticket)
-            is_probe = task is not None and task.lane is Lane.PROBE
-            seconds = self._settings.probe_seconds if is_probe else self._settings.deadline_seconds
-            if now - current.started > seconds:
+            if now - current.started > self._settings.deadline_seconds:
                 # It counts as stuck until it is reaped.
                 self._stuck.add(worker)
                 self._supervisor.kill(worker)
                 if task is not None:
                     found.append(task)
+        return found
+
+    def lost(self, now: float) -> list[InFlight]:
+        """Return tasks that a worker has taken and neither works on nor answers, for longer than the deadline.
+
+        Workers take the tasks of a lane in their order, so a task is taken once a later one of its lane was answered.
+        A worker that is stopped before it says what it works on keeps a task for itself.
+        """
+        working = self.working()
+        found = []
+        for task in self.on_table():
+            if task.placed >= self._answered[task.table_lane] or task.ticket in working:
+                task.passed_at = None
+            elif task.passed_at is None:
+                task.passed_at = now
+            elif now - task.passed_at > self._settings.deadline_seconds:
+                found.append(task)
         return found
 
     def end_all(self) -> None:
@@ -419,7 +443,8 @@ class WorkerPool:
         self,
         settings: PoolSettings,
         *,
-        store: SharedStore,
+        permit: StorePermit,
+        keyring: Keyring | None = None,
         breaker: Breaker,
         rows: memoryview,
         regions: Sequence[Region] = (),
@@ -429,7 +454,8 @@ class WorkerPool:
 
         Args:
             settings: The volume, the number of workers and their deadlines.
-            store: Records the outcome of each task; only methods that do not wait are called.
+            permit: Is asked before a block is written, and told how many bytes were.
+            keyring: Names the key that blocks are encrypted with; None if they are not.
             breaker: Admits each task and records what the volume did.
             rows: The CPU tier in this process: a table with one row per chunk. No reference is kept.
             regions: Files with the rows, which stay open as long as this object.
@@ -440,7 +466,9 @@ class WorkerPool:
             ValueError: The rows are not a table.
         """
         self._settings = settings
-        self._store = store
+        self._permit, self._keyring = permit, keyring
+        self.round_trip_seconds = 0.0
+        """Time in which the volume says that it does not have a file; 0 while that was not measured."""
         self._breaker = breaker
         self._row_bytes = rows.strides[0] if rows.strides else 0
         self._dispatcher = Dispatcher(settings, OwnRows(rows), regions, fs=fs)
@@ -568,8 +596,7 @@ class WorkerPool:
         """Put tasks on the table while there is room and the breaker admits them."""
         if self._is_closed or not self._dispatcher.is_usable:
             return
-        keyring = self._store.blocks.keyring
-        active_key = "" if keyring is None else keyring.active_name
+        active_key = "" if self._keyring is None else self._keyring.active_name
         for lane, queue in self._queues.items():
             while queue and self._dispatcher.has_room(lane):
                 task = queue.popleft()
@@ -580,16 +607,14 @@ class WorkerPool:
         self._dispatcher.send()
 
     def _admit(self, task: InFlight) -> bool:
-        """Ask the breaker, and for room on the volume; end a task that is not admitted."""
-        direction = _DIRECTIONS.get(task.lane)
-        if direction is None:
-            return True
+        """Ask the breaker and the store permit; end a task that is not admitted."""
+        direction = _DIRECTIONS[task.lane]
         if not self._breaker.admit(direction):
             self._end(task, BREAKER)
             return False
         task.is_skipped = False
         if direction is Direction.STORE:
-            outcome = self._store.begin_put(task.task.keys[0], self._row_bytes)
+            outcome = self._permit.reserve(HEADER_BYTES + self._row_bytes, task.task.key.tenant)
             if outcome is not None:
                 self._breaker.record_store(outcome)
                 self._end(task, outcome)
@@ -612,20 +637,14 @@ class WorkerPool:
                 self._end(task, answer, seconds)
 
     def _record(self, task: InFlight, answer: Answer, *, is_from_volume: bool = True) -> None:
-        """Tell store and breaker the outcome of a task; the breaker counts only what the volume did."""
-        keys = task.task.keys
-        if task.lane is Lane.PROBE:
-            if isinstance(answer, Looked):
-                for key, is_there in zip(keys, answer.present, strict=False):
-                    self._store.record_look_up(key, is_there=is_there)
-        elif task.lane is Lane.STORE:
+        """Tell permit and breaker the outcome of a task; the breaker counts only what the volume did."""
+        if task.lane is Lane.STORE:
             stored = cast("StoreOutcome", answer)
-            self._store.end_put(keys[0], self._row_bytes, stored, task.task.lineage)
+            self._end_permitted(stored.bytes_written if isinstance(stored, Stored) else 0)
             if is_from_volume and not task.is_skipped:
                 self._breaker.record_store(stored)
         else:
             loaded = cast("Outcome", answer)
-            self._store.record_get(keys[0], loaded)
             if is_from_volume and not task.is_skipped:
                 self._breaker.record_load(loaded)
         if not is_from_volume:
@@ -644,13 +663,15 @@ class WorkerPool:
 
     def _undo_admission(self, task: InFlight) -> None:
         if task.lane is Lane.STORE:
-            self._store.cancel_put(task.task.keys[0], self._row_bytes)
+            self._end_permitted(0)
         self._skip(task)
 
+    def _end_permitted(self, written: int) -> None:
+        self._permit.end(HEADER_BYTES + self._row_bytes, written)
+
     def _skip(self, task: InFlight) -> None:
-        direction = _DIRECTIONS.get(task.lane)
-        if direction is not None and not task.is_skipped:
-            self._breaker.skip(direction)
+        if not task.is_skipped:
+            self._breaker.skip(_DIRECTIONS[task.lane])
         task.is_skipped = True
 
     def _give_up(self, tasks: Sequence[InFlight]) -> None:
@@ -683,9 +704,7 @@ class WorkerPool:
     def _tick(self, now: float) -> None:
         """Look after the workers, and give up on late tasks."""
         self._ticked = now
-        self._dispatcher.tick(
-            now, reads=self._reads, ended=self._ended, round_trip_seconds=self._store.round_trip_seconds
-        )
+        self._dispatcher.tick(now, reads=self._reads, ended=self._ended, round_trip_seconds=self.round_trip_seconds)
         self._reap()
         if not self._dispatcher.is_usable:
             self._refuse_all()
@@ -693,13 +712,12 @@ class WorkerPool:
         hanging = [task for task in self._dispatcher.end_hanging(now) if task.ending is None]
         for task in hanging:
             task.ending = Ending.LATE
-            direction = _DIRECTIONS.get(task.lane)
-            if direction is not None:
-                self._breaker.record_timeout(direction)
-                task.is_skipped = True
-            if direction is Direction.LOAD:
-                self._store.forget(task.task.keys[0])
-        self._dispatcher.recall(hanging)
+            self._breaker.record_timeout(_DIRECTIONS[task.lane])
+            task.is_skipped = True
+        lost = [task for task in self._dispatcher.lost(now) if task.ending is None]
+        for task in lost:
+            task.ending = Ending.LATE
+        self._dispatcher.recall([*hanging, *lost])
         self._end_late(now)
 
     def _tick_idle(self, every_seconds: float) -> None:
@@ -750,11 +768,10 @@ class WorkerPool:
         if self._is_ready and not was_ready:
             # Workers begin just now.
             self._read_at = self._moved_at = now
-        slow, quick = self._settings.deadline_seconds, self._settings.probe_seconds
+        slow = self._settings.deadline_seconds
         if not self._is_ready:
-            slow = quick = max(slow, _START_SECONDS)
+            slow = max(slow, _START_SECONDS)
         is_waiting = {
-            Lane.PROBE: now - self._read_at > quick,
             Lane.LOAD: now - self._read_at > slow,
             Lane.PREFETCH: now - self._read_at > slow,
             Lane.STORE: now - self._moved_at > slow,

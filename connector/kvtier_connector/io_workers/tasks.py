@@ -15,44 +15,30 @@ from kvtier_connector.store.blockstore import Hit, Miss, Outcome, Present, Store
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 
-MOST_PROBED = 16
-"""Most blocks of one probe; a longer prompt is spread over the workers."""
 NO_ROW = -1
 
 
 class Lane(enum.IntEnum):
     """Purpose of a task; the lower number is served first."""
 
-    PROBE = 0
-    """A request waits to know whether the volume has its blocks."""
-    LOAD = 1
+    LOAD = 0
     """A request waits for the block."""
-    PREFETCH = 2
+    PREFETCH = 1
     """A request that is not scheduled yet will need the block."""
-    STORE = 3
+    STORE = 2
     """No request waits."""
 
 
 class Task(NamedTuple):
-    """A chunk to move between its row of the CPU tier and its file, or files to look up."""
+    """A chunk to move between its row of the CPU tier and its file."""
 
     lane: Lane
-    keys: tuple[BlockKey, ...]
-    """The chunk; for a probe, up to `MOST_PROBED`."""
+    key: BlockKey
     row: int = NO_ROW
     lineage: Lineage = NO_LINEAGE
     """Stores only."""
     queued: float = 0.0
     """Stores only: `time.monotonic` when the engine submitted the task."""
-    is_prefix: bool = True
-    """Probes only: the keys are in the order of a prompt, and the probe ends at the first that is absent."""
-
-
-class Looked(NamedTuple):
-    """Result of a probe."""
-
-    present: tuple[bool, ...]
-    """For the first of the keys; for a prefix it ends with the first that is absent."""
 
 
 class Refused(NamedTuple):
@@ -70,7 +56,7 @@ class Ending(enum.Enum):
     """The volume did not answer within the deadline."""
 
 
-Answer = Outcome | StoreOutcome | Looked
+Answer = Outcome | StoreOutcome
 """Result of a task as a worker reports it."""
 
 
@@ -87,7 +73,7 @@ class Done(NamedTuple):
 REPLY = struct.Struct("=IIfQ")
 """A worker's reply: ticket, code, seconds, number. Code and number are those of `encode_answer`."""
 
-_NONE, _HIT, _MISS, _STORED, _PRESENT, _LOOKED = range(6)
+_NONE, _HIT, _MISS, _STORED, _PRESENT = range(5)
 _FAULTS: tuple[Fault | StoreFault, ...] = (*Fault, *StoreFault)
 _FIRST_FAULT = 16
 _CODES = {fault: number for number, fault in enumerate(_FAULTS, start=_FIRST_FAULT)}
@@ -96,17 +82,14 @@ _OTHERS: dict[int, Answer] = {_MISS: Miss(), _PRESENT: Present()}
 
 def encode_task(task: Task, active_key: str = "") -> bytes:
     """Return the bytes that `decode_task` reads; `active_key` names the encryption key of stores, empty without one."""
-    lane, keys, row, lineage, queued, is_prefix = task
-    if lane is Lane.PROBE and len(keys) > MOST_PROBED:
-        raise ValueError(f"a probe of {len(keys)} blocks is longer than {MOST_PROBED}")
-    return marshal.dumps((int(lane), [tuple(key) for key in keys], row, tuple(lineage), queued, is_prefix, active_key))
+    lane, key, row, lineage, queued = task
+    return marshal.dumps((int(lane), tuple(key), row, tuple(lineage), queued, active_key))
 
 
 def decode_task(data: bytes) -> tuple[Task, str]:
     """Return the task and the active key that `encode_task` encoded."""
-    lane, keys, row, lineage, queued, is_prefix, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
-    names = tuple(BlockKey(*key) for key in keys)
-    return Task(Lane(lane), names, row, Lineage(*lineage), queued, is_prefix), active_key
+    lane, key, row, lineage, queued, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
+    return Task(Lane(lane), BlockKey(*key), row, Lineage(*lineage), queued), active_key
 
 
 def encode_answer(answer: Answer | None) -> tuple[int, int]:
@@ -117,8 +100,6 @@ def encode_answer(answer: Answer | None) -> tuple[int, int]:
         return _STORED, answer.bytes_written
     if isinstance(answer, Fault | StoreFault):
         return _CODES[answer], 0
-    if isinstance(answer, Looked):
-        return _LOOKED, sum(is_there << place for place, is_there in enumerate((*answer.present, True)))
     return {Miss: _MISS, Present: _PRESENT}.get(type(answer), _NONE), 0
 
 
@@ -130,7 +111,4 @@ def decode_answer(code: int, number: int) -> Answer | None:
         return Stored(number)
     if code >= _FIRST_FAULT:
         return _FAULTS[code - _FIRST_FAULT]
-    if code == _LOOKED:
-        # The highest bit marks the end.
-        return Looked(tuple(bool(number >> place & 1) for place in range(number.bit_length() - 1)))
     return _OTHERS.get(code)

@@ -30,7 +30,7 @@ from typing import Any
 from kvtier_connector.contract import engine as contract
 from kvtier_connector.io_workers.buffers import MappedRows, Region, RowBuffers, address_of, view_of
 from kvtier_connector.io_workers.task_table import NO_TICKET, TOKEN, Current, TaskTable
-from kvtier_connector.io_workers.tasks import REPLY, Answer, Lane, Looked, Task, decode_task, encode_answer
+from kvtier_connector.io_workers.tasks import REPLY, Answer, Lane, Task, decode_task, encode_answer
 from kvtier_connector.store.blockstore import BlockStore, StoreFault
 from kvtier_connector.store.fs import FileSystem, is_in_memory, is_page_aligned
 from kvtier_connector.store.header import Fault
@@ -77,8 +77,6 @@ class PoolSettings:
     """Number of workers at first; more are started while that helps. 0 starts all."""
     deadline_seconds: float
     """A worker that spends longer on one chunk hangs: its task ends late, and the worker is killed."""
-    probe_seconds: float = 2.0
-    """The same for a probe, which makes a few system calls."""
     retry_seconds: float = 30.0
     """First delay before processes that failed are started again."""
     file_system: str = ""
@@ -236,8 +234,6 @@ class Worker:
             # The same, although the bytes read like a task.
             return None
         try:
-            if task.lane is Lane.PROBE:
-                return self._look(task)
             if task.lane is Lane.STORE:
                 return self._save(task, entry, ticket, active_key)
             return self._load(task, entry, ticket)
@@ -245,17 +241,6 @@ class Worker:
             # The edge of the thread. The store returns expected faults as values, so this is a defect.
             logger.exception("An I/O worker failed at a task")
             return StoreFault.IO if task.lane is Lane.STORE else Fault.IO
-
-    def _look(self, task: Task) -> Answer:
-        present: list[bool] = []
-        for key in task.keys:
-            found = self._store.look_up(key)
-            if isinstance(found, Fault):
-                return Looked(tuple(present)) if present else found
-            present.append(found)
-            if task.is_prefix and not found:
-                break
-        return Looked(tuple(present))
 
     def _load(self, task: Task, entry: int, ticket: int) -> Answer | None:
         table, number, row_bytes = self._table, self._number, self._row_bytes
@@ -274,7 +259,7 @@ class Worker:
                 table.unlock(number)
             return True
 
-        return self._store.stream(task.keys[0], self._staging, take)
+        return self._store.stream(task.key, self._staging, take)
 
     def _save(self, task: Task, entry: int, ticket: int, active_key: str) -> Answer | None:
         address = self._rows.address(task.row)
@@ -291,7 +276,7 @@ class Worker:
             self._table.unlock(self._number)
         if (keyring := self._store.keyring) is not None:
             keyring.activate(active_key)
-        return self._store.put(task.keys[0], self._staging, task.lineage, is_scratch=True, queued=task.queued)
+        return self._store.put(task.key, self._staging, task.lineage, is_scratch=True, queued=task.queued)
 
     def _save_in_place(self, row: memoryview, task: Task, entry: int, ticket: int) -> Answer | None:
         """Write a row without a copy, which would cost as much processor time as a fast volume does.
@@ -303,7 +288,7 @@ class Worker:
         def is_wanted() -> bool:
             return self._table.ticket(entry) == ticket
 
-        outcome = self._store.put(task.keys[0], row, task.lineage, is_wanted=is_wanted, queued=task.queued)
+        outcome = self._store.put(task.key, row, task.lineage, is_wanted=is_wanted, queued=task.queued)
         return None if isinstance(outcome, StoreFault) and not is_wanted() else outcome
 
 
@@ -417,7 +402,7 @@ def main(settings: WorkerSettings) -> None:
     # Directories belong to the group, see FileSystem.mkdir. With this mask they get their mode without two more calls.
     os.umask(0o007)
     table = TaskTable(settings.table)
-    store = settings.pool.open_volume(_file_system(settings.pool.file_system))
+    store = settings.pool.open_volume(file_system(settings.pool.file_system))
     # Read here, so that earlier purges are told from later ones; on a thread, since the volume may hang.
     threading.Thread(target=store.learn_purges, name="kvtier-purges", daemon=True).start()
     Worker(
@@ -433,7 +418,8 @@ def main(settings: WorkerSettings) -> None:
         sys.exit(UNWANTED)
 
 
-def _file_system(name: str) -> FileSystem:
+def file_system(name: str) -> FileSystem:
+    """Return the file system of a worker process: ``module:class``, or empty for the real one."""
     if not name:
         return WorkerFileSystem()
     module, _, attribute = name.partition(":")

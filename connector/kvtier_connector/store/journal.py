@@ -216,6 +216,8 @@ class JournalWriter:
         self._number = 0
         self._offset = 0
         self._shown_at = -math.inf
+        self.written_at = -math.inf
+        """When the volume last took a write to the journal, or a touch, on the clock passed in."""
         self._rung_at: float | None = None
         """When others were told of what they are to be told of once more."""
 
@@ -272,6 +274,12 @@ class JournalWriter:
                 raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be written: {error}") from error
         return len(batch)
 
+    def ask_modified_ns(self) -> int | None:
+        """Ask the volume when the journal was last modified; None where it does not say."""
+        with self._flushing, contextlib.suppress(OSError):
+            return self._fs.stat(self._path(self._number)).st_mtime_ns
+        return None
+
     def show_life(self) -> None:
         """Have the volume note that this process is there, although it may store nothing; now and then, if it can.
 
@@ -308,6 +316,7 @@ class JournalWriter:
             if self._offset:
                 try:
                     self._fs.touch(self._path(self._number))
+                    self.written_at = self._now()
                     self._marker.show(self._mark())
                 except FileNotFoundError:
                     # Somebody took it for a dead process's.
@@ -366,7 +375,7 @@ class JournalWriter:
             raise
         self._fs.close(fd)
         self._offset += len(data)
-        self._shown_at = self._rung_at = self._now()
+        self._shown_at = self._rung_at = self.written_at = self._now()
         self._marker.show(self._mark())
         self._bell.ring()
 

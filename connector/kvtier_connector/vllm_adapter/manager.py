@@ -31,17 +31,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier_connector.cascade.admission import Verdict
 from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.store.index import Presence
+from kvtier_connector.store.memory import Presence
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 
-STORES_AGAIN = 64
-"""Chunks that were not written before and are offered again in one step, while nothing is loaded."""
+RETRIES = 64
+"""Deferred chunks that are tried again in one step, while nothing is loaded."""
 URGENT_AHEAD = 256
 """While fewer chunks are being read, those that are read ahead of a request's turn go with the rest."""
 AT_ONCE = 64
-"""Chunks that are handed to the movers together."""
+"""Chunks that are handed to the I/O workers together."""
 _VOLUME = 0
 """Number of our tier among vLLM's secondary ones: it is the only one."""
 
@@ -57,10 +57,10 @@ class Match(NamedTuple):
 class KVTierManager(TieringOffloadingManager):
     """vLLM's tiering with one tier below the CPU's; loads begin before all has landed. Scheduler's thread only."""
 
-    def __init__(self, primary_tier: CpuTier, volume: SharedVolumeTier) -> None:
+    def __init__(self, primary_tier: CpuTier, tier: SharedVolumeTier) -> None:
         """Put the tier below the CPU's."""
-        super().__init__(primary_tier=primary_tier, secondary_tiers=[volume])
-        self.volume = volume
+        super().__init__(primary_tier=primary_tier, secondary_tiers=[tier])
+        self.tier = tier
         self._chunks = primary_tier.find
         self._fetches = Fetches(primary_tier, self.request, self._read)
         self._loads: dict[str, Load] = {}
@@ -68,34 +68,38 @@ class KVTierManager(TieringOffloadingManager):
         """Chunks that the worker is copying to the GPU."""
         self._counted = OffloadingConnectorStats()
         """Counters of vLLM's own metrics since the last `get_stats`."""
-        self._again = ReqContext(req_id="kvtier-store-again")
+        self._retry_context = ReqContext(req_id="kvtier-retry")
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
 
     def request(self, context: ReqContext) -> TierRequest:
         """Return what the tier keeps of a request."""
-        return self.volume.requests.of(context)
+        return self.tier.requests.of(context)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
         """Say whether a chunk can be loaded; one that only the volume has is a HIT, too.
 
-        HIT_PENDING is a chunk that the GPU is just writing into the CPU tier, RETRY one that a probe asks about.
+        HIT_PENDING is a chunk that the GPU is just writing into the CPU tier, RETRY one that the volume is asked for.
         """
         self._maybe_process_finished_jobs()
-        return self._find(key, self.request(req_context))
+        request = self.request(req_context)
+        found = self._find(key, request)
+        if found is LookupResult.RETRY and not request.is_pending:
+            self.tier.lookups.ask(key, request)
+        return found
 
-    def match_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> Match:
-        """Find how many chunks from the first on can be loaded."""
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Match:
+        """Find how many chunks from the first on can be loaded; ask the volume for those that are unknown."""
         self._maybe_process_finished_jobs()
         request = self.request(req_context)
         count = 0
         unknown: OffloadKey | None = None
         # Of nearly every chunk of a long prompt it is plain where it is, and a step waits while that is found out.
-        is_early = request.is_pending or request.is_mixed or not self.volume.is_current
+        is_early = request.is_pending or request.is_mixed or not self.tier.is_current
         is_plain = not (is_early or (request.verdict and not request.verdict.may_load))
-        fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.volume.knower(request)
-        for key in keys:
+        fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.tier.knower(request)
+        for number, key in enumerate(keys):
             if is_plain:
                 chunk = None if key in fetched else chunks(key)
                 if chunk is not None and chunk.is_ready:
@@ -105,17 +109,21 @@ class KVTierManager(TieringOffloadingManager):
                     request.on_volume.add(key)
                     count += 1
                     continue
-            found = self._find(key, request, is_prefix=True)
+            found = self._find(key, request)
             if found is LookupResult.MISS:
                 break
             if found is not LookupResult.HIT and unknown is None:
                 unknown = key
+            if found is LookupResult.RETRY:
+                self.tier.ask_prefix(keys[number:], request)
+                break
             count += 1
         return Match(count, unknown)
 
-    def is_known(self, key: OffloadKey) -> bool:
-        """Say whether a chunk can be told of now that could not be."""
-        if self.volume.is_asking(key):
+    def is_known(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Say whether it is known by now whether a request can load a chunk."""
+        request = self.request(req_context)
+        if request.is_pending or (request.is_asking(key) and self.tier.must_wait(request)):
             return False
         chunk = self._chunks(key)
         return chunk is None or chunk.is_ready or key in self._fetches.under_way
@@ -132,24 +140,24 @@ class KVTierManager(TieringOffloadingManager):
         if not on_volume:
             return True
         if request.verdict is None:
-            tokens = self.volume.requests.tokens[0]
+            tokens = self.tier.requests.tokens[0]
             # In one group they stand in the order of the prompt.
-            outer = on_volume if len(self.volume.requests.tokens) > 1 else (on_volume[0], on_volume[-1])
+            outer = on_volume if len(self.tier.requests.tokens) > 1 else (on_volume[0], on_volume[-1])
             ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
             chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
             request.verdict = self._find_verdict(request, on_volume, chunks, is_early=is_early)
             if request.verdict is None:
                 return False
             if not request.verdict.may_load:
-                self.volume.count_computed(request.verdict.cause, len(on_volume))
+                self.tier.count_computed(request.verdict.cause, len(on_volume))
         return request.verdict.may_load
 
     def _find_verdict(
         self, request: TierRequest, on_volume: Collection[OffloadKey], chunks: int, *, is_early: bool
     ) -> Verdict | None:
-        admission, fetches = self.volume.admission, self._fetches
+        admission, fetches = self.tier.admission, self._fetches
         to_read = len(on_volume) - len(fetches.under_way.keys() & on_volume)
-        queued = self.volume.transfers.loading + fetches.waiting
+        queued = self.tier.transfers.loading + fetches.waiting
         if is_early and (not fetches.room or admission.is_queue_in_the_way(chunks, to_read=to_read, queued=queued)):
             return None
         return admission.decide(request.name, chunks, len(on_volume), to_read=to_read, queued=queued)
@@ -184,7 +192,7 @@ class KVTierManager(TieringOffloadingManager):
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        if not (self.volume.is_current and self.request(req_context).hints.may_store):
+        if not (self.tier.is_current and self.request(req_context).hints.may_store):
             # Whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         return super().prepare_store(keys, req_context)
@@ -215,7 +223,7 @@ class KVTierManager(TieringOffloadingManager):
         self._fetches.end_lease(req_context)
         self.request(req_context).verdict = None
         if hastened:
-            self.volume.transfers.hasten(hastened)
+            self.tier.transfers.promote(hastened)
         self._serve()
         return CPULoadStoreSpec(load.rows)
 
@@ -266,8 +274,8 @@ class KVTierManager(TieringOffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         super().on_schedule_end(context)
         self._serve()
-        self._store_again()
-        self.volume.waiting = self._fetches.count_waiting_requests()
+        self._retry_stores()
+        self.tier.waiting = self._fetches.count_waiting_requests()
 
     @override
     def on_request_finished(self, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> None:
@@ -298,7 +306,7 @@ class KVTierManager(TieringOffloadingManager):
     @override
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
         super()._process_finished_jobs(*args, **kwargs)
-        if landed := self.volume.transfers.take_landed():
+        if landed := self.tier.transfers.take_landed():
             self._fetches.take(landed)
             self._serve()
 
@@ -306,18 +314,18 @@ class KVTierManager(TieringOffloadingManager):
     def _complete_promotion(self, job_metadata: JobMetadata, completed_job: JobResult) -> None:
         """Do nothing: each chunk is taken in when it lands."""
 
-    def _find(self, key: OffloadKey, request: TierRequest, *, is_prefix: bool = False) -> LookupResult:
-        if self.volume.is_unread(key, request):
+    def _find(self, key: OffloadKey, request: TierRequest) -> LookupResult:
+        if request.is_pending:
             return LookupResult.RETRY
-        if request.is_mixed or not self.volume.is_current:
+        if request.is_mixed or not self.tier.is_current:
             # vLLM's key covers neither the contents of the adapter nor the weights, so the chunk may be of others.
-            self.volume.presence(key, request)
+            self.tier.presence(key, request)
             return LookupResult.MISS
         if key not in self._fetches.under_way:
             chunk = self._chunks(key)
             if chunk is not None:
                 return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING
-            presence = self.volume.presence(key, request, is_prefix=is_prefix)
+            presence = self.tier.presence(key, request)
             if presence is not Presence.PRESENT:
                 return LookupResult.RETRY if presence is Presence.UNKNOWN else LookupResult.MISS
         elif key in request.missing:
@@ -342,7 +350,7 @@ class KVTierManager(TieringOffloadingManager):
 
         While little is read, what is read ahead keeps nobody waiting, and is spared being made urgent later.
         """
-        is_urgent = is_waited_for or self.volume.transfers.loading < URGENT_AHEAD
+        is_urgent = is_waited_for or self.tier.transfers.loading < URGENT_AHEAD
         order = TransferJob(
             job_id=self._next_job_id(),
             keys=keys,
@@ -351,7 +359,7 @@ class KVTierManager(TieringOffloadingManager):
             req_context=context,
         )
         self._register_job(order, _VOLUME)
-        self.volume.transfers.load(order, is_urgent=is_urgent)
+        self.tier.transfers.load(order, is_urgent=is_urgent)
         return is_urgent
 
     def _serve(self) -> None:
@@ -359,7 +367,7 @@ class KVTierManager(TieringOffloadingManager):
         if self._fetches.waiting and not self._fetches.is_held and not self._is_anything_under_way():
             # Every row is pinned by those that wait like the first: it does without, and they go on.
             self._metrics.on_promotion_allocation_failure()
-            self.volume.count_computed(metrics.BUDGET, 1)
+            self.tier.count_computed(metrics.BUDGET, 1)
             self._fetches.give_up_first()
 
     def _is_anything_under_way(self) -> bool:
@@ -374,8 +382,8 @@ class KVTierManager(TieringOffloadingManager):
             return
         keys = (load.keys[number] for number in handed)
         if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
-            seconds = self.volume.admission.seconds_to_compute(chunks)
-            self.volume.savings.count(self.request(load.context).tenant, seconds)
+            seconds = self.tier.admission.seconds_to_compute(chunks)
+            self.tier.savings.count(self.request(load.context).tenant, seconds)
 
     def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:
         """Count what a request found, once, in vLLM's own metrics: a call for each chunk costs more than finding it."""
@@ -390,20 +398,20 @@ class KVTierManager(TieringOffloadingManager):
             stats.increase_counter(TieringOffloadingMetrics.CHUNK_QUERIES, asked, label)
             stats.increase_counter(TieringOffloadingMetrics.CHUNK_HITS, found, label)
 
-    def _store_again(self) -> None:
-        """Offer chunks again that were not written, as long as nothing is loaded and the CPU tier has them."""
+    def _retry_stores(self) -> None:
+        """Write deferred chunks, as long as nothing is loaded and the CPU tier has them."""
         if self._loads or self._fetches:
             return
-        shed = self.volume.peek_shed(STORES_AGAIN)
-        if not shed:
+        deferred = self.tier.peek_deferred(RETRIES)
+        if not deferred:
             return
         here, gone = [], []
-        for key in shed:
+        for key in deferred:
             chunk = self._chunks(key)
             if chunk is None:
                 gone.append(key)
             elif chunk.is_ready:
                 here.append(key)
-        self.volume.transfers.forget_shed(gone)
+        self.tier.transfers.forget_deferred(gone)
         if here:
-            self.volume.store_again(self.create_store_job(here, self._again, _VOLUME))
+            self.tier.retry(self.create_store_job(here, self._retry_context, _VOLUME))

@@ -57,9 +57,9 @@ MISSES = Metric(
 SHED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
     "Blocks that were not written, by cause: tenant (whose request it is cannot be told), media and adapter (as "
-    "above), weights (as above), inert, uncounted (the "
-    "volume is not counted yet), mode, queue_full (too much waits to be written), min_reuse (not offered often enough "
-    "yet), no_key (blocks are to be encrypted, and there is no active key), no_quota (the tenant's is used up), "
+    "above), weights (as above), inert, mode, queue_full (too much waits to be written), min_reuse (too few requests "
+    "asked for them yet), no_key (blocks are to be encrypted, and there is no active key), no_permit (the janitor has "
+    "not renewed its permit), no_budget (the permit allows no more for now), no_quota (the tenant's is used up), "
     "purged (a purge came while they waited), "
     "breaker (the volume fails), stuck, no_workers, deadline, shutdown, or what the volume said.",
     ("cause",),
@@ -103,11 +103,6 @@ IO_PROCESSES = Metric(
     "serves without the volume then, and its log says so once.",
     is_gauge=True,
 )
-USED_BYTES = Metric(
-    "vllm:kvtier_disk_used_bytes",
-    "Bytes of the tier on the shared volume, as last counted; only with a limit.",
-    is_gauge=True,
-)
 LOAD_BREAKER = Metric(
     "vllm:kvtier_disk_load_breaker", "0 while loads are let through, 1 on trial, 2 while they are not.", is_gauge=True
 )
@@ -120,9 +115,6 @@ QUEUED_STORE_BYTES = Metric("vllm:kvtier_disk_queued_store_bytes", "Bytes of sto
 QUEUED_JOBS = Metric("vllm:kvtier_disk_queued_jobs", "Loads and stores not finished yet.", is_gauge=True)
 OLDEST_JOB_SECONDS = Metric(
     "vllm:kvtier_disk_oldest_job_seconds", "Age of the oldest load or store not finished yet.", is_gauge=True
-)
-KNOWN_BLOCKS = Metric(
-    "vllm:kvtier_disk_known_blocks", "Blocks that the engine knows the shared volume has.", is_gauge=True
 )
 WAITING_REQUESTS = Metric(
     "vllm:kvtier_disk_waiting_requests", "Requests that wait for room in the CPU tier to be loaded.", is_gauge=True
@@ -195,7 +187,6 @@ BUDGET = "budget"
 INERT = "inert"
 DEADLINE = "deadline"
 SHUTDOWN = "shutdown"
-UNCOUNTED = "uncounted"
 BREAKER = "breaker"
 NO_TENANT = "tenant"
 NO_ADAPTER = "adapter"

@@ -107,19 +107,21 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Pieces and stores of before the cache was reset, with the workers that may still read or write their rows."""
         self._settled: set[str] | None = set() if self.config.offload_prompt_only else None
         """Requests that have nothing to store until they end; None where answers are stored, too."""
-        self._first_tokens = FirstTokens(self.manager.volume.stats)
-        self._adapters = self.manager.volume.adapters
+        self._first_tokens = FirstTokens(self.manager.tier.stats)
+        self._adapters = self.manager.tier.adapters
         self._known_media = KnownMedia()
         self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
         self._is_reset = False
         """True from a reset of the caches until a step has the workers compare all weights."""
+        self._arriving: set[str] = set()
+        """Requests whose prefix is read ahead once it is known what the volume has of it."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
 
     def begin(self, declared: Sequence[Declared]) -> None:
         """Use the volume, with what workers declared before the first step, by rank; ask for it if it is not all."""
         if len(declared) == self.config.num_workers:
-            self.manager.volume.open(declared)
+            self.manager.tier.open(declared)
         else:
             # MultiConnector passes on what the first of its children declares, which may be another connector.
             self._declared.ask()
@@ -133,15 +135,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status = self._req_status[request.request_id]
         status.req_context.set_state(Salt(request.cache_salt))
         status.req_context.set_state(hints)
-        self.manager.volume.requests.count(hints)
+        self.manager.tier.requests.count(hints)
         status.max_load_tokens = status.max_load_tokens if hints.may_load else 0
         status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
         if (lora := request.lora_request) is not None:
             status.req_context.set_state(Lora(lora))
         if request.mm_features:
             status.req_context.set_state(Media(request.mm_features, self._known_media))
-        if self._is_one_prefix and status.max_load_tokens is None and not request.skip_reading_prefix_cache:
-            self._read_ahead(status)
+        if hints.may_load and not request.skip_reading_prefix_cache:
+            self._look_up(status)
 
     @override
     def get_num_new_matched_tokens(
@@ -170,6 +172,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
+        self._arriving.discard(name)
         is_found = num_external_tokens or self._req_status[name].num_locally_computed_tokens
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
         self._first_tokens.begin(request, source)
@@ -197,6 +200,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         self._first_tokens.look()
+        for name in self.manager.tier.lookups.take_answered():
+            if name in self._arriving:
+                self._read_ahead(self._req_status[name])
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
             if (status := self._req_status.get(name)) is not None:
@@ -238,15 +244,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self._forget_stale(getattr(told, "completed_jobs", {}))
         if (declared := self._declared.take(getattr(told, "declared", {}))) is not None:
             # Requests wait for this step.
-            self.manager.volume.open(declared, 0.0)
+            self.manager.tier.open(declared, 0.0)
 
     def _take_weights(self, told: Mapping[int, tuple[int, bool]]) -> None:
         """Take in comparisons of the weights, by rank."""
-        volume = self.manager.volume
+        attachment = self.manager.tier.attachment
         for _, is_original in told.values():
-            volume.note_weights(is_original=is_original)
+            attachment.note_weights(is_original=is_original)
         if (answers := self._weights.take(told)) is not None:
-            volume.note_all_weights(are_original=all(answers))
+            attachment.note_all_weights(are_original=all(answers))
 
     @override
     def has_pending_push_work(self) -> bool:
@@ -257,6 +263,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         name = request.request_id
         self._first_tokens.end(name)
+        self._arriving.discard(name)
         self._adapters.end(name)
         self._waits.pop(name, None)
         if name in self._loads:
@@ -280,7 +287,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         super().reset_cache()
         self._weights.drop()
         self._is_reset = True
-        self.manager.volume.note_reset(is_clean=self.manager.is_gpu_empty())
+        self.manager.tier.attachment.note_reset(is_clean=self.manager.is_gpu_empty())
         self._current_batch_jobs_to_flush |= flushed
         if self._stale_jobs:
             self.manager.hold()
@@ -290,7 +297,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         name = (context := req_status.req_context).req_id
         if self._waits_for_others(req_status, self._next_key_of(req_status)):
             return None
-        self.manager.request(context).on_volume.clear()
+        request = self.manager.request(context)
+        request.on_volume.clear()
+        self.manager.tier.lookups.refresh(request)
         tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
         if tokens and not self.manager.decide(context, self._keys_of(req_status, tokens)):
             tokens = super()._lookup(req_status, max_num_new_tokens)
@@ -310,7 +319,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         wanted = list(keys)
         count, unknown = self.manager.match_prefix(wanted, req_context)
         if unknown is not None:
-            self._waits[req_context.req_id] = lambda: self.manager.is_known(unknown)
+            self._waits[req_context.req_id] = lambda: self.manager.is_known(unknown, req_context)
             return None
         if self._events_tracker.self_describing_enabled:
             for number, key in enumerate(wanted[:count], start_chunk_idx):
@@ -339,9 +348,22 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         settled.update(name for name in wanted if self._is_settled(name))
         return dict(jobs)
 
+    def _look_up(self, status: RequestOffloadState) -> None:
+        """Ask the volume for the chunks of a request that has just arrived."""
+        status.update_offload_keys()
+        context = status.req_context
+        self.manager.tier.transfers.note_request(key for state in status.group_states for key in state.offload_keys)
+        if self._is_one_prefix and status.max_load_tokens is None:
+            self._arriving.add(context.req_id)
+            self._read_ahead(status)
+            return
+        local_tokens = self.count_local_tokens(status.req)
+        for group in self._full_attention_groups:
+            first = local_tokens // self.config.kv_group_configs[group].tokens_per_chunk
+            self.manager.match_prefix(status.group_states[group].offload_keys[first:], context)
+
     def _read_ahead(self, status: RequestOffloadState) -> None:
         """Have the volume read for a request before vLLM gets to it."""
-        status.update_offload_keys()
         first = self.count_local_tokens(status.req) // self.config.kv_group_configs[0].tokens_per_chunk
         self.manager.read_ahead(status.group_states[0].offload_keys[first:], status.req_context)
 

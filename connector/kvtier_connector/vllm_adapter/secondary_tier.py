@@ -2,8 +2,8 @@
 """The shared volume as a tier of vLLM: translation between its calls and the block files, nothing else.
 
 vLLM calls every method of `SharedVolumeTier` on the scheduler's thread, where a system call on a network mount could
-stop the engine. So each method only reads and writes memory, and hands what blocks to the movers. Whatever goes wrong,
-the engine computes instead of loading.
+stop the engine. So each method only reads and writes memory, and hands system calls to the I/O workers. Whatever goes
+wrong, the engine computes instead of loading.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadKey,
-    OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -32,19 +31,19 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector.cascade.admission import Admission, why_not
-from kvtier_connector.cascade.attach import Attachment
+from kvtier_connector.cascade.admission import Admission
+from kvtier_connector.cascade.attach import Attachment, Backlog, CpuRows, read_config
 from kvtier_connector.cascade.drain import Drain
-from kvtier_connector.cascade.offers import Offers
+from kvtier_connector.cascade.lookup import Lookups
 from kvtier_connector.cascade.requests import TierRequest, TierRequests
-from kvtier_connector.cascade.transfers import POLL_SECONDS, Parts, Rows
-from kvtier_connector.cascade.volume import read_config
+from kvtier_connector.cascade.reuse import ReuseFilter
+from kvtier_connector.cascade.transfers import POLL_SECONDS, Transfers
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.io_workers.buffers import shape_of_rows
-from kvtier_connector.io_workers.tasks import Done, Lane, Looked
+from kvtier_connector.io_workers.tasks import Lane
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.health import Breaker, Direction
-from kvtier_connector.store.index import Presence
+from kvtier_connector.store.memory import Presence
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.lora import Adapters
@@ -121,8 +120,6 @@ class SharedVolumeTier(SecondaryTierManager):
             adapters=self.adapters,
             stats=self.stats,
         )
-        self._unread: dict[OffloadKey, TierRequest] = {}
-        """Chunks that wait until it is known which adapter they are of."""
         self.admission = Admission(
             is_cost_aware=config.cost_aware,
             min_tokens=config.min_tokens,
@@ -131,54 +128,45 @@ class SharedVolumeTier(SecondaryTierManager):
             on_verdict=lambda verdict: self.stats.count(metrics.VERDICTS, cause=verdict.value),
             clock=time.monotonic,
         )
-        self._offers = Offers(config.min_reuse)
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
         self._is_storing_stuck = self._is_closed = False
         self._why_not_loading: str | None = metrics.INERT
-        self._breaker = Breaker()
         engine = getattr(offloading_spec, "engine_config", None)
         self.drain = Drain(0 if engine is None else engine.shutdown_timeout, self.stats, name=config.tier)
         self.drain.watch()
-        parts = Parts(
-            rows=Rows(primary_kv_view, self.row_count, self.row_bytes, getattr(offloading_spec, "region_fd", None)),
-            breaker=self._breaker,
+        self.attachment = Attachment(
+            config,
+            rows=CpuRows(primary_kv_view, self.row_count, self.row_bytes, getattr(offloading_spec, "region_fd", None)),
+            breaker=Breaker(),
+            stats=self.stats,
+            fs=self.fs,
+            generation=generation,
+        )
+        self.lookups = Lookups(
+            self.attachment,
+            is_exact=len(self.requests.tokens) > 1,
+            seconds_to_compute=self.admission.seconds_to_compute,
+        )
+        self.transfers = Transfers(
+            self.attachment,
             requests=self.requests,
             admission=self.admission,
-            offers=self._offers,
+            reuse=ReuseFilter(config.min_reuse),
             stats=self.stats,
             drain=self.drain,
+            row_bytes=self.row_bytes,
         )
-        self._attachment = Attachment(config, parts, self.fs, generation=generation)
-        self._take_parts()
 
     def open(self, declared: Sequence[Declared], wait_seconds: float = OPEN_WAIT_SECONDS) -> None:
         """Begin to use the volume, with what the workers declare of themselves, in the order of their ranks."""
-        self._attachment.open(self._spec, declared, wait_seconds)
-        self._take_parts()
+        self.attachment.open(self._spec, declared, wait_seconds)
 
     @property
     def is_current(self) -> bool:
         """True while the weights are those that the engine started with."""
-        return self._attachment.is_current
-
-    def note_reset(self, *, is_clean: bool) -> None:
-        """Note a reset of the caches; `is_clean` is whether it left nothing on the GPU."""
-        self._attachment.note_reset(is_clean=is_clean)
-
-    def note_weights(self, *, is_original: bool) -> None:
-        """Take in a comparison of the weights by a worker."""
-        self._attachment.note_weights(is_original=is_original)
-
-    def note_all_weights(self, *, are_original: bool) -> None:
-        """Take in a comparison of all weights by all workers, the first one after a reset."""
-        self._attachment.note_all_weights(are_original=are_original)
-
-    def _take_parts(self) -> None:
-        attached = self._attachment
-        self._volume, self._store, self._movers = attached.volume, attached.store, attached.movers
-        self._probes, self.transfers = attached.probes, attached.transfers
+        return self.attachment.is_current
 
     @classmethod
     @override
@@ -187,58 +175,47 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        # What is in the CPU tier already is offered again only if asked for, and would never count as used again.
-        policy = OffloadPolicy.REQUEST_LEVEL if self._offers.is_gated else OffloadPolicy.CHUNK_LEVEL
-        return RequestOffloadingContext(policy)
+        return RequestOffloadingContext()
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return _FOUND[self.presence(key, self.requests.of(req_context))]
 
-    def presence(self, key: OffloadKey, request: TierRequest, *, is_prefix: bool = False) -> Presence:
-        """Say whether the volume has a chunk, for this request; of one that is UNKNOWN a probe asks with this step.
-
-        With `is_prefix` it is told of no chunk of its group, in their order, behind one that is absent.
-        """
+    def presence(self, key: OffloadKey, request: TierRequest) -> Presence:
+        """Say whether the volume has a chunk, for this request; UNKNOWN while the volume has to be asked."""
         if key in request.missing:
             return Presence.ABSENT
         if cause := self._why_not_loading_now or request.read_refusal:
             return self._miss(request, cause)
-        if self._probes.join(key, request):
-            return Presence.UNKNOWN
-        name = request.block_key(key)
-        presence = self._store.state(name)
-        if presence is Presence.UNKNOWN:
-            self._probes.ask(key, name, request, is_prefix=is_prefix)
+        presence = self.lookups.presence(key, request)
+        if presence is Presence.UNKNOWN and request.is_asking(key) and not self.must_wait(request):
+            return Presence.ABSENT
         return self._miss(request, metrics.ABSENT) if presence is Presence.ABSENT else presence
 
+    def must_wait(self, request: TierRequest) -> bool:
+        """Say whether a request waits for a lookup, which it does for no longer than computing would take."""
+        is_asking = bool(request.lookups)
+        must_wait = self.lookups.must_wait(request)
+        if is_asking and not must_wait:
+            self._miss(request, metrics.LATE_PROBE)
+        return must_wait
+
     def knower(self, request: TierRequest) -> Callable[[OffloadKey], bool]:
-        """Return what says of a chunk whether the request may read it for sure; where it says no, `presence` tells."""
+        """Return a function that says of a chunk whether the request may read it for sure."""
         if self._why_not_loading_now or request.read_refusal:
             return lambda _: False
-        unsure, missing, state, name_of = self._probes.asked, request.missing, self._store.state, request.block_key
-        return lambda key: not (key in unsure or key in missing) and state(name_of(key)) is Presence.PRESENT
+        presence, missing = self.lookups.presence, request.missing
+        return lambda key: key not in missing and presence(key, request) is Presence.PRESENT
 
-    def is_unread(self, key: OffloadKey, request: TierRequest) -> bool:
-        """Say whether a chunk of the request waits until its adapter is known, as `is_asking` tells."""
-        if request.is_pending:
-            self._unread[key] = request
-        return request.is_pending
-
-    def is_asking(self, key: OffloadKey) -> bool:
-        """Say whether it is not known yet whether there is the chunk."""
-        request = self._unread.get(key)
-        return key in self._probes.asked or (request is not None and request.is_pending)
+    def ask_prefix(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
+        """Ask the volume which chunks of a prefix it has, in the order of the prompt."""
+        if not (request.is_pending or self._why_not_loading_now or request.read_refusal):
+            self.lookups.ask_prefix(keys, request)
 
     def count_computed(self, cause: str, chunks: int) -> None:
         """Count chunks that the volume has and that are computed all the same."""
         self.stats.count(metrics.MISSES, chunks, cause=cause)
         self.stats.count(metrics.REFUSED_PROMOTIONS, chunks if cause == metrics.BUDGET else 0)
-
-    @property
-    def root(self) -> str:
-        """The directory of its blocks."""
-        return self._volume.root
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -248,34 +225,39 @@ class SharedVolumeTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         self.transfers.store(job_metadata, refusal=self._why_not_storing())
 
-    def store_again(self, order: TransferJob) -> None:
-        """Write chunks that `peek_shed` named and that are still in the CPU tier."""
-        self.transfers.store(order, refusal=self._why_not_storing(), is_again=True)
+    def retry(self, order: TransferJob) -> None:
+        """Write chunks that `peek_deferred` named and that are still in the CPU tier."""
+        self.transfers.store(order, refusal=self._why_not_storing(), is_retry=True)
 
-    def peek_shed(self, most: int) -> list[OffloadKey]:
+    def peek_deferred(self, most: int) -> list[OffloadKey]:
         """Return chunks that were not written and could be now."""
-        shed = self.transfers.peek_shed(most)
-        return shed if shed and self._why_not_storing() is None else []
+        deferred = self.transfers.peek_deferred(most)
+        return deferred if deferred and self._why_not_storing() is None else []
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         # vLLM calls this in each step, before any lookup of the step.
+        attachment = self.attachment
+        attachment.look_after()
         self._collect()
-        self._is_storing_stuck = self._movers.is_stuck(Lane.STORE)
-        is_stuck = self._movers.is_stuck(Lane.LOAD) or self._movers.is_stuck(Lane.PROBE)
-        self._why_not_loading = why_not(Direction.LOAD, self._volume, self._breaker, is_stuck=is_stuck)
+        self._is_storing_stuck = attachment.workers.is_stuck(Lane.STORE)
+        is_stuck = attachment.workers.is_stuck(Lane.LOAD) or self.lookups.is_stuck
+        self._why_not_loading = attachment.why_not(Direction.LOAD, is_stuck=is_stuck)
         self.transfers.drain()
-        if self._volume.refused_field and self.transfers:
-            # The directory is somebody else's by now: what waits does not belong there.
+        if attachment.refused_field and self.transfers:
+            # The directory is of another model by now: these chunks do not belong there.
             self.transfers.withdraw(metrics.INERT)
         return self.transfers.take_finished()
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if questions := self._probes.send(self.transfers.number):
-            self._movers.submit(questions)
-        self.requests.tell(self._store, self.row_bytes, is_storing=self.transfers.is_storing)
-        self._unread = {key: request for key, request in self._unread.items() if request.is_pending}
+        self.lookups.send()
+        self.requests.tell(
+            self.attachment.memory,
+            self.attachment.tell_janitor,
+            self.row_bytes,
+            is_storing=self.transfers.is_storing,
+        )
         self.admission.end_step()
         for request in context.new_req_ids:
             self.admission.begin_compute(request)
@@ -284,7 +266,9 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self.requests.of(req_context).note_used(self._store, self.row_bytes)
+        request = self.requests.of(req_context)
+        request.note_used(self.attachment.memory, self.attachment.tell_janitor, self.row_bytes)
+        request.forget_lookups()
         self.requests.end(req_context)
         self.admission.end_request(req_context.req_id)
 
@@ -292,9 +276,9 @@ class SharedVolumeTier(SecondaryTierManager):
     def has_pending_work(self) -> bool:
         return bool(
             self.transfers
-            or self._probes.asked
+            or self.lookups.is_open
             or self.requests.is_telling
-            or (self.drain.is_begun and self.peek_shed(1))
+            or (self.drain.is_begun and self.peek_deferred(1))
         )
 
     @override
@@ -306,7 +290,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def drain_jobs(self) -> None:
-        """Wait for every transfer, for as long as its deadline at most; then no mover touches the CPU tier."""
+        """Wait for every transfer, for as long as its deadline at most; then no worker touches the CPU tier."""
         while self.transfers:
             self._collect()
             time.sleep(POLL_SECONDS)
@@ -319,27 +303,27 @@ class SharedVolumeTier(SecondaryTierManager):
         if now < self._next_stats and not (is_idle and (self.stats.has_counted or not self._was_idle)):
             return None
         self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
-        self._attachment.observe(now, waiting=self.waiting)
+        transfers = self.transfers
+        backlog = Backlog(len(transfers), transfers.loading, transfers.storing, transfers.oldest_began, self.waiting)
+        self.attachment.observe(now, backlog, self.admission)
         return self.stats.take()
 
     @override
     def shutdown(self) -> None:
-        """Stop within seconds, whatever the volume does: a mover that hangs is left behind and touches nothing."""
+        """Stop within seconds, whatever the volume does: a worker that hangs is left behind and touches nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         self.transfers.withdraw(metrics.SHUTDOWN)
-        self._movers.cancel(list(self._probes.sent))
         self.drain_jobs()
         self.drain.close()
-        self._attachment.close()
+        self.attachment.close()
 
     def _why_not_storing(self) -> str | None:
         if self.drain.is_over:
             return metrics.SHUTDOWN
-        if not self.is_current:
-            return metrics.NEW_WEIGHTS
-        if cause := why_not(Direction.STORE, self._volume, self._breaker, is_stuck=self._is_storing_stuck):
+        self.attachment.note_use()
+        if cause := self.attachment.why_not(Direction.STORE, is_stuck=self._is_storing_stuck):
             return cause
         return metrics.QUEUE_FULL if self.transfers.storing > self._most_storing else None
 
@@ -355,21 +339,8 @@ class SharedVolumeTier(SecondaryTierManager):
         return Presence.ABSENT
 
     def _collect(self) -> None:
-        """Take in what the movers did."""
-        for done in self._movers.collect():
-            if done.task in self._probes.sent:
-                self._answer(done)
-            else:
-                self.transfers.end(done)
-
-    def _answer(self, done: Done) -> None:
-        """Have those who wait for a probe ask the index, which knows by now what is there.
-
-        What it does not know is computed by the requests that asked, and not asked about in each step.
-        """
-        cause = metrics.ABSENT if isinstance(done.outcome, Looked) else metrics.LATE_PROBE
-        for key, waiting in self._probes.end(done.task):
-            for request in waiting:
-                if self._store.state(request.block_key(key)) is not Presence.PRESENT:
-                    request.missing.add(key)
-                    self._miss(request, cause)
+        """Take in what the workers did."""
+        for done in self.attachment.workers.collect():
+            self.transfers.end(done)
+        for request in self.lookups.collect():
+            self._miss(request, metrics.LATE_PROBE)

@@ -252,7 +252,6 @@ def live_text(spec: TierSpec) -> str:
     encryption = spec.disk.encryption
     return engine.encode_live(
         spec.disk.mode,
-        max_bytes=spec.disk.budget.max_bytes or 0,
         active_key="" if encryption is None else encryption.active_key,
         # Another tier's janitor permits stores of engines that share its blocks.
         needs_permit=spec.connector.is_ours and (spec.connector.blocks_of is not None or spec.janitor.enabled),

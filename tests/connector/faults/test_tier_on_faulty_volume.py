@@ -40,7 +40,7 @@ def quick_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "kvtier_connector.vllm_adapter.secondary_tier.Breaker", functools.partial(Breaker, limits=limits)
     )
-    monkeypatch.setattr("kvtier_connector.store.shared.ASIDE_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.store.memory.ASIDE_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def engines(faulty_volume: FaultyVolume, tmp_path: Path) -> Iterator[Rigs]:
 
 def make(engines: Rigs, *, known: int = 0, deadline: float = 20.0) -> Rig:
     rig = engines.make(load_deadline_seconds=deadline, refresh_seconds=0.1)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") >= known, "the volume is walked")
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
     return rig
 
 

@@ -22,11 +22,11 @@ from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.permit import PERMIT_FILE, Permit, StorePermit, VolumeClock, encode_permit
 
 ROW_BYTES = 16384
 ROWS = 32
-FIRST_PROBE = 1_000_000
+FIRST_LOAD = 1_000_000
 PATIENCE_SECONDS = 120.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
@@ -74,7 +74,12 @@ class PoolUnderTest:
         fs: FileSystem = LOCAL,
     ) -> None:
         self.blocks = BlockStore(root)
-        self.store = SharedStore(root, max_bytes=max_bytes)
+        path = root.parent / PERMIT_FILE
+        self.permit = StorePermit(str(path), VolumeClock())
+        self.permit.is_needed = max_bytes > 0
+        for number in ("one", "two") if max_bytes else ():
+            path.write_bytes(encode_permit(Permit(number, 60.0, max_bytes)))
+            self.permit.refresh()
         self.breaker = Breaker()
         self._fds = [os.memfd_create("cpu-tier") for _ in range(2)]
         half = ROWS // 2
@@ -91,12 +96,11 @@ class PoolUnderTest:
                 workers=workers,
                 first_workers=first,
                 deadline_seconds=stuck_seconds,
-                probe_seconds=stuck_seconds,
                 file_system=file_system,
                 retry_seconds=retry_seconds,
                 compression=compression,
             ),
-            store=self.store,
+            permit=self.permit,
             breaker=self.breaker,
             rows=rows,
             regions=[Region(fd, first * half, half) for first, fd in enumerate(self._fds)],
@@ -106,7 +110,7 @@ class PoolUnderTest:
         self.workers.start()
         self.processes = sorted(set(children(os.getpid())) - before)
         self.ended: dict[int, Done] = {}
-        self._last_probe = FIRST_PROBE
+        self._last_load = FIRST_LOAD
 
     def row(self, row: int) -> bytes:
         memory, row = self.memories[row >= ROWS // 2], row % (ROWS // 2)
@@ -124,23 +128,18 @@ class PoolUnderTest:
     def load(self, first: int, *numbers: int, first_row: int = 0, lane: Lane = Lane.LOAD) -> None:
         """Ask for blocks, as tasks from a number on, into the rows from one on."""
         self.workers.submit(
-            (first + index, Task(lane, (key(number),), first_row + index)) for index, number in enumerate(numbers)
+            (first + index, Task(lane, key(number), first_row + index)) for index, number in enumerate(numbers)
         )
 
     def save(self, task: int, number: int, row: int) -> None:
         """Ask to write a row."""
-        self.workers.submit([(task, Task(Lane.STORE, (key(number),), row))])
-
-    def probe(self, task: int, *numbers: int, is_prefix: bool = True) -> None:
-        """Ask whether blocks are there."""
-        keys = tuple(key(number) for number in numbers)
-        self.workers.submit([(task, Task(Lane.PROBE, keys, is_prefix=is_prefix))])
+        self.workers.submit([(task, Task(Lane.STORE, key(number), row))])
 
     def keep_busy(self) -> None:
-        """Have one probe under way."""
-        if self._last_probe in self.ended or self._last_probe == FIRST_PROBE:
-            self._last_probe += 1
-            self.probe(self._last_probe, 1)
+        """Have one load of a block that is not there under way."""
+        if self._last_load in self.ended or self._last_load == FIRST_LOAD:
+            self._last_load += 1
+            self.load(self._last_load, FIRST_LOAD, first_row=ROWS // 2 - 1)
 
     def collect(self) -> None:
         """Do one step."""

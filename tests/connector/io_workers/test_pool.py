@@ -18,7 +18,6 @@ from pools import (
     count_waited,
     is_alive,
     is_waiting,
-    key,
     payload,
     shut,
     wait_until,
@@ -26,11 +25,10 @@ from pools import (
 
 from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers.task_table import ENTRIES, TaskTable
-from kvtier_connector.io_workers.tasks import Ending, Lane, Looked
+from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.health import CircuitState, Direction
-from kvtier_connector.store.index import Presence
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
 
@@ -94,32 +92,14 @@ def test_a_task_that_took_the_place_of_another_in_its_entry_is_not_taken_for_tha
     monkeypatch.setattr(TaskTable, "task", read_late)
     pool = pools.make(workers=1, on_threads=True)
     pool.write(1)
-    pool.probe(0, 0)
+    pool.load(0, 0)
     assert is_reading.wait(PATIENCE_SECONDS)
     pool.cancel(0)
-    pool.probe(1, 1)
+    pool.load(1, 1, first_row=1)
     may_read.set()
     pool.wait_for(2)
-    assert pool.outcome(1) == Looked((True,))
-    assert pool.store.state(key(0)) is Presence.UNKNOWN, "nobody has looked"
-
-
-@pytest.mark.parametrize("on_threads", [False, True])
-def test_a_probe_says_up_to_where_a_prefix_is_there_and_the_index_knows_it(pools: Pools, on_threads: bool) -> None:
-    pool = pools.make(workers=2, on_threads=on_threads)
-    pool.write(0, 1, 3)
-    pool.probe(0, 0, 1, 2, 3)
-    pool.probe(1, 3)
-    pool.wait_for(2)
-
-    assert pool.outcome(0) == Looked((True, True, False))
-    assert pool.outcome(1) == Looked((True,))
-    states = [pool.store.state(key(number)) for number in range(4)]
-    assert states == [Presence.PRESENT, Presence.PRESENT, Presence.ABSENT, Presence.PRESENT]
-
-    pool.probe(2, 5, 0, 6, 1, is_prefix=False)
-    pool.wait_for(3)
-    assert pool.outcome(2) == Looked((False, True, False, True))
+    assert pool.outcome(0) is Ending.CANCELLED
+    assert pool.outcome(1) == HIT
 
 
 def test_a_damaged_block_is_a_fault_and_is_moved_out_of_the_way(pools: Pools) -> None:
@@ -135,7 +115,6 @@ def test_a_damaged_block_is_a_fault_and_is_moved_out_of_the_way(pools: Pools) ->
 
     assert pool.outcome(1) is Fault.CHECKSUM
     assert not path.exists()
-    assert pool.store.state(key(1)) is Presence.ABSENT
 
 
 def test_more_tasks_than_the_table_takes_of_one_lane_all_end_once(pools: Pools) -> None:

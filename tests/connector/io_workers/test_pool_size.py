@@ -81,7 +81,7 @@ def test_what_is_expected_of_a_slow_volume_is_there_from_the_beginning_and_stays
 def test_a_volume_that_was_found_to_answer_slowly_gets_workers_before_the_first_load(pools: Pools) -> None:
     pool = pools.make(workers=4, first=1)
     assert len(pool.processes) == 1
-    pool.store.round_trip_seconds = 1.0
+    pool.workers.round_trip_seconds = 1.0
 
     def is_larger() -> bool:
         pool.keep_busy()
@@ -110,5 +110,5 @@ def test_workers_that_are_added_and_not_wanted_any_more_come_and_go_without_losi
             return sum(task < 1000 for task in pool.ended) == count and pool.workers.counts().processes == size
 
         wait_until(is_over, f"there are {size} and all is loaded")
-    assert all(type(done.outcome).__name__ in {"Hit", "Looked"} for done in pool.ended.values())
+    assert all(type(done.outcome).__name__ in {"Hit", "Miss"} for done in pool.ended.values())
     assert is_alive(pool.processes[0])

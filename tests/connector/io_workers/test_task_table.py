@@ -27,10 +27,8 @@ from kvtier_connector.io_workers.task_table import (
     create_table,
 )
 from kvtier_connector.io_workers.tasks import (
-    MOST_PROBED,
     Answer,
     Lane,
-    Looked,
     Task,
     decode_answer,
     decode_task,
@@ -58,26 +56,22 @@ KEYS = st.builds(BlockKey, HASHES, st.integers(0, 2**32 - 1), st.from_regex(r"[a
 
 @given(
     lane=st.sampled_from(Lane),
-    keys=st.lists(KEYS, min_size=1, max_size=MOST_PROBED).map(tuple),
+    key=KEYS,
     row=st.integers(0, 2**40),
     lineage=st.builds(Lineage, HASHES, st.integers(0, 2**32 - 1)),
-    is_prefix=st.booleans(),
     active_key=st.text("abc-", max_size=64),
 )
-def test_a_task_is_read_back_as_it_was_written(  # noqa: PLR0913 - the parts of a task
-    lane: Lane, keys: tuple[BlockKey, ...], row: int, lineage: Lineage, *, is_prefix: bool, active_key: str
+def test_a_task_is_read_back_as_it_was_written(
+    lane: Lane, key: BlockKey, row: int, lineage: Lineage, active_key: str
 ) -> None:
-    task = Task(lane, keys if lane is Lane.PROBE else keys[:1], row, lineage, is_prefix)
+    task = Task(lane, key, row, lineage)
     assert decode_task(encode_task(task, active_key)) == (task, active_key)
 
 
-def test_the_longest_tasks_fit_an_entry_and_longer_ones_are_refused() -> None:
+def test_the_longest_task_fits_an_entry() -> None:
     key = BlockKey(bytes(32), 2**32 - 1, "x" * 32)
     lineage = Lineage(bytes(32), 2**32 - 1)
-    for lane, count in ((Lane.STORE, 1), (Lane.PROBE, MOST_PROBED)):
-        assert len(encode_task(Task(lane, (key,) * count, 2**40, lineage), "k" * 64)) <= MOST_TASK_BYTES
-    with pytest.raises(ValueError, match="longer than"):
-        encode_task(Task(Lane.PROBE, (key,) * (MOST_PROBED + 1)))
+    assert len(encode_task(Task(Lane.STORE, key, 2**40, lineage), "k" * 64)) <= MOST_TASK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -90,9 +84,6 @@ def test_the_longest_tasks_fit_an_entry_and_longer_ones_are_refused() -> None:
         Present(),
         *Fault,
         *StoreFault,
-        Looked((False,)),
-        Looked((True,) * MOST_PROBED),
-        Looked((*(True,) * (MOST_PROBED - 1), False)),
     ],
 )
 def test_an_answer_is_read_back_as_it_was_written(answer: Answer | None) -> None:

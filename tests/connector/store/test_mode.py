@@ -80,7 +80,7 @@ def test_a_swap_is_seen_at_the_next_refresh(mounted: ConfigMapDirectory, live_fi
 @pytest.mark.parametrize(
     "content",
     [b"", b"Bypass", b'{"mode": "bypass"}', b'{"mode": ["Bypass"]}', b"{}", b"\xff\xfe", b"x" * 5000, b"[]", None]
-    + [b'{"mode": "Bypass", "max_bytes": %s}' % value for value in (b"-1", b"true", b'"1"', b"1.5")]
+    + [b'{"mode": "Bypass", "needs_permit": %s}' % value for value in (b"0", b"1", b'"true"', b"null")]
     + [b'{"mode": "Bypass", "active_key": %s}' % value for value in (b"1", b'"../x"', b'""a')],
 )
 def test_what_cannot_be_understood_keeps_the_last_mode_and_is_reported(
@@ -140,10 +140,10 @@ def test_what_each_mode_allows() -> None:
 
 
 def test_the_limit_and_the_active_key_are_live_too(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
-    mounted.write(encode_live("ReadWrite", max_bytes=5, active_key="k1").encode())
-    assert live_file.refresh() == LiveSettings(mode="ReadWrite", max_bytes=5, active_key="k1")
+    mounted.write(encode_live("ReadWrite", needs_permit=True, active_key="k1").encode())
+    assert live_file.refresh() == LiveSettings(mode="ReadWrite", needs_permit=True, active_key="k1")
     mounted.write(encode_live("ReadWrite").encode())
-    assert live_file.refresh() == LiveSettings(mode="ReadWrite", max_bytes=None, active_key="")
+    assert live_file.refresh() == LiveSettings(mode="ReadWrite")
 
 
 def test_a_field_of_a_later_release_is_ignored(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:

@@ -22,6 +22,13 @@ with warnings.catch_warnings():
     from rig import Rigs
 
 
+@pytest.fixture(autouse=True)
+def patience_with_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have requests wait for lookups on a busy host, where no test computes for as long as a model does."""
+    for constant in ("LEAST_WAIT_SECONDS", "MOST_WAIT_SECONDS"):
+        monkeypatch.setattr(f"kvtier_connector.cascade.lookup.{constant}", 30.0)
+
+
 @pytest.fixture
 def rigs(tmp_path: Path) -> Iterator[Rigs]:
     made = Rigs(tmp_path)

@@ -120,7 +120,7 @@ class SimulatedEngine:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): NOT_OURS if is_child else declared})
         self.side: KVTierScheduler = connector.connector_scheduler
         self.manager: KVTierManager = self.side.manager
-        self.tier = self.manager.volume
+        self.tier = self.manager.tier
         self.answers: dict[str, list[int]] = {}
         """Of requests that have ended by themselves."""
         self.computed: dict[str, int] = {}
@@ -295,7 +295,7 @@ class SimulatedEngine:
 
     def wait_until_known(self, blocks: int) -> None:
         """Wait until the index knows of so many blocks on the volume."""
-        wait_until(lambda: self.metric("vllm:kvtier_disk_known_blocks") >= blocks, "the volume is walked")
+        wait_until(lambda: self.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
 
     def is_idle(self) -> bool:
         """Whether an engine would stop stepping."""

@@ -27,9 +27,3 @@ def restart(
 def finish(engine: SimulatedEngine) -> None:
     engine.run()
     engine.assert_nothing_is_left()
-
-
-def share_news(*engines: SimulatedEngine) -> None:
-    """Have engines tell what they have stored, and the last one know it: news that come late count as new."""
-    for engine in engines:
-        engine.tier._store.synchronize()

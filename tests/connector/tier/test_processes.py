@@ -30,7 +30,7 @@ from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.health import Breaker
-from kvtier_connector.store.shared import SharedStore
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 
 
 def workers() -> list[int]:
@@ -77,22 +77,12 @@ def test_a_damaged_block_is_a_miss_counted_by_cause_and_is_written_anew(rigs: Ri
     assert rigs.make().serve([key(1)]).hit_blocks == 1
 
 
-def test_the_limit_of_the_tier_holds_for_what_workers_write(rigs: Rigs) -> None:
-    rig = rigs.make(io_processes=2, max_bytes=5 * (ROW_BYTES + HEADER_BYTES))
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_used_bytes") == 0 and rig.tier.has_pending_work() is False, "open")
-    rig.offload(keys(9))
-
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 5
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") == 4
-    assert rig.metric("vllm:kvtier_disk_used_bytes") == 5 * (ROW_BYTES + HEADER_BYTES)
-
-
 def test_workers_that_stop_cost_a_deadline_and_are_replaced(rigs: Rigs) -> None:
     rigs.write(keys(6))
-    rig = rigs.make(io_processes=2, load_deadline_seconds=0.5, rescan_seconds=0.2)
+    rig = rigs.make(io_processes=2, load_deadline_seconds=0.5)
     # They have begun to work once one has answered.
     assert rig.serve(keys(1, first=100), "a prompt of nobody").hit_blocks == 0
-    wait_until(lambda: rig.poll() and rig.metric("vllm:kvtier_disk_known_blocks") == 6, "the volume is walked")
+    wait_until(lambda: rig.poll() and rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
     stopped = workers()
     for process in stopped:
         os.kill(process, signal.SIGSTOP)
@@ -153,7 +143,7 @@ def test_workers_that_die_cost_no_breaker_and_the_tier_is_inert_until_they_are_b
 
     monkeypatch.setattr(attach, "_pool_settings", settings)
     rig = rigs.make(io_processes=2)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_known_blocks") == 40, "the volume is walked")
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
     counts: set[float] = set()
     load = rig.begin_load(keys(40), rig.request("first"))
 
@@ -218,7 +208,7 @@ def make_pool(settings: PoolSettings, rigs: Rigs, view: memoryview, fd: int) -> 
     try:
         made = WorkerPool(
             settings,
-            store=SharedStore(rigs.root),
+            permit=StorePermit(str(rigs.root.parent / PERMIT_FILE), VolumeClock()),
             breaker=Breaker(),
             rows=view,
             regions=[Region(fd, 0, view.nbytes // ROW_BYTES)],
@@ -247,7 +237,7 @@ def test_an_engine_on_one_processor_has_a_worker_for_loads_while_others_store(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     # On a volume that answers at once nothing asks for more of them.
-    monkeypatch.setattr("kvtier_connector.store.shared.SharedStore.measure_round_trip", lambda _: None)
+    monkeypatch.setattr("kvtier_connector.cascade.attach._measure_round_trip", lambda *_: 0.0)
     rig = rigs.make(io_processes=None)
     rig.offload(keys(4))
     assert rig.serve(keys(4)).hit_blocks == 4

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, WINDOW_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
-from prompts import LATER, PROMPT, REST, finish, restart, share_news
+from prompts import LATER, PROMPT, REST, finish, restart
 from rig import wait_until
 from slow_fs import FailingFs, GatedFs
 from vllm.v1.request import RequestStatus
@@ -38,14 +37,11 @@ def test_what_one_engine_computed_another_one_loads(engines: Engines, writer: Si
     assert reader.metric("vllm:kvtier_disk_written_blocks") == 0
 
 
-def test_a_chunk_that_the_index_knows_is_a_hit_at_once_and_the_request_runs_when_the_last_has_landed(
-    engines: Engines, writer: SimulatedEngine
-) -> None:
+def test_a_request_runs_when_the_last_chunk_of_its_prefix_has_landed(engines: Engines, writer: SimulatedEngine) -> None:
     fs = GatedFs(is_read_of(engines, writer, 19))
     reader = restart(engines, fs=fs)
     reader.add("r", PROMPT)
-    reader.step()
-    assert reader.status("r") is WAITING
+    reader.run(lambda: reader.status("r") is WAITING)
     wait_until(lambda: fs.waiting == 1, "the last chunk is being read")
     for _ in range(20):
         reader.step()
@@ -116,7 +112,6 @@ def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
     fs = PassingFs()
     deadline = 0.4 if damage == "late" else 20.0
     reader = restart(engines, Shape(load_failure_policy=policy), fs, load_deadline_seconds=deadline)
-    share_news(writer, reader)
     fs.other = DAMAGES[damage](engines, writer)
     assert reader.ask("r", PROMPT, answer=40) == 8 * BLOCK_TOKENS + REST
     if isinstance(fs.other, GatedFs):
@@ -162,23 +157,18 @@ def test_with_two_groups_a_load_that_fails_is_begun_anew_and_the_answer_is_right
     assert engines.assert_volume_holds(reader, PROMPT) == engines.count()
 
 
-class Unwalked(GatedFs):
-    """Lists nothing, so that each chunk has to be asked for, and answers when it is told to."""
+class SlowToLookUp(GatedFs):
+    """Answers lookups of blocks when it is told to."""
 
     def __init__(self) -> None:
-        super().__init__(lambda call, path: call == "scandir" or (call == "stat" and path.endswith(".kvb")))
-
-    def scandir(self, path: str) -> list[os.DirEntry[str]]:
-        if "/blocks" in path:
-            self._pass("scandir", path)
-        return super().scandir(path)
+        super().__init__(lambda call, path: call == "stat" and path.endswith(".kvb"))
 
 
-def test_a_request_aborted_while_a_probe_asks_for_it_leaves_nothing(engines: Engines, writer: SimulatedEngine) -> None:
-    fs = Unwalked()
+def test_a_request_aborted_while_it_is_looked_up_leaves_nothing(engines: Engines, writer: SimulatedEngine) -> None:
+    fs = SlowToLookUp()
     reader = engines.make(fs=fs)
     reader.add("r", PROMPT)
-    wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the probe hangs")
+    wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the lookup hangs")
     reader.abort("r")
     fs.open_gate()
     finish(reader)
@@ -259,11 +249,11 @@ def count_lookups(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> l
 def test_a_request_that_waits_costs_no_look_up(
     engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fs = Unwalked()
+    fs = SlowToLookUp()
     reader = engines.make(fs=fs)
     calls = count_lookups(reader, monkeypatch)
     reader.add("probed", PROMPT)
-    wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the probe hangs")
+    wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the lookup hangs")
     before = len(calls)
     for _ in range(50):
         reader.step()
@@ -280,7 +270,9 @@ def test_a_request_that_waits_for_the_load_of_another_costs_no_look_up_and_share
     reader = restart(engines, fs=fs)
     reader.add("first", PROMPT)
     reader.add("second", PROMPT)
-    reader.step()
+    reader.run(lambda: reader.status("first") is WAITING and fs.waiting == 1)
+    for _ in range(5):
+        reader.step()
     calls = count_lookups(reader, monkeypatch)
     for _ in range(50):
         reader.step()

@@ -14,8 +14,7 @@ from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
 from prompts import LATER, PROMPT, REST, finish, restart
-from rig import wait_until
-from slow_fs import FailingFs, GatedFs
+from slow_fs import FailingFs
 
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.health import Breaker, BreakerLimits
@@ -40,7 +39,7 @@ def test_only_what_is_asked_for_twice_is_written_where_reuse_is_asked_for(engine
     engine.run()
     assert engines.count() == 0
     assert engine.ask("second", PROMPT) <= REST + BLOCK_TOKENS
-    engine.run()
+    engine.run(lambda: engines.count() == 20)
     assert engines.assert_volume_holds(engine, PROMPT) == 20
 
 
@@ -51,8 +50,8 @@ def quick_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "kvtier_connector.vllm_adapter.secondary_tier.Breaker", functools.partial(Breaker, limits=limits)
     )
-    monkeypatch.setattr("kvtier_connector.cascade.transfers.AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("kvtier_connector.cascade.transfers.LONGEST_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("kvtier_connector.cascade.transfers.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("kvtier_connector.cascade.transfers.LONGEST_RETRY_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("quick_recovery")
@@ -76,17 +75,15 @@ def test_what_could_not_be_stored_is_offered_again_and_reaches_the_volume(
 
 
 @pytest.mark.usefixtures("quick_recovery")
-def test_what_was_computed_before_a_limited_volume_was_counted_reaches_it_afterwards(
-    engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+def test_what_was_computed_before_the_janitor_permits_stores_reaches_the_volume_afterwards(
+    engines: Engines, writer: SimulatedEngine
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
-    fs = GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
-    engine = engines.make(fs=fs, max_bytes=1 << 30)
-    wait_until(lambda: fs.waiting > 0, "the count has begun")
+    rigs = engines.rigs
+    engine = engines.make(live_file=str(rigs.live_file(needs_permit=True)), refresh_seconds=0.05)
     engine.add("r", LATER)
     engine.run(lambda: "r" in engine.answers)
-    engine.run(lambda: engine.metric("vllm:kvtier_disk_shed_stores", "uncounted") == 8)
-    fs.open_gate()
+    engine.run(lambda: engine.metric("vllm:kvtier_disk_shed_stores", "no_permit") == 8)
+    rigs.permit(1 << 30)
     engine.run(lambda: engines.count() == 28)
     assert engines.assert_volume_holds(engine, LATER) == 8
 

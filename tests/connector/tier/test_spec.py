@@ -73,7 +73,7 @@ def test_the_metrics_of_the_tier_are_declared_through_the_spec(rigs: Rigs) -> No
 def test_a_manager_built_by_the_spec_offloads_and_finds(rigs: Rigs) -> None:
     manager = KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_manager()
     assert isinstance(manager, KVTierManager)
-    manager.volume.open([DECLARED])
+    manager.tier.open([DECLARED])
     context = ReqContext(req_id="r")
     manager.on_new_request(context)
     prepared = manager.prepare_store(keys(2), context)

@@ -156,6 +156,7 @@ _SCHEDULER_USES = (
             "_current_batch_sync_loads?",
             "_current_batch_sync_load_bytes?",
             "_chunks_being_loaded",
+            "_full_attention_groups",
             "_sliding_window_groups",
             "_events_tracker",
         ),
