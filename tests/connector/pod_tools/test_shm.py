@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import mmap
 import os
@@ -53,10 +55,8 @@ def holding(path: Path, how: str, user: int | None = None) -> Iterator[subproces
         process.communicate()
 
 
-@pytest.fixture(params=["shared memory", "disk", "no leases"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    if request.param == "no leases":
-        monkeypatch.setattr(shm, "_gives_leases", lambda _: False)
+@pytest.fixture(params=["shared memory", "disk"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "disk":
         yield tmp_path
     else:
@@ -174,31 +174,17 @@ print(*shm.clear_stale_regions(sys.argv[1]), sep="\\n")
     assert completed.stdout.split() == [str(path)]
 
 
-HELD_ELSEWHERE = """
-import subprocess, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from kvtier_connector.pod_tools import shm
-shm._gives_leases = lambda _: False
-files = []
-for name in ("here", "elsewhere"):
-    directory = Path(sys.argv[1]) / name
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "none", str(directory)], check=True)
-    files.append(directory / "vllm_offload_same.mmap")
-    files[-1].write_bytes(bytes(4096))
-here, elsewhere = files
-assert here.stat().st_ino == elsewhere.stat().st_ino
-with elsewhere.open("rb"):
-    print(*shm.clear_stale_regions(here.parent), sep="\\n")
-"""
+def test_without_leases_every_region_stays_and_the_log_says_why(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
 
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount here")
-def test_a_file_of_another_file_system_with_the_same_name_and_number_protects_no_region(tmp_path: Path) -> None:
-    command = ["unshare", "--mount", sys.executable, "-c", HELD_ELSEWHERE, str(tmp_path), str(CONNECTOR)]
-    completed = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert completed.stdout.split() == [str(tmp_path / "here" / "vllm_offload_same.mmap")]
+    path = region(directory)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    assert clear_stale_regions(directory) == []
+    assert path.exists()
+    assert "gives no lease" in caplog.text
 
 
 @functools.cache
@@ -217,11 +203,6 @@ def anyones_python() -> str:
             continue
         return python
     pytest.skip("other users have no Python here")
-
-
-WITHOUT_LEASES = CLEARING.replace(
-    "print(", "from kvtier_connector.pod_tools import shm; shm._gives_leases = lambda _: False; print("
-)
 
 
 def clear_as(user: int, directory: Path, program: str = CLEARING) -> list[str]:
@@ -245,7 +226,7 @@ class TestWithoutPrivileges:
             Path(made).chmod(0o777)
             yield Path(made)
 
-    def test_its_own_region_goes_although_roots_processes_are_hidden(self, everybodys: Path) -> None:
+    def test_its_own_region_goes(self, everybodys: Path) -> None:
         own = region(everybodys)
         os.chown(own, SOMEBODY, SOMEBODY)
         assert clear_as(SOMEBODY, everybodys) == [str(own)]
@@ -256,17 +237,8 @@ class TestWithoutPrivileges:
             assert clear_as(SOMEBODY, everybodys) == []
         assert clear_as(SOMEBODY, everybodys) == [str(own)]
 
-    def test_another_users_region_stays_while_that_user_has_a_process(self, everybodys: Path) -> None:
-        others = region(everybodys, "others")
-        os.chown(others, SOMEBODY_ELSE, SOMEBODY_ELSE)
-        with holding(everybodys / "unrelated", "open", user=SOMEBODY_ELSE):
-            assert clear_as(SOMEBODY, everybodys, WITHOUT_LEASES) == []
-        assert clear_as(SOMEBODY, everybodys, WITHOUT_LEASES) == [str(others)]
-
     @pytest.mark.parametrize("mode", [0o600, 0o666])
-    def test_another_users_region_stays_where_its_holder_may_be_in_another_container(
-        self, everybodys: Path, mode: int
-    ) -> None:
+    def test_another_users_region_stays(self, everybodys: Path, mode: int) -> None:
         own, others = region(everybodys, "own"), region(everybodys, "others")
         os.chown(own, SOMEBODY, SOMEBODY)
         os.chown(others, SOMEBODY_ELSE, SOMEBODY_ELSE)
