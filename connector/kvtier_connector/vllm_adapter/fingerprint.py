@@ -12,7 +12,6 @@ everything else.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import operator
 import os
@@ -278,16 +277,14 @@ class LoadedWeights:
     scalars of layers. Experts that vLLM moves between ranks (EPLB) do not count.
     """
 
-    def __init__(self, *, has_moving_experts: bool = False) -> None:
-        """Find the model among the callers, and note its weights: vLLM shows the model to no connector."""
-        self.holder: Any = None
-        """The caller with the model; None if there is none."""
-        frame = inspect.currentframe()
-        while frame is not None and self.holder is None:
-            caller = frame.f_locals.get("self")
-            if callable(getattr(caller, "get_model", None)):
-                self.holder = caller
-            frame = frame.f_back
+    def __init__(self, runner: Any, *, has_moving_experts: bool = False) -> None:
+        """Note the weights of the runner's model.
+
+        Args:
+            runner: vLLM's model runner; None if it was not found, which counts as a change.
+            has_moving_experts: True if vLLM moves experts between ranks.
+        """
+        self._runner = runner
         self._has_moving_experts = has_moving_experts
         self._trace = _Trace([])
         self._is_repacked = False
@@ -337,7 +334,7 @@ class LoadedWeights:
 
     def _sum(self) -> str | None:
         """Return a digest of all readable weights, also of a draft model; None without any."""
-        if self.holder is None:
+        if self._runner is None:
             return None
         total = hashlib.sha256()
         try:
@@ -354,10 +351,10 @@ class LoadedWeights:
 
     def _entries(self) -> Iterator[_Entry]:
         drafter = next(
-            (found for name in ("drafter", "speculator") if (found := getattr(self.holder, name, None)) is not None),
+            (found for name in ("drafter", "speculator") if (found := getattr(self._runner, name, None)) is not None),
             None,
         )
-        for model in (self.holder.get_model(), getattr(drafter, "model", None)):
+        for model in (self._runner.get_model(), getattr(drafter, "model", None)):
             if not isinstance(model, torch.nn.Module):
                 continue
             for prefix, module in model.named_modules():

@@ -32,7 +32,7 @@ class _Known(NamedTuple):
 
 
 class KnownMedia:
-    """What each identifier stood for in this engine."""
+    """The content of each identifier, as this engine has seen it."""
 
     def __init__(self, *, remembered: int = REMEMBERED) -> None:
         """Start with none; the `remembered` used last are kept."""
@@ -60,12 +60,12 @@ class KnownMedia:
 
 
 class Media:
-    """What the prompt of one request holds beside text."""
+    """The pictures, sounds and videos of one prompt."""
 
     def __init__(self, features: Sequence[MultiModalFeatureSpec], known: KnownMedia) -> None:
         """Read what the request has now; vLLM appends to `features` when a session goes on."""
         self._features, self._known = features, known
-        self._marks: list[tuple[int, bytes]] = []
+        self._digests: list[tuple[int, bytes]] = []
         """For each content its first token, and a digest of it and all before it."""
         self._is_unknown = False
 
@@ -81,16 +81,18 @@ class Media:
         It is `block_hash` itself where no content begins before `end`.
         """
         self._read_on()
-        marks = (mark for first, mark in reversed(self._marks) if end is None or first < end)
-        mark = next(marks, None)
-        return block_hash if mark is None else hashlib.sha256(b"kvtier media block\0" + mark + block_hash).digest()
+        begun = (digest for first, digest in reversed(self._digests) if end is None or first < end)
+        digest = next(begun, None)
+        if digest is None:
+            return block_hash
+        return hashlib.sha256(b"kvtier media block\0" + digest + block_hash).digest()
 
     def _read_on(self) -> None:
-        for feature in self._features[len(self._marks) :]:
+        for feature in self._features[len(self._digests) :]:
             digest = self._known.note(feature)
             self._is_unknown |= digest is None
-            before = self._marks[-1][1] if self._marks else b""
-            self._marks.append((feature.mm_position.offset, hashlib.sha256(before + (digest or b"?")).digest()))
+            before = self._digests[-1][1] if self._digests else b""
+            self._digests.append((feature.mm_position.offset, hashlib.sha256(before + (digest or b"?")).digest()))
 
 
 def digest_of(item: Mapping[str, Any] | None) -> bytes | None:

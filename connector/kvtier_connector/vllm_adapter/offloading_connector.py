@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's offloading connector with our two sides. `connector` chooses it where vLLM looks inside as it expects."""
+"""vLLM's offloading connector with the scheduler's and the worker's side of kvtier."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KVTierConnector(OffloadingConnector):
         if role is KVConnectorRole.SCHEDULER:
             if isinstance(spec, KVTierSpec):
                 spec.engine_config = vllm_config
-            _recompute_failed_loads(vllm_config)
+            recompute_failed_loads(vllm_config)
             if not isinstance(spec.get_manager(), KVTierManager):
                 raise ConfigInvalid("KVTierConnector needs KVTierSpec and one SharedVolumeTier in secondary_tiers")
             self.connector_scheduler = KVTierScheduler(spec, vllm_config, kv_cache_config)
@@ -83,8 +83,8 @@ class KVTierConnector(OffloadingConnector):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self.connector_scheduler is not None
-        told = [metadata[rank] for rank in sorted(metadata)]
-        self.connector_scheduler.begin([each for each in told if isinstance(each, Declared)])
+        declared = [metadata[rank] for rank in sorted(metadata)]
+        self.connector_scheduler.begin([each for each in declared if isinstance(each, Declared)])
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -111,9 +111,16 @@ class KVTierConnector(OffloadingConnector):
         return "BLHNC"
 
 
-def _recompute_failed_loads(vllm_config: VllmConfig) -> None:
-    """Have vLLM compute what a load could not bring; its default ends the request."""
+def recompute_failed_loads(vllm_config: VllmConfig) -> None:
+    """Set ``kv_load_failure_policy`` to recompute: vLLM's default ends a request whose load fails.
+
+    vLLM's scheduler reads the setting after it has made the connector. In a MultiConnector it reads the outer one,
+    which the operator sets.
+    """
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
-        logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be read costs no request")
+        logger.warning(
+            "kv_load_failure_policy is set to recompute, so that a block that cannot be read costs no request; "
+            'write "kv_load_failure_policy": "recompute" into --kv-transfer-config, also of a MultiConnector'
+        )
         transfer.kv_load_failure_policy = "recompute"

@@ -21,11 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     OffloadingConnectorScheduler,
     RequestOffloadState,
+    SchedulerOffloadConfig,
     TransferJobStatus,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -80,15 +81,37 @@ def without_handoffs(output: SchedulerOutput, is_wanted: Callable[[str, int], bo
     return replace(output, kv_connector_block_state=replace(state, boundary_state_offloads=kept))
 
 
+def with_exact_windows(config: SchedulerOffloadConfig) -> SchedulerOffloadConfig:
+    """Return the configuration with the chunks that a window reaches back over, which are those that vLLM stores.
+
+    vLLM looks for a window of ``sliding_window`` tokens, one more than attention reads before the next token. Where
+    that one token begins another chunk (windows of 4,097 tokens, Cohere2) it finds no window that was stored alone.
+    """
+    return config._replace(
+        kv_group_configs=tuple(
+            group._replace(
+                sliding_window_size_in_chunks=max(
+                    1, -(-(window.sliding_window - 1 + window.extra_retained_tokens) // group.tokens_per_chunk)
+                )
+            )
+            if isinstance(window := group.kv_cache_spec, SlidingWindowSpec)
+            else group
+            for group in config.kv_group_configs
+        )
+    )
+
+
 class KVTierScheduler(OffloadingConnectorScheduler):
     """See the module. Scheduler's thread only."""
 
     manager: KVTierManager
+    config: SchedulerOffloadConfig
     _current_batch_jobs_to_flush: set[int]
 
     @override
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        self.config = with_exact_windows(self.config)
         # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
         self._chunks_being_loaded = None
         self._is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups

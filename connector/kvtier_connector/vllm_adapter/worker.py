@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side of the connector, and what the two sides tell each other with a step beside what vLLM's own do.
+"""The worker's side of the connector, and the messages between the two sides.
 
-A worker copies the pieces of loads, and tells when a request has all of its own: vLLM's own side takes each load job
-for a whole request.
+A worker copies loads in pieces, and reports a request when it has all of them: vLLM's own side takes each load job for
+a whole request.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from kvtier_connector.vllm_adapter.lora import AdapterOrders, AdapterReport, Loa
 
 @dataclass
 class KVTierMetadata(OffloadingConnectorMetadata):
-    """What a step tells the workers; each of ``load_jobs`` is a piece of a load."""
+    """Orders of one step to the workers; each of ``load_jobs`` is a piece of a load."""
 
     ended_loads: dict[str, list[int]] = field(default_factory=dict)
     """Requests whose last piece was handed over, with their GPU blocks that stay unwritten."""
@@ -38,12 +39,12 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """Requests whose loads this step waits for, so that it computes with them."""
     adapters: AdapterOrders | None = None
     declared: int = 0
-    """The same of what they declare of themselves: nobody has passed on what they did before the first step."""
+    """Number of the question for the declarations; 0 if they arrived before the first step."""
 
 
 @dataclass
 class KVTierWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's, with news of the weights and of adapters."""
+    """vLLM's reports of one step, with those about weights and adapters."""
 
     weights: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """By rank, the number of the order (0: without one), and True if the weights are those of the start."""
@@ -71,40 +72,55 @@ class KVTierWorkerMetadata(OffloadingWorkerMetadata):
 
 
 class Question:
-    """What all workers are asked with a step, and answer with one of the next. The scheduler's thread only."""
+    """A question to all workers, asked with a step and answered with a later one. The scheduler's thread."""
 
     def __init__(self, workers: int) -> None:
-        """Store how many workers there are; nobody is asked yet."""
+        """Store the number of workers."""
         self._workers = workers
         self._last = 0
         self.number = 0
-        """Of what is asked now; 0 if nothing is."""
+        """Number of the open question; 0 without one."""
         self._answers: dict[int, Any] = {}
 
     def ask(self) -> int:
-        """Ask, or ask anew, and return the number: answers to what was asked before no longer count."""
+        """Ask, or ask anew, and return the number; answers to earlier questions no longer count."""
         self._last += 1
         self.number, self._answers = self._last, {}
         return self.number
 
     def drop(self) -> None:
-        """Ask no more."""
+        """Withdraw the question."""
         self.number = 0
 
-    def take(self, told: Mapping[int, tuple[int, Any]]) -> list[Any] | None:
-        """Take in answers, by rank, each with the number of its question; return all of them with the last one."""
+    def take(self, answers: Mapping[int, tuple[int, Any]]) -> list[Any] | None:
+        """Record answers by rank, each with the number of its question; return all of them with the last one."""
         if not self.number:
             return None
-        self._answers.update({rank: answer for rank, (number, answer) in told.items() if number == self.number})
+        self._answers.update({rank: answer for rank, (number, answer) in answers.items() if number == self.number})
         if len(self._answers) < self._workers:
             return None
         self.number = 0
         return [self._answers[rank] for rank in sorted(self._answers)]
 
 
+def find_model_runner() -> Any:
+    """Return vLLM's model runner from the stack of callers; None without one.
+
+    vLLM gives a connector neither the model nor its runner, and `register_kv_caches` is the one call that a runner
+    makes while it has both. Weights and adapters cannot be compared in another way.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if callable(getattr(caller, "get_model", None)):
+            return caller
+        frame = frame.f_back
+    return None
+
+
 @dataclass(slots=True)
 class _Loaded:
-    """A request that is being loaded, or was and was not computed yet."""
+    """A request between the begin of its load and its first step."""
 
     blocks: set[int] = field(default_factory=set)
     """GPU blocks that were loaded for it."""
@@ -119,22 +135,22 @@ class KVTierWorker(OffloadingConnectorWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ended: dict[str, list[int]] = {}
-        """Requests of which no further piece comes, with their GPU blocks that stay unwritten."""
+        """Requests that get no further piece, with their GPU blocks that stay unwritten."""
         self._unwritten: set[int] = set()
         self._failed: set[str] = set()
         self._weights: LoadedWeights | None = None
         """None before the KV caches are there."""
         self._answered = 0
         """Number of the order to compare all weights that was obeyed last, and is not reported; 0 without one."""
-        self._is_told = False
-        """True once the scheduler's side was told that the weights have changed."""
+        self._has_reported = False
+        """True once a report said that the weights have changed."""
         self._waited: set[int] = set()
         """GPU blocks that this step loads and computes with."""
         self._adapters: LoadedAdapters | None = None
         self._loaded: dict[str, _Loaded] = {}
         self._replaced: set[str] = set()
         self.declared: Declared | None = None
-        """What the scheduler's side must know of this worker; None before the KV caches are there."""
+        """Facts of this worker for the identity of the blocks; None before the KV caches are there."""
         self._declaring = 0
         """Number of the question that is answered with it."""
         self._is_one_group = len(self.kv_cache_config.kv_cache_groups) == 1
@@ -142,8 +158,9 @@ class KVTierWorker(OffloadingConnectorWorker):
     @override
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        self._weights = LoadedWeights(has_moving_experts=self.vllm_config.parallel_config.enable_eplb)
-        self._adapters = LoadedAdapters(self._weights.holder, self.spec.config.parallel.rank)
+        runner = find_model_runner()
+        self._weights = LoadedWeights(runner, has_moving_experts=self.vllm_config.parallel_config.enable_eplb)
+        self._adapters = LoadedAdapters(runner, self.spec.config.parallel.rank)
         backends, layout = describe_layout(self.vllm_config, kv_caches, self.kv_cache_config.num_blocks)
         self.declared = Declared(backends, layout, self._weights.digest)
 
@@ -185,28 +202,34 @@ class KVTierWorker(OffloadingConnectorWorker):
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         made = super().build_connector_worker_meta()
-        weights = self._tell_of_weights(is_reporting=made is not None)
-        told = [] if self._adapters is None else self._adapters.take_reports()
+        weights = self._report_weights(is_reporting=made is not None)
+        reports = [] if self._adapters is None else self._adapters.take_reports()
         question, self._declaring = self._declaring, 0
         declared = None if not question or self.declared is None else (question, self.declared)
         replaced, self._replaced = self._replaced, set()
-        if made is None and not (weights or told or replaced or declared):
+        if made is None and not (weights or reports or replaced or declared):
             return None
         made, rank = made or OffloadingWorkerMetadata(), self.spec.config.parallel.rank
-        adapters = {rank: told} if told else {}
+        adapters = {rank: reports} if reports else {}
         declarations = {rank: declared} if declared else {}
-        news = {rank: weights} if weights else {}
-        return KVTierWorkerMetadata(made.completed_jobs, made.transfer_stats, news, adapters, declarations, replaced)
+        return KVTierWorkerMetadata(
+            made.completed_jobs,
+            made.transfer_stats,
+            {rank: weights} if weights else {},
+            adapters,
+            declarations,
+            replaced,
+        )
 
-    def _tell_of_weights(self, *, is_reporting: bool) -> tuple[int, bool] | None:
-        """Return the news of the weights, if any; a change is told no later than the stores that end after it."""
+    def _report_weights(self, *, is_reporting: bool) -> tuple[int, bool] | None:
+        """Return the report about the weights, if any; a change comes no later than the stores that end after it."""
         answered, self._answered = self._answered, 0
         if self._weights is None or not (answered or is_reporting):
             return None
         has_changed = self._weights.has_changed
-        is_news = has_changed and not self._is_told
-        self._is_told = has_changed
-        return (answered, not has_changed) if answered or is_news else None
+        is_first = has_changed and not self._has_reported
+        self._has_reported = has_changed
+        return (answered, not has_changed) if answered or is_first else None
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -238,8 +261,8 @@ class KVTierWorker(OffloadingConnectorWorker):
     def _find_replaced(self) -> None:
         """Have requests computed anew whose weights or adapter were replaced since their load was reported.
 
-        Only the blocks can be taken back by then, which models of one group of layers can. With several groups, the
-        scheduler loads no request whose adapter may be replaced.
+        vLLM finds the request by its GPU blocks, which works for models of one KV group. With several groups,
+        `Adapters` keeps requests off the volume whose adapter may be replaced.
         """
         reported = {name: loaded for name, loaded in self._loaded.items() if loaded.is_reported}
         if not reported or self._adapters is None or self._weights is None or not self._is_one_group:

@@ -144,6 +144,18 @@ def test_full_attention_and_a_sliding_window_are_loaded_together(engines: Engine
     finish(reader)
 
 
+def test_a_window_that_reaches_back_over_whole_chunks_is_found_where_only_they_are_stored(engines: Engines) -> None:
+    # As Cohere2 has it: attention reads the token itself, and a whole number of chunks before.
+    shape = Shape(windows=(None, WINDOW_TOKENS + 1))
+    writer = engines.make(shape)
+    assert writer.ask("w", PROMPT) == len(PROMPT)
+    finish(writer)
+    assert engines.count() == 20 + 4
+    reader = restart(engines, shape)
+    assert reader.ask("r", PROMPT, answer=30) == REST
+    finish(reader)
+
+
 def test_with_two_groups_a_load_that_fails_is_begun_anew_and_the_answer_is_right(engines: Engines) -> None:
     writer = engines.make(WINDOWED)
     writer.ask("w", PROMPT)

@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_connector.contract.engine import REPLACED_WEIGHTS
 from kvtier_connector.vllm_adapter.fingerprint import LoadedWeights
-from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata
+from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata, find_model_runner
 
 PROMPT, OTHER = prompt_of(12, seed=1), prompt_of(6, seed=2)
 HITS = 12 * 16
@@ -198,7 +198,7 @@ class Holder:
         return self.model
 
     def _look(self, **options: bool) -> LoadedWeights:
-        return LoadedWeights(**options)
+        return LoadedWeights(find_model_runner(), **options)
 
     def has_changed(self, *, is_whole: bool = False) -> bool:
         if is_whole:

@@ -176,7 +176,11 @@ _SCHEDULER_USES = (
     ),
     Use(f"{_OFFLOADING}.scheduler:RequestGroupState", read=("offload_keys", "next_stored_chunk_idx")),
     Use(f"{_OFFLOADING}.scheduler:GroupOffloadConfig", called=("load_window_size_in_chunks(num_tokens)",)),
-    Use(f"{_OFFLOADING}.scheduler:GroupOffloadConfig", read=("tokens_per_chunk",)),
+    Use(
+        f"{_OFFLOADING}.scheduler:GroupOffloadConfig",
+        read=("tokens_per_chunk", "kv_cache_spec", "sliding_window_size_in_chunks"),
+    ),
+    Use("vllm.v1.kv_cache_interface:SlidingWindowSpec", read=("sliding_window", "extra_retained_tokens")),
     Use(
         f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig",
         read=("kv_group_configs", "blocks_per_chunk", "num_workers", "offload_prompt_only"),
@@ -241,6 +245,10 @@ _SCHEDULER_USES = (
             "num_preemptions",
             "arrival_time",
             "skip_reading_prefix_cache",
+            "num_in_flight_tokens",
+            "num_stale_output_tokens",
+            "drop_stale_output",
+            "num_output_placeholders",
         ),
     ),
 )
