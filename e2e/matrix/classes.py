@@ -87,6 +87,18 @@ CLASSES: Final[tuple[ModelClass, ...]] = (
     ModelClass(name="mla", title="MLA (DeepSeek-V2)", shape=shapes.MLA, gpu_shape=shapes.MLA_ON_GPU, spec=_SMALL),
     ModelClass(name="moe", title="Mixture of experts (Qwen3-MoE)", shape=shapes.MOE, spec=_SMALL),
     ModelClass(name="gemma3", title="Sliding window (Gemma-3)", shape=shapes.GEMMA_3, spec=_SMALL),
+    ModelClass(
+        name="gemma4",
+        title="Sliding window, and larger heads in the layers without one (Gemma-4)",
+        shape=shapes.GEMMA_4,
+        spec={"disk": {"admission": {"costAware": False}}},
+    ),
+    ModelClass(
+        name="cohere2_moe",
+        title="Sliding window of a block and one token (Cohere2-MoE)",
+        shape=shapes.COHERE_2_MOE,
+        spec=_SMALL,
+    ),
     ModelClass(name="gpt_oss", title="Sliding window and attention sinks (gpt-oss)", shape=shapes.GPT_OSS, spec=_SMALL),
     ModelClass(
         name="qwen3_next",

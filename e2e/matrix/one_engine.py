@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from e2e.matrix import shapes
 from e2e.matrix.asking import Request
-from e2e.matrix.rendering import Rendered, engine_arguments
+from e2e.matrix.rendering import Rendered, engine_arguments, server_arguments
 from e2e.matrix.shapes import VOCABULARY
 
 ANSWER_TOKENS = 3
@@ -34,7 +34,6 @@ COUNT_SECONDS = 0.3
 """In which an engine that only read tells what it counted."""
 
 _ENGINE: Final = (
-    "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
@@ -62,6 +61,7 @@ class Pace:
 
 def import_engine(*, device: str) -> None:
     """Import what engines need, once for all that are started from this process."""
+    server_arguments()
     for name in (*_ENGINE, f"vllm.v1.worker.{'cpu' if device == 'cpu' else 'gpu'}_worker"):
         importlib.import_module(name)
 

@@ -6,6 +6,7 @@ So the matrix runs what a user gets: flags, chunks, identity and settings of the
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,12 +81,21 @@ def without_tier(rendered: Rendered) -> Rendered:
     return replace(rendered, argv=tuple(word for word in rendered.argv if not word.startswith("--kv-transfer-config")))
 
 
+def server_arguments() -> Any:
+    """Return vLLM's module for the arguments of its API server."""
+    try:
+        return importlib.import_module("vllm.entrypoints.common.cli_args")
+    except ImportError:
+        # Before 0.33.
+        return importlib.import_module("vllm.entrypoints.launchers.cli_args")
+
+
 def engine_arguments(argv: Sequence[str]) -> tuple[Any, dict[str, str]]:
     """Read the command line as vLLM's API server does; return what it starts the engine with, and adapters by name."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
-    validate_parsed_serve_args(parsed)
+    cli_args = server_arguments()
+    parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
+    cli_args.validate_parsed_serve_args(parsed)
     return EngineArgs.from_cli_args(parsed), {module.name: module.path for module in parsed.lora_modules or ()}

@@ -161,6 +161,30 @@ GEMMA_3: Final[Shape] = {
     "tie_word_embeddings": True,
 }
 
+GEMMA_4: Final[Shape] = {
+    "model_type": "gemma4_text",
+    **_DENSE,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "global_head_dim": 128,
+    "sliding_window": 256,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+
+COHERE_2_MOE: Final[Shape] = {
+    "model_type": "cohere2_moe",
+    **_DENSE,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 256,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "logit_scale": 1.0,
+    "tie_word_embeddings": True,
+}
+
 GPT_OSS: Final[Shape] = {
     "model_type": "gpt_oss",
     **_DENSE,

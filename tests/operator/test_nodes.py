@@ -168,6 +168,15 @@ def test_numbers_in_labels_are_compared_as_numbers() -> None:
             "spec.disk.blockTokens: 96 is no multiple of the 64 tokens that one block of this engine has: set 128",
         ),
         (
+            tier(
+                disk={"blockTokens": 128},
+                model={"config": {"head_dim": 256, "per_layer_config": {"05": {"head_dim": 512}}}},
+            ),
+            (),
+            Reason.BLOCKS_NOT_WHOLE,
+            "spec.disk.blockTokens: some layers of this model have larger heads than others",
+        ),
+        (
             tier(engine={"tensorParallel": 3}, model={"config": {"num_hidden_layers": 2, "num_attention_heads": 32}}),
             (),
             Reason.HEADS_NOT_DIVISIBLE,

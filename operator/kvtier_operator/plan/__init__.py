@@ -21,7 +21,7 @@ from kvtier_operator.plan import canonical, chunks, digest, engine_args, nodes
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
-from kvtier_operator.plan.model_layout import KvUnknown, attention_heads
+from kvtier_operator.plan.model_layout import KvUnknown, attention_heads, has_uneven_heads
 from kvtier_operator.plan.rendered import RenderedPods
 from kvtier_operator.plan.sizing import PodSizing, make_sizing
 from kvtier_operator.snapshot import Snapshot
@@ -297,6 +297,12 @@ def make_generation(spec: TierSpec, tier: TierRef, decisions: Decisions) -> Cach
 def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
     """Refuse what vLLM would refuse at startup: a file must hold whole blocks of the engine."""
     asked, kv = spec.disk.block_tokens, decided.kv_of(spec)
+    if asked is not None and has_uneven_heads(decided.config_of(spec) or {}):
+        return Refusal(
+            reason=Reason.BLOCKS_NOT_WHOLE,
+            message="spec.disk.blockTokens: some layers of this model have larger heads than others and so smaller "
+            "blocks, which vLLM takes no one number for: leave it out",
+        )
     if asked is None or isinstance(kv, KvUnknown) or kv.block_tokens is None or asked % kv.block_tokens == 0:
         return None
     rounded = -(-asked // kv.block_tokens) * kv.block_tokens

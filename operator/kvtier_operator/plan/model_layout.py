@@ -50,6 +50,7 @@ _UNEVEN: Final[Mapping[str, str]] = {
     "swa_head_dim": "its sliding-window layers have heads of another size",
     "global_head_dim": "its full-attention layers have heads of another size",
     "block_configs": "its layers differ one by one",
+    "per_layer_config": "its layers differ one by one",
     "compress_ratios": "it compresses the KV of some layers",
     "index_topk": "it keeps an index beside the KV (sparse attention)",
     "cross_attention_layers": "it has cross-attention layers",
@@ -403,6 +404,15 @@ def attention_heads(config: Mapping[str, Any]) -> int | None:
         return number(language_config(config), "num_attention_heads", "n_head", "n_heads")
     except ConfigUnclear:
         return None
+
+
+def has_uneven_heads(config: Mapping[str, Any]) -> bool:
+    """Tell whether some layers have heads of another size, and so blocks of other numbers of tokens."""
+    model = language_config(config)
+    layers = model.get("per_layer_config")
+    others = [each.get("head_dim") for each in layers.values()] if isinstance(layers, Mapping) else []
+    others += [model.get("swa_head_dim"), model.get("global_head_dim")]
+    return any(other not in {None, model.get("head_dim")} for other in others)
 
 
 def _head_size(config: Mapping[str, Any]) -> tuple[int, str]:

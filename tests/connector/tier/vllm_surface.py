@@ -409,6 +409,7 @@ _TIER_USES = (
             "kv_bytes_per_chunk",
             "num_chunks",
             "replicated_layout",
+            "cpu_info?",
         ),
     ),
     Use(
