@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The triggers: whatever happens to a tier or to one of its objects puts the tier into the work queue.
+"""The triggers: each change of a tier or of one of its objects puts the tier into the work queue.
 
-What to do is decided by a pass over the tier as it then is, never from the event.
+A reconcile decides by the tier as it then is, never by the event.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kvtier_operator.settings import Settings
 logger = logging.getLogger(__name__)
 
 EVERY_TIER: Final = TierName(namespace="", name="")
-"""Key of the pass that counts all tiers."""
+"""Key of the work that counts all tiers."""
 
 COUNT_SECONDS: Final = 60.0
 """How often all tiers are counted, in memory."""
 
 STUCK_SECONDS: Final = 600.0
-"""After how long without any progress the operator calls itself dead; longer than any pass can take."""
+"""After how long without any progress the operator calls itself dead; longer than any reconcile can take."""
 
-DEAF_SECONDS: Final = 300.0
-"""For how long a kind may not be followed though nothing forbids it."""
+DEAD_WATCH_SECONDS: Final = 300.0
+"""For how long a kind may not be watched although nothing forbids it."""
 
 
 def _is_edit_of_serving(tier: Manifest) -> bool:
@@ -52,9 +52,9 @@ def _is_edit_of_serving(tier: Manifest) -> bool:
 
 
 class Operator:
-    """Connects what the watches tell with passes over tiers.
+    """Connects the watches with reconciles of tiers.
 
-    Threads: kopf's and those of the informers only add keys; the queue's threads do the work.
+    Threads: those of kopf and of the informers only add keys; the queue's threads do the work.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Operator:
         health: Health | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """Store what a pass needs; `start_reading` and `begin` start everything."""
+        """Store; `start_reading` and `begin` start everything."""
         self._settings = settings
         self._cluster = cluster
         self._metrics = metrics
@@ -74,7 +74,7 @@ class Operator:
         self._has_begun = False
         self._cache = Cache(
             cluster,
-            self._told,
+            self._on_change,
             namespaces=settings.namespaces,
             list_seconds=settings.resync_seconds,
         )
@@ -87,27 +87,27 @@ class Operator:
             node_stamp=lambda: self._cache.stamp(NODES),
         )
         self._queue: WorkQueue[TierName] = WorkQueue(
-            self._pass,
+            self._work,
             workers=settings.workers,
             resync_seconds=settings.resync_seconds,
-            settle_seconds=settings.settle_seconds,
+            debounce_seconds=settings.debounce_seconds,
         )
-        self._asker = HttpClient()
-        # What pods say, or that they say nothing, keeps no tier waiting that somebody has changed.
+        self._http = HttpClient()
+        # Answers of pods hold up no tier that was edited.
         self._poller: Poller[TierName] = Poller(
-            self._asker, self._queue.add_patiently, interval_seconds=settings.probe_seconds
+            self._http, self._queue.add_routine, interval_seconds=settings.probe_seconds
         )
         self._monitor = Monitor(
-            self._asker,
-            self._queue.add_patiently,
-            # Past what is remembered of objects: nothing of a key is to stay.
+            self._http,
+            self._queue.add_routine,
+            # Past the memory of objects: no key may stay there.
             read_key=lambda tier, source: read_key(cluster, tier, source),
-            settle_seconds=settings.canary_settle_seconds,
+            delay_seconds=settings.canary_delay_seconds,
         )
         metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
         if health is not None:
             health.alive_if("queue", self._stuck_queue)
-            health.alive_if("watches", self._deaf_watch)
+            health.alive_if("watches", self._dead_watch)
             health.ready_if("tiers", self._unreadable_tiers)
 
     def start_reading(self) -> None:
@@ -119,46 +119,46 @@ class Operator:
         self._cache.close()
 
     def is_read(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until everything was read once, as far as it may be; what is known in part would be taken for all."""
+        """Wait until everything was read once, as far as it may be; a part would be taken for the whole."""
         return self._cache.wait(is_over)
 
     def begin(self) -> None:
-        """Begin to look after tiers, unless that was begun."""
+        """Begin to reconcile tiers, unless that was begun."""
         if self._has_begun:
             return
         self._has_begun = True
         self._cache.forgive_kopf()
-        self._asker.start()
+        self._http.start()
         self._queue.start()
         self._queue.add(EVERY_TIER)
 
-    def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
-        """Take in what the watch of the tiers tells."""
-        self._cache.heard(tier, is_deleted=is_deleted)
+    def on_tier_event(self, tier: Manifest, *, is_deleted: bool) -> None:
+        """Take in an event of the watch of the tiers."""
+        self._cache.on_tier_event(tier, is_deleted=is_deleted)
         if not is_deleted and _is_edit_of_serving(tier):
             metadata = tier["metadata"]
             key = TierName(namespace=metadata["namespace"], name=metadata["name"])
             self._queue.add(key, priority=Priority.EDIT_OF_SERVING)
 
     def end(self) -> None:
-        """Look after no tier any more; passes that run may end."""
+        """Reconcile no tier any more; running reconciles may end."""
         if not self._has_begun:
             return
         self._has_begun = False
-        if not self._asker.close(timeout=self._settings.stop_seconds):
+        if not self._http.close(timeout=self._settings.stop_seconds):
             logger.warning("Stopped while a pod was being asked; the next operator asks again.")
         if not self._queue.close(timeout=self._settings.stop_seconds):
-            logger.warning("Stopped before every running pass had ended; the next operator repeats them.")
+            logger.warning("Stopped before every running reconcile had ended; the next operator repeats them.")
 
     def _stuck_queue(self) -> str | None:
         overdue = self._queue.seconds_overdue()
-        return f"no pass has ended for {overdue:.0f} s although tiers wait" if overdue > STUCK_SECONDS else None
+        return f"no reconcile has ended for {overdue:.0f} s although tiers wait" if overdue > STUCK_SECONDS else None
 
-    def _deaf_watch(self) -> str | None:
+    def _dead_watch(self) -> str | None:
         age, why = self._cache.trouble()
         if self._has_begun:
             age, why = max((age, why), self._cache.kopfs_trouble())
-        return f"changes have not been heard of for {age:.0f} s: {why}" if age > DEAF_SECONDS else None
+        return f"changes have not been reported for {age:.0f} s: {why}" if age > DEAD_WATCH_SECONDS else None
 
     def readable_scopes(self) -> tuple[str, ...]:
         """Return the namespaces whose tiers may be read; the empty one is all of them."""
@@ -166,29 +166,29 @@ class Operator:
 
     def _is_readable(self, namespace: str) -> bool:
         try:
-            self._cache.shelf(names.API_VERSION, names.KIND, namespace)
+            self._cache.store(names.API_VERSION, names.KIND, namespace)
         except ClusterError:
             return False
         return True
 
     def _unreadable_tiers(self) -> str | None:
-        """Return which right is missing without which nothing can be done; a restart would not help."""
+        """Return the missing right without which nothing can be done; a restart would not help."""
         try:
             for namespace in self._settings.namespaces or ("",):
-                self._cache.shelf(names.API_VERSION, names.KIND, namespace)
+                self._cache.store(names.API_VERSION, names.KIND, namespace)
         except (ClusterForbidden, KindMissing) as error:
             return str(error)
         except ClusterError:
-            return None  # it waits for the lead, or the API server is away, which passes
+            return None  # it waits for the Lease, or the API server is away, which passes
         return None
 
-    def _told(self, kind: str, tiers: frozenset[TierName]) -> None:
-        """Have the tiers looked at that a change concerns."""
+    def _on_change(self, kind: str, tiers: frozenset[TierName]) -> None:
+        """Queue the tiers that a change concerns."""
         for tier in self._wait_for_nodes.copy() if kind == NODES.kind else tiers:
             self._queue.add(tier)
 
-    def _pass(self, key: TierName, attempt: int) -> Requeue:
-        """Do one pass; the one place where an outcome becomes what the queue does next."""
+    def _work(self, key: TierName, attempt: int) -> Requeue:
+        """Run one key; the one place where a result becomes the next run."""
         try:
             return self._count_tiers() if key == EVERY_TIER else self._reconcile(key, attempt)
         except OperatorError as error:

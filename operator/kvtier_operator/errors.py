@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions of the operator. A legal "no" (a refused plan, a failed check) is a value and is not here.
 
-    OperatorError
-    ├── SpecInvalid             a KVCacheTier holds a field that we cannot honour; its author must act
-    ├── SettingsInvalid         the operator's own environment; who installed it must act
-    └── ClusterError            the API server did not do what it was asked
-        ├── ClusterUnavailable  no answer, or 5xx or 429; passes by itself
-        ├── ClusterConflict     somebody else changed the object meanwhile; passes at the next look
-        ├── ClusterExpired      what was to be gone on from is forgotten; passes with a new list
-        ├── ClusterForbidden    the operator may not do this; who installed it must act
-        ├── ClusterRejected     the object is invalid here; the author of the tier must act
-        └── KindMissing         the API server does not know the kind (the CRD is not installed)
+- `OperatorError`
+    - `SpecInvalid`: a KVCacheTier holds a field that cannot be honoured; its author must act.
+    - `SettingsInvalid`: the operator's own environment; its installer must act.
+    - `ClusterError`: the API server did not do what it was asked.
+        - `ClusterUnavailable`: no answer, or 5xx or 429; passes by itself.
+        - `ClusterConflict`: another client changed the object meanwhile; passes with the next read.
+        - `ClusterExpired`: the version to go on from is forgotten; passes with a new list.
+        - `ClusterForbidden`: the operator may not do this; its installer must act.
+        - `ClusterRejected`: the object is invalid here; the author of the tier must act.
+        - `KindMissing`: the API server does not know the kind (the CRD is not installed).
 
 ``retry_after`` is the number of seconds after which trying again may succeed; None means that only the user can fix it.
 """
@@ -57,7 +57,7 @@ class ClusterUnavailable(ClusterError):
 
 
 class ClusterConflict(ClusterError):
-    """Somebody else changed the object between our look and our write; the next look sees that."""
+    """Another client changed the object between our read and our write; the next read sees that."""
 
     retry_after = 0.2
 

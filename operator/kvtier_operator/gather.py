@@ -267,9 +267,9 @@ def _with_report(pod: Pod, tier: TierRef, poller: Poller[TierName] | None) -> Po
     if poller is None or not pod.address or not pod.is_ready or pod.is_terminating:
         return pod
     address = Address(host=pod.address, port=names.HTTP_PORT, path="/metrics")
-    subject = PollTarget(address=address, uid=pod.uid)
+    target = PollTarget(address=address, uid=pod.uid)
     answer = poller.answer(
-        subject, owner=_owner(tier), meaning=read_metrics, since=pod.ready_since, is_passing=_is_without_volume
+        target, owner=_owner(tier), parse=read_metrics, since=pod.ready_since, is_passing=_is_without_volume
     )
     report = None if answer is None else answer.value
     return replace(pod, report=report if isinstance(report, EngineReport) else None, is_awaited=answer is None)
@@ -284,9 +284,9 @@ def _janitor(
     if poller is None or service is None or host in _NO_ADDRESS:
         return found
     address = Address(host=host, port=JANITOR_PORT, path=USAGE_PATH)
-    subject = PollTarget(address=address, uid=service["metadata"].get("uid", ""))
+    target = PollTarget(address=address, uid=service["metadata"].get("uid", ""))
     since = max((pod.ready_since for pod in found.pods if pod.is_ready), default="")
-    answer = poller.answer(subject, owner=_owner(tier), meaning=read_usage, since=since, is_passing=_is_passing)
+    answer = poller.answer(target, owner=_owner(tier), parse=read_usage, since=since, is_passing=_is_passing)
     if answer is None:
         return replace(found, is_awaited=True)
     usage = answer.value if isinstance(answer.value, Usage) else None

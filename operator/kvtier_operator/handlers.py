@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kopf operator: kopf runs it, logs in to the cluster, starts and ends it, and watches the tiers.
+"""The operator as a process, and its handlers: kopf logs in to the cluster, starts and ends it, and watches the tiers.
 
-The only user of kopf. No handler changes an object through it, so it keeps no state in annotations, puts no finalizer
-on anything, and a tier can always be deleted, with the operator up, down or gone for good.
+The only user of kopf. No handler changes an object through kopf, so it keeps no state in annotations and puts no
+finalizer on anything. A tier can always be deleted, with the operator up, down or gone for good.
 
-kopf ends where tiers may not be watched, or where the API server fails for long. What it started goes on then, and
-kopf runs anew, in those namespaces whose tiers may be read.
+kopf ends where tiers may not be watched, or where the API server fails for long. Reconciles go on then, and kopf runs
+anew, in those namespaces whose tiers may be read.
 
-Threads: kopf's event loop has one of its own; its handlers only enter what it tells into memory.
-
-The operator as a process: what it serves, the wait for the lead, and the order in which it all starts and ends.
+Threads: kopf's event loop has a thread of its own; its handlers only write into memory.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ from kvtier_operator.settings import Settings
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.5
-"""How often it is seen to that kopf runs, and where it may."""
+"""How often it is checked that kopf runs, and where it may."""
 
 
 def serve(operator: Operator, stop: threading.Event, *, login: Callable[[], Credentials]) -> None:
-    """Run the operator until the flag is set; passes that run then may end."""
+    """Run the operator until the flag is set; running reconciles may end."""
     failures = 0
     operator.start_reading()
     try:
@@ -77,7 +75,7 @@ def _run(operator: Operator, scopes: tuple[str, ...], stop: threading.Event, log
                 settings=_settings(),
                 namespaces=[each for each in scopes if each],
                 clusterwide=scopes == ("",),
-                # Who may run is settled by a Lease before: kopf's own peering needs a second CRD and freezes on a tie.
+                # A Lease decides who may run: kopf's own peering needs a second CRD and freezes on a tie.
                 standalone=True,
                 stop_flag=stop_kopf,
             )
@@ -128,7 +126,7 @@ def _registry(operator: Operator, stop: threading.Event, login: Callable[[], Cre
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
     async def _on_tier(event: kopf.RawEvent, **_: Any) -> None:
-        operator.heard(dict(event["object"]), is_deleted=event["type"] == "DELETED")
+        operator.on_tier_event(dict(event["object"]), is_deleted=event["type"] == "DELETED")
 
     return registry
 
@@ -157,7 +155,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 60
     settings.watching.server_timeout = WATCH_SECONDS
     settings.watching.connect_timeout = 10
-    # Read in pages, and let go by workers as soon as it is told, all tiers at a start take a third of the memory.
+    # Read in pages, and dropped by workers at once, all tiers at a start take a third of the memory.
     settings.watching.chunk_size = PAGE
     settings.queueing.idle_timeout = 0.2
     return settings
@@ -194,7 +192,7 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         try:
             check_access(cluster, settings.namespaces)
         except ClusterForbidden as error:
-            # Whoever grants it need not start this process again; until then it says that it is not ready.
+            # Once the right is granted, this process goes on; until then it says that it is not ready.
             process_logger.error("%s; it is asked for again", error)  # noqa: TRY400  no traceback for a missing right
         operator = Operator(settings, cluster=cluster, metrics=metrics, health=health)
         if leadership is not None and not leadership.wait(stop):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator counts about itself, declared once as data and served at ``/metrics``.
+"""Metrics of the operator, declared once as data and served at ``/metrics``.
 
 ``python -m kvtier_operator.metrics --write`` writes the list for the user's documentation.
 """

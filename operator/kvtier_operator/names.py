@@ -284,8 +284,8 @@ def is_ours(manifest: Mapping[str, Any], tier: TierRef) -> bool:
 def is_pod_of(pod: Mapping[str, Any], deployment: str) -> bool:
     """Tell whether a pod is one of a Deployment's: a copy of its template in other hands has the same labels.
 
-    Its ReplicaSet tells without being read: it is called after its Deployment and after the hash of the template that
-    its pods carry, and a pod whose ReplicaSet is not there is deleted by the garbage collector.
+    The name of its ReplicaSet tells: the name of the Deployment and the hash of the template that the pod carries. A
+    pod whose ReplicaSet is not there is deleted by the garbage collector.
     """
     metadata = pod.get("metadata", {})
     template_hash = (metadata.get("labels") or {}).get(LABEL_TEMPLATE_HASH, "")

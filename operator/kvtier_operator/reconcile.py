@@ -376,8 +376,8 @@ def _report(cluster: Cluster, body: Manifest, progress: Progress, clock: Clock) 
 def _differs_in_words_only(previous: Mapping[str, Any], wanted: Mapping[str, Any], lasts: bool) -> bool:
     """Tell whether only messages changed; of a failure that lasts, whether only numbers in them did.
 
-    A failure whose text is new each time (a port, an address) would otherwise change the status in each reconcile, and
-    each change wakes the tier at once instead of after its back-off.
+    Some failures have a new text each time: a port, an address. Each change of the status wakes the tier at once,
+    instead of after its back-off.
     """
     return _without_messages(previous, lasts=lasts) == _without_messages(wanted, lasts=lasts)
 

@@ -22,15 +22,15 @@ class Settings:
     janitor_image: str = f"ghcr.io/kvtier/janitor:{__version__}"
     """Image of the janitors, where a tier names none."""
     listen_host: str = names.EVERY_IPV4_ADDRESS
-    """What engines and janitors listen on: IPv6 as well, where the cluster's own Service has such an address."""
+    """Address that engines and janitors listen on: IPv6, too, where the cluster's own Service has such an address."""
     workers: int = 4
-    """Tiers that are looked at in the same moment."""
+    """Tiers that are reconciled at the same time."""
     resync_seconds: float = 600.0
-    """After how long a tier is looked at again though nothing was heard of it."""
-    settle_seconds: float = 0.2
-    """How long a tier waits after an event, so that a burst of events makes one pass."""
+    """After how long a tier is reconciled again without any event."""
+    debounce_seconds: float = 0.2
+    """How long a tier waits after an event, so that a burst of events makes one reconcile."""
     probe_seconds: float = 15.0
-    """How often a pod is asked at most what it has to report."""
+    """Shortest time between two requests for the report of a pod."""
     liveness_endpoint: str = ""
     """``http://ADDRESS:PORT`` that answers the kubelet at ``/healthz`` and ``/readyz``; empty serves none."""
     operator_class: str = ""
@@ -40,15 +40,15 @@ class Settings:
     lease_namespace: str = ""
     """Where the Lease is; empty for the namespace of this pod."""
     lease_name: str = "kvtier-operator"
-    """Name of the Lease, which stands for this installation: its replicas have the same, and nobody else has."""
+    """Name of the Lease, which stands for this installation: its replicas alone have the same."""
     lease_seconds: float = 12.0
     """How long after its last sign of life the leader is followed by another operator."""
     metrics_port: int = 0
     """Port of ``/metrics``; 0 serves none."""
-    canary_settle_seconds: float = 5.0
+    canary_delay_seconds: float = 5.0
     """How long after a rollout the first canary prompt is sent."""
     stop_seconds: float = 20.0
-    """How long running passes may take to end when the operator is told to go."""
+    """How long running reconciles may take to end when the operator stops."""
 
 
 _API_SERVER: Final = "KUBERNETES_SERVICE_HOST"
@@ -69,7 +69,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
         listen_host=names.EVERY_ADDRESS if ":" in environ.get(_API_SERVER, "") else defaults.listen_host,
         workers=int(_number(environ, "KVTIER_WORKERS", defaults.workers, least=1, most=64)),
         resync_seconds=_number(environ, "KVTIER_RESYNC_SECONDS", defaults.resync_seconds, least=1, most=86400),
-        settle_seconds=_number(environ, "KVTIER_SETTLE_SECONDS", defaults.settle_seconds, least=0, most=60),
+        debounce_seconds=_number(environ, "KVTIER_DEBOUNCE_SECONDS", defaults.debounce_seconds, least=0, most=60),
         probe_seconds=_number(environ, "KVTIER_PROBE_SECONDS", defaults.probe_seconds, least=1, most=3600),
         liveness_endpoint=environ.get("KVTIER_LIVENESS_ENDPOINT", defaults.liveness_endpoint),
         operator_class=environ.get("KVTIER_OPERATOR_CLASS", defaults.operator_class),
@@ -78,8 +78,8 @@ def parse(environ: Mapping[str, str]) -> Settings:
         lease_name=environ.get("KVTIER_LEASE_NAME") or defaults.lease_name,
         lease_seconds=_number(environ, "KVTIER_LEASE_SECONDS", defaults.lease_seconds, least=2, most=300),
         metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
-        canary_settle_seconds=_number(
-            environ, "KVTIER_CANARY_SETTLE_SECONDS", defaults.canary_settle_seconds, least=0, most=3600
+        canary_delay_seconds=_number(
+            environ, "KVTIER_CANARY_DELAY_SECONDS", defaults.canary_delay_seconds, least=0, most=3600
         ),
         stop_seconds=_number(environ, "KVTIER_STOP_SECONDS", defaults.stop_seconds, least=0, most=600),
     )

@@ -28,7 +28,7 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveClaim:
-    """The PersistentVolumeClaim that holds the blocks, whoever made it."""
+    """The PersistentVolumeClaim that holds the blocks: the operator's own, or the user's."""
 
     name: str
     access_modes: tuple[str, ...]
@@ -38,7 +38,7 @@ class LiveClaim:
     is_terminating: bool = False
     uid: str = ""
     capacity_bytes: int = 0
-    """What the volume holds; 0 while none is bound."""
+    """Capacity of the volume; 0 while none is bound."""
     resizing: str = ""
     """How far an expansion is, in the words of the claim's own condition; empty while none is under way."""
 
@@ -49,7 +49,7 @@ class Neighbour:
 
     name: str
     max_bytes: int | None
-    """What its blocks may take; None where nothing limits them."""
+    """Limit of its blocks; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,19 @@ class Engines:
     is_stalled: bool = False
     """The Deployment gave up waiting for progress (ProgressDeadlineExceeded)."""
     decisions: str = ""
-    """What was decided for this tier before, as the Deployment carries it."""
+    """Earlier decisions for this tier, as the Deployment carries them."""
     problem: str = ""
     """Why pods cannot even be created (quota, admission), in the API server's words."""
     rendered: str = ""
-    """What the operator noted on the Deployment about where its pods came from."""
+    """The operator's note on the Deployment: the spec and the template that its pods were made from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """What an engine says about its disk tier."""
+    """The report of an engine about its disk tier."""
 
     refused: tuple[str, ...] = ()
-    """Fields of the cache identity by which the directory belongs to somebody else; empty where it does not."""
+    """Fields of the cache identity that differ from those of the directory; empty where none does."""
     is_key_missing: bool = False
     """Blocks are to be encrypted, and the active key is not there or is none."""
     is_detached: bool = False
@@ -85,20 +85,20 @@ class EngineReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerStatus:
-    """What the kubelet last said about one container of an engine pod."""
+    """The status of one container, as the kubelet last wrote it."""
 
     name: str
     image: str
     restarts: int = 0
     is_started: bool = True
-    """Whether its startup probe has succeeded since it last started; True where nobody says."""
+    """Whether its startup probe has succeeded since it last started; True where the kubelet does not say."""
     waiting_reason: str = ""
     waiting_message: str = ""
     exit_code: int | None = None
     """Of the last run that ended; None when none did."""
     exit_reason: str = ""
     exit_message: str = ""
-    """What it said last: the end of its log, if it ended with a failure."""
+    """Its last words: the end of its log, if it ended with a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Pod:
     mount_problem: str = ""
     """Why the kubelet cannot bring the volumes to the pod, in its own words."""
     report: EngineReport | None = None
-    """What the engine in it says about its disk tier; None while it has not been heard."""
+    """The report of its engine; None while there is none."""
     is_awaited: bool = False
     """Whether it is being asked for the first time."""
 
@@ -162,13 +162,13 @@ class SeenJob:
     failure: str = ""
     """Why the Job gave up, in the words of its controller."""
     waiting: str = ""
-    """What its pod waits for."""
+    """The reason why its pod waits."""
     exit_code: int | None = None
     message: str = ""
     """Its pod's last words."""
 
     @property
-    def told(self) -> Mapping[str, Any]:
+    def result(self) -> Mapping[str, Any]:
         """The document that its last words are; empty where they are none."""
         try:
             found = json.loads(self.message.strip().splitlines()[-1]) if self.message.strip() else {}
@@ -194,7 +194,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class PodUsage:
-    """What one pod takes of its node."""
+    """The requests of one pod on its node."""
 
     node: str
     namespace: str
@@ -210,7 +210,7 @@ class Nodes:
 
     nodes: tuple[Node, ...]
     usage: tuple[PodUsage, ...] | None = None
-    """None where nobody looked at the pods."""
+    """None where the pods were not read."""
     matches: dict[str, tuple[Node, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Those that take pods of some placement, once found: thousands of tiers ask the same of thousands of nodes."""
 

@@ -228,10 +228,10 @@ def _stalled(progress: Progress, *, blocker: Problem | None, first: Problem | No
         return blocker if retry_after is None or retry_after > _SOON_SECONDS else None
     if blocker is not None:
         return None if blocker.reason is Reason.CLAIM_MISSING else blocker
-    return first if first is not None and first.reason in _NEEDS_A_PERSON else None
+    return first if first is not None and first.reason in _LASTING else None
 
 
-_NEEDS_A_PERSON: Final = frozenset(
+_LASTING: Final = frozenset(
     (
         Reason.ROLLOUT_STALLED,
         Reason.CLAIM_LOST,
@@ -241,7 +241,7 @@ _NEEDS_A_PERSON: Final = frozenset(
         Reason.CONFIG_MISSING,
         Reason.KEY_MISSING,
         Reason.RUNTIME_CLASS_MISSING,
-        *crash_causes.NEED_A_PERSON,
+        *crash_causes.LASTING,
     )
 )
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
-from kvtier_operator.observe.http_client import Address, Done, HttpClient, HttpReply, HttpRequest
+from kvtier_operator.observe.http_client import Address, HttpClient, HttpReply, HttpRequest, OnReply
 
 Found = TypeVar("Found")
 
@@ -100,13 +100,13 @@ class ScriptedAsker(HttpClient):
         super().__init__()
         self._ask = ask
 
-    def submit(self, question: HttpRequest, *, owner: Hashable, done: Done) -> None:
+    def submit(self, request: HttpRequest, *, owner: Hashable, on_reply: OnReply) -> None:
         def run() -> None:
             try:
-                found: HttpReply | OSError = HttpReply(status=200, reason="OK", body=self._ask(question.address))
+                found: HttpReply | OSError = HttpReply(status=200, reason="OK", body=self._ask(request.address))
             except OSError as error:
                 found = error
-            self.call(done, found)
+            self.call(on_reply, found)
 
         threading.Thread(target=run, daemon=True).start()
 

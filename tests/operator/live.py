@@ -198,7 +198,7 @@ def _is_left_alone(job: dict[str, Any]) -> bool:
 @contextmanager
 def running(*, health: Health | None = None, **changes: Any) -> Iterator[OperatorMetrics]:
     """Run the operator in a thread as `kvtier run` does, and stop it gracefully."""
-    defaults = {"namespaces": (NAMESPACE,), "settle_seconds": 0.02, "resync_seconds": 30.0}
+    defaults = {"namespaces": (NAMESPACE,), "debounce_seconds": 0.02, "resync_seconds": 30.0}
     settings = Settings(**{**defaults, **changes})
     metrics, stop = OperatorMetrics(), threading.Event()
     operator = Operator(

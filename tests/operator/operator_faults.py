@@ -130,7 +130,7 @@ def faults(  # noqa: PLR0913  what a run is made of
     kill_seconds: float,
     kinds: tuple[str, ...] = FORBIDDEN,
     seed: int = 1,
-    settle_seconds: float = 120,
+    debounce_seconds: float = 120,
     lease_seconds: int = 20,
 ) -> Json:
     """Disturb everything while one kind after the other is forbidden, and say what is not as the specs ask for."""
@@ -147,11 +147,11 @@ def faults(  # noqa: PLR0913  what a run is made of
             run.trouble.rate = 0.0
             # However few edits there was time for, one tier wants something that its operator has not done yet.
             run.change("first")
-            settled = run.settled(seconds=settle_seconds, without=plural)
+            settled = run.settled(seconds=debounce_seconds, without=plural)
             named = sum(_is_named(cluster, name, plural) for name in wanted)
             by_kind[plural] = {**settled, "tiers": len(wanted), "tiers_that_name_it": named}
         run.trouble.forbidden = ""
-        settled = run.settled(seconds=4 * settle_seconds)
+        settled = run.settled(seconds=4 * debounce_seconds)
         missed = [f"without {plural}: {each}" for plural, found in by_kind.items() for each in found["wrong"]]
         return {
             "kind": "faults",

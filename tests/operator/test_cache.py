@@ -47,87 +47,87 @@ def told() -> Told:
 
 
 @pytest.fixture
-def shelf(told: Told) -> ObjectStore:
+def store(told: Told) -> ObjectStore:
     return ObjectStore(CONFIGS, told)
 
 
-def data(shelf: ObjectStore, name: str = "c") -> dict[str, str] | None:
-    found = shelf.get(NAMESPACE, name)
+def data(store: ObjectStore, name: str = "c") -> dict[str, str] | None:
+    found = store.get(NAMESPACE, name)
     return None if found is None else found["data"]
 
 
-def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(shelf: ObjectStore, told: Told) -> None:
-    shelf.seen(config(1, a="first"))
-    shelf.enter(config(3, a="ours"))
-    shelf.seen(config(2, a="before"))
-    assert data(shelf) == {"a": "ours"}
-    shelf.seen(config(3, a="ours"))
+def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(store: ObjectStore, told: Told) -> None:
+    store.on_update(config(1, a="first"))
+    store.enter(config(3, a="ours"))
+    store.on_update(config(2, a="before"))
+    assert data(store) == {"a": "ours"}
+    store.on_update(config(3, a="ours"))
     assert told.names == ["c"]
-    shelf.seen(config(4, a="theirs"))
-    assert (data(shelf), told.names) == ({"a": "theirs"}, ["c", "c"])
+    store.on_update(config(4, a="theirs"))
+    assert (data(store), told.names) == ({"a": "theirs"}, ["c", "c"])
 
 
-def test_a_version_is_compared_as_a_number(shelf: ObjectStore) -> None:
-    shelf.seen(config(10, a="new"))
-    shelf.seen(config(9, a="old"))
-    assert data(shelf) == {"a": "new"}
+def test_a_version_is_compared_as_a_number(store: ObjectStore) -> None:
+    store.on_update(config(10, a="new"))
+    store.on_update(config(9, a="old"))
+    assert data(store) == {"a": "new"}
 
 
-def test_what_says_nothing_new_wakes_nobody(shelf: ObjectStore, told: Told) -> None:
-    shelf.seen(config(1, a="b"))
-    shelf.seen(config(2, a="b"))
+def test_what_says_nothing_new_wakes_nobody(store: ObjectStore, told: Told) -> None:
+    store.on_update(config(1, a="b"))
+    store.on_update(config(2, a="b"))
     assert told.names == ["c"]
-    assert (shelf.get(NAMESPACE, "c") or {})["metadata"]["resourceVersion"] == "2"
+    assert (store.get(NAMESPACE, "c") or {})["metadata"]["resourceVersion"] == "2"
 
 
-def test_an_object_made_anew_under_its_name_is_not_lost_with_the_one_before(shelf: ObjectStore) -> None:
-    shelf.seen(config(1, uid="before"))
-    shelf.enter(config(5, uid="after", a="b"))
-    shelf.gone(config(4, uid="before"))
-    assert data(shelf) == {"a": "b"}
+def test_an_object_made_anew_under_its_name_is_not_lost_with_the_one_before(store: ObjectStore) -> None:
+    store.on_update(config(1, uid="before"))
+    store.enter(config(5, uid="after", a="b"))
+    store.on_delete(config(4, uid="before"))
+    assert data(store) == {"a": "b"}
 
 
-def test_an_object_that_got_its_label_back_is_not_lost_with_the_event_that_told_of_the_loss(shelf: ObjectStore) -> None:
-    shelf.enter(config(5, a="b"))
-    shelf.gone(config(4))
-    assert data(shelf) == {"a": "b"}
+def test_an_object_that_got_its_label_back_is_not_lost_with_the_event_that_told_of_the_loss(store: ObjectStore) -> None:
+    store.enter(config(5, a="b"))
+    store.on_delete(config(4))
+    assert data(store) == {"a": "b"}
 
 
 def test_what_vanished_between_two_lists_is_told_and_what_was_written_meanwhile_stays(
-    shelf: ObjectStore, told: Told
+    store: ObjectStore, told: Told
 ) -> None:
     for number, name in enumerate(("stays", "goes")):
-        shelf.seen(config(number, name=name, uid=name))
-    shelf.enter(config(9, name="made", uid="made"))
-    shelf.complete(SCOPE, frozenset({"stays"}), "8")
-    assert shelf.names_of(NAMESPACE, "llama") == ("stays", "made")
+        store.on_update(config(number, name=name, uid=name))
+    store.enter(config(9, name="made", uid="made"))
+    store.on_list(SCOPE, frozenset({"stays"}), "8")
+    assert store.names_of(NAMESPACE, "llama") == ("stays", "made")
     assert told.names == ["stays", "goes", "goes"]
 
 
-def test_a_list_of_one_namespace_says_nothing_of_another(shelf: ObjectStore) -> None:
-    shelf.seen(config(1))
-    shelf.complete(Scope("v1", "ConfigMap", "elsewhere"), frozenset(), "8")
-    assert data(shelf) == {}
+def test_a_list_of_one_namespace_says_nothing_of_another(store: ObjectStore) -> None:
+    store.on_update(config(1))
+    store.on_list(Scope("v1", "ConfigMap", "elsewhere"), frozenset(), "8")
+    assert data(store) == {}
 
 
-def test_an_object_is_found_by_the_tier_whose_label_it_has_now(shelf: ObjectStore) -> None:
-    shelf.seen(config(1))
-    shelf.seen(config(2, label="other"))
-    assert (shelf.names_of(NAMESPACE, "llama"), shelf.names_of(NAMESPACE, "other")) == ((), ("c",))
-    shelf.gone(config(3, label="other"))
-    assert shelf.of(NAMESPACE, "other") == []
+def test_an_object_is_found_by_the_tier_whose_label_it_has_now(store: ObjectStore) -> None:
+    store.on_update(config(1))
+    store.on_update(config(2, label="other"))
+    assert (store.names_of(NAMESPACE, "llama"), store.names_of(NAMESPACE, "other")) == ((), ("c",))
+    store.on_delete(config(3, label="other"))
+    assert store.of(NAMESPACE, "other") == []
 
 
-def test_objects_read_as_they_were_entered_however_many_kinds_of_them_there_are(shelf: ObjectStore) -> None:
+def test_objects_read_as_they_were_entered_however_many_kinds_of_them_there_are(store: ObjectStore) -> None:
     entered = {}
     for number in range(40):
         body = config(1, name=f"c{number}", uid=f"u{number}", text=f"{number} " * number)
         body["metadata"]["labels"][names.LABEL_COMPONENT] = f"part-{number % 20}"
-        shelf.seen(body)
+        store.on_update(body)
         entered[f"c{number}"] = body
-    assert {name: shelf.get(NAMESPACE, name) for name in entered} == entered
-    shelf.seen(config(2, name="c0", uid="u0"))
-    assert data(shelf, "c0") == {}
+    assert {name: store.get(NAMESPACE, name) for name in entered} == entered
+    store.on_update(config(2, name="c0", uid="u0"))
+    assert data(store, "c0") == {}
 
 
 def test_of_a_node_only_what_decides_whether_a_pod_fits_is_kept(told: Told) -> None:
@@ -143,14 +143,14 @@ def test_of_a_node_only_what_decides_whether_a_pod_fits_is_kept(told: Told) -> N
             "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": "now"}, {"type": "DiskPressure"}],
         },
     }
-    nodes.seen(node)
+    nodes.on_update(node)
     stamp = nodes.stamp
     node["metadata"]["resourceVersion"], node["status"]["conditions"][0]["lastHeartbeatTime"] = "2", "later"
-    nodes.seen(node)
+    nodes.on_update(node)
     assert (nodes.stamp, told.names) == (stamp, ["n"])
     assert len(json.dumps(nodes.get("", "n"))) < 400
     node["metadata"]["resourceVersion"], node["spec"]["unschedulable"] = "3", True
-    nodes.seen(node)
+    nodes.on_update(node)
     assert (nodes.stamp != stamp, told.names) == (True, ["n", "n"])
 
 
@@ -189,8 +189,8 @@ class Events:
 
 
 @contextmanager
-def informed(source: Lists, shelf: ObjectStore) -> Iterator[Informer]:
-    informer = Informer(source, SCOPE, shelf)
+def informed(source: Lists, store: ObjectStore) -> Iterator[Informer]:
+    informer = Informer(source, SCOPE, store)
     informer.start()
     try:
         yield informer
@@ -199,37 +199,37 @@ def informed(source: Lists, shelf: ObjectStore) -> Iterator[Informer]:
         informer.join(60)
 
 
-def test_a_watch_goes_on_where_the_last_one_ended_and_a_forgotten_version_is_listed_anew(shelf: ObjectStore) -> None:
+def test_a_watch_goes_on_where_the_last_one_ended_and_a_forgotten_version_is_listed_anew(store: ObjectStore) -> None:
     source = Lists()
     source.lists = [[config(4)], [config(8, a="again")]]
     source.watches = [[{"type": "MODIFIED", "object": config(7, a="b")}], ClusterExpired("410")]
-    with informed(source, shelf):
-        until(lambda: data(shelf) == {"a": "again"})
+    with informed(source, store):
+        until(lambda: data(store) == {"a": "again"})
     assert source.asked[:4] == ["list 250", "watch 5", "watch 7", "list 250"]
 
 
-def test_a_version_that_is_forgotten_while_it_is_watched_is_listed_anew(shelf: ObjectStore) -> None:
+def test_a_version_that_is_forgotten_while_it_is_watched_is_listed_anew(store: ObjectStore) -> None:
     source = Lists()
     source.lists = [[config(4)], []]
     source.watches = [[{"type": "ERROR", "object": {"code": 410, "message": "too old"}}]]
-    with informed(source, shelf):
-        until(lambda: data(shelf) is None and len(source.asked) > 2)
+    with informed(source, store):
+        until(lambda: data(store) is None and len(source.asked) > 2)
     assert source.asked[:3] == ["list 250", "watch 5", "list 250"]
 
 
-def test_what_no_watch_tells_a_list_does(shelf: ObjectStore) -> None:
+def test_what_no_watch_tells_a_list_does(store: ObjectStore) -> None:
     source = Lists()
     source.lists, source.watches = [[], [config(4)]], [ClusterUnavailable("503")] * 9
-    with informed(source, shelf) as informer:
-        until(lambda: data(shelf) == {})
+    with informed(source, store) as informer:
+        until(lambda: data(store) == {})
         assert until(informer.trouble)[1] == "503"
 
 
-def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(shelf: ObjectStore, told: Told) -> None:
+def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(store: ObjectStore, told: Told) -> None:
     source = Lists()
     source.lists = [ClusterForbidden("403"), ClusterForbidden("403"), [config(4)]]
     source.watches = [[]] * 99
-    with informed(source, shelf) as informer:
+    with informed(source, store) as informer:
         assert informer.wait(60)
         assert isinstance(informer.refusal(), ClusterForbidden)
         assert informer.trouble() == (0.0, "")
@@ -291,5 +291,5 @@ def test_a_tier_is_found_by_the_claim_that_it_uses(told: Told) -> None:
     tiers = ObjectStore(TIERS, told)
     body = tier(volume={"claim": None, "existingClaim": "mine"})
     body["metadata"] |= {"uid": "t", "resourceVersion": "1"}
-    tiers.seen(body)
+    tiers.on_update(body)
     assert tiers.names_of(NAMESPACE, "mine") == ("llama",)

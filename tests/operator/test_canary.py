@@ -37,7 +37,7 @@ def send(
     clock = Clock()
     waiting = Waiting(now=clock.now, pause=clock.pause)
     replicas = (Replica(name="a", engine=first), Replica(name="b", engine=second))
-    sent = canary.run(*replicas, chunk=chunk or Chunk(), offers=offers, waiting=waiting, subjects=subjects)
+    sent = canary.run(*replicas, chunk=chunk or Chunk(), min_reuse=offers, waiting=waiting, subjects=subjects)
     return asyncio.run(sent)
 
 

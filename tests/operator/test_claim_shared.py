@@ -101,17 +101,17 @@ def test_the_others_are_those_of_the_same_claim_whatever_is_wrong_with_them() ->
 
 def test_only_what_matters_to_the_others_of_a_claim_is_told_to_them() -> None:
     told: list[set[str]] = []
-    shelf = ObjectStore(WATCHED_TIERS, lambda _namespace, _name, groups: told.append(groups))
+    store = ObjectStore(WATCHED_TIERS, lambda _namespace, _name, groups: told.append(groups))
 
     def seen(version: int, **changes: Any) -> None:
         body = {**tier(**changes.pop("spec", {})), **changes}
-        shelf.seen({**body, "metadata": {**body["metadata"], "uid": "u", "resourceVersion": str(version)}})
+        store.on_update({**body, "metadata": {**body["metadata"], "uid": "u", "resourceVersion": str(version)}})
 
     seen(1)
     seen(2, status={"replicas": 1})
     seen(3, spec={"replicas": 3})
     seen(4, spec={"disk": {"budget": {"maxBytes": "1Ti"}}})
-    shelf.gone(shelf.get("serving", "llama") or {})
+    store.on_delete(store.get("serving", "llama") or {})
     assert told == [{"llama-blocks"}, set(), set(), {"llama-blocks"}, {"llama-blocks"}]
 
 

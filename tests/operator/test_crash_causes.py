@@ -19,6 +19,15 @@ from kvtier_operator.parts import crash_causes
         ("OSError: You are trying to access a gated repo.", Reason.TOKEN_REFUSED),
         ("requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://x", Reason.TOKEN_REFUSED),
         ("RepositoryNotFoundError: 404 Client Error. (Request ID: Root=1)", Reason.MODEL_NOT_FOUND),
+        ("OSError: We couldn't connect to 'https://huggingface.co' to load the files", Reason.HUB_UNREACHABLE),
+        (
+            "MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co'): Max retries exceeded with url: /x\")",
+            Reason.HUB_UNREACHABLE,
+        ),
+        (
+            "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file",
+            Reason.HUB_UNREACHABLE,
+        ),
         ("OSError: nope is not a local folder and is not a valid model identifier listed on", Reason.MODEL_NOT_FOUND),
         ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", Reason.SHM_TOO_SMALL),
         (

@@ -57,7 +57,7 @@ def test_a_check_that_breaks_is_a_problem_and_no_crash() -> None:
 
 
 def test_a_dead_watch_is_told_to_the_kubelet_by_name(api: ApiServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "DEAF_SECONDS", 0.5)
+    monkeypatch.setattr(controller, "DEAD_WATCH_SECONDS", 0.5)
     kubectl, health = Client(api.url), Health()
 
     def deaf(request: Any) -> ApiError | None:
@@ -77,7 +77,7 @@ def test_a_dead_watch_is_told_to_the_kubelet_by_name(api: ApiServerThread, monke
         body["metadata"]["namespace"] = "default"
         kubectl.apply_tier(body)
         found = until(lambda: health.problems("/healthz").get("watches"))
-        assert "kopf has not told that default/llama changed" in found
+        assert "kopf has not reported that default/llama changed" in found
         until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
         api.server.faults.clear()
 

@@ -12,8 +12,8 @@ import pytest
 from asking_pods import Pods, on_loop, running, unreachable
 from waiting import until
 
-from kvtier_operator.observe import http_client as asker_module
-from kvtier_operator.observe.http_client import Address, HttpClient, HttpReply, HttpRequest, Turns
+from kvtier_operator.observe import http_client
+from kvtier_operator.observe.http_client import Address, HttpClient, HttpReply, HttpRequest
 
 
 @pytest.fixture
@@ -28,27 +28,7 @@ def at(port: int, path: str = "/", host: str = "127.0.0.1") -> Address:
 
 def fetch(asker: HttpClient, address: Address, *, seconds: float = 5.0, most_bytes: int = 4 << 20) -> HttpReply:
     question = HttpRequest(address=address, seconds=seconds, most_bytes=most_bytes)
-    return on_loop(asker, lambda: asker.ask(question, owner="tier"))
-
-
-def test_owners_take_turns_and_nobody_has_more_places_than_are_for_each() -> None:
-    turns: Turns[str] = Turns(places=4, places_each=2)
-    for name in ("a1", "a2", "a3"):
-        turns.add(name, owner="a", is_hopeful=True)
-    turns.add("b1", owner="b", is_hopeful=True)
-    assert [turns.take() for _ in range(4)] == [("a", "a1"), ("b", "b1"), ("a", "a2"), None]
-    turns.leave("a")
-    assert turns.take() == ("a", "a3")
-
-
-def test_who_did_not_answer_last_waits_for_everybody_else() -> None:
-    turns: Turns[str] = Turns(places=1, places_each=1)
-    turns.add("silent", owner="a", is_hopeful=False)
-    turns.add("new", owner="b", is_hopeful=True)
-    assert turns.take() == ("b", "new")
-    assert turns.take() is None
-    turns.leave("b")
-    assert turns.take() == ("a", "silent")
+    return on_loop(asker, lambda: asker.send(question, owner="tier"))
 
 
 @pytest.mark.parametrize(
@@ -118,45 +98,44 @@ def test_who_says_something_else_than_http_is_an_error_in_words(asker: HttpClien
         thread.join()
 
 
-@pytest.mark.parametrize("tiers", [60, 600])
-def test_six_hundred_pods_that_nobody_reaches_keep_no_other_tier_waiting(
-    tiers: int, pods: Pods, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pods_that_nobody_reaches_keep_no_other_tier_waiting(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer is waited for for half as long as the deadline of the others is."""
-    monkeypatch.setattr(asker_module, "CONNECT_SECONDS", 60.0)
+    monkeypatch.setattr(http_client, "CONNECT_SECONDS", 60.0)
     silent: list[object] = []
-    with unreachable() as port, running(places=64) as asker:
+    with unreachable() as port, running() as client:
 
         def ask_all() -> None:
             for number in range(600):
-                question = HttpRequest(address=at(port, host=f"127.1.{number // 250}.{number % 250 + 1}"), seconds=60.0)
-                asker.submit(question, owner=f"silent-{number % tiers}", done=silent.append)
+                host = f"127.1.{number // 250}.{number % 250 + 1}"
+                request = HttpRequest(address=at(port, host=host), seconds=60.0)
+                client.submit(request, owner=f"silent-{number % 60}", on_reply=silent.append)
 
-        asker.call(ask_all)
-        assert fetch(asker, at(pods.port)).is_ok
+        client.call(ask_all)
+        assert fetch(client, at(pods.port)).is_ok
     assert not [each for each in silent if isinstance(each, HttpReply)]
 
 
-def test_who_goes_on_for_too_long_beside_others_is_cut_off(pods: Pods) -> None:
+def test_an_owner_has_a_few_requests_open_at_a_time(pods: Pods) -> None:
     pods.may_answer.clear()
-    told: list[HttpReply | OSError] = []
-    with running(places=2) as asker:
+    replies: list[HttpReply | OSError] = []
+    with running() as client:
 
         def ask_all() -> None:
-            for number in range(6):
-                question = HttpRequest(address=at(pods.port, host=f"127.0.1.{number + 1}"), seconds=30.0)
-                asker.submit(question, owner=number, done=told.append)
+            for number in range(3 * http_client.REQUESTS_EACH):
+                request = HttpRequest(address=at(pods.port, host=f"127.0.1.{number + 1}"), seconds=30.0)
+                client.submit(request, owner="tier", on_reply=replies.append)
 
-        asker.call(ask_all)
-        until(lambda: len(told) >= 2)
+        client.call(ask_all)
+        until(lambda: len(pods.asked) == http_client.REQUESTS_EACH)
         pods.may_answer.set()
-    assert [str(each) for each in told[:2]] == ["answers too slowly"] * 2
+        until(lambda: len(replies) == 3 * http_client.REQUESTS_EACH)
+    assert all(isinstance(each, HttpReply) for each in replies)
 
 
-def test_the_longest_answer_gives_way_when_all_of_them_hold_too_much(
+def test_an_answer_ends_when_all_of_them_hold_too_much(
     asker: HttpClient, pods: Pods, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asker_module, "MOST_HELD_BYTES", 100_000)
+    monkeypatch.setattr(http_client, "MOST_HELD_BYTES", 100_000)
     pods.says |= {"/": bytes(50_000), "/long": bytes(200_000)}
     with pytest.raises(OSError, match="more than there is room for"):
         fetch(asker, at(pods.port, "/long"))
@@ -167,7 +146,7 @@ def test_an_asker_that_ends_leaves_nobody_behind(pods: Pods) -> None:
     pods.may_answer.clear()
     told: list[object] = []
     with running() as asker:
-        asker.call(lambda: asker.submit(HttpRequest(address=at(pods.port)), owner="tier", done=told.append))
+        asker.call(lambda: asker.submit(HttpRequest(address=at(pods.port)), owner="tier", on_reply=told.append))
         until(lambda: pods.asked)
     asker.call(told.append, "too late")
     assert told == []

@@ -28,7 +28,7 @@ from kvtier_operator.observe.targets import EngineTarget, NoCanary, ObservationP
 
 TIER = TierName(namespace="serving", name="llama")
 TARGETS = (EngineTarget(pod="a", address="10.0.0.1"), EngineTarget(pod="b", address="10.0.0.2"))
-ASK = ObservationPlan(rollout="r1", targets=TARGETS, refusal=None, interval_seconds=3600, offers=1, chunk=Chunk())
+ASK = ObservationPlan(rollout="r1", targets=TARGETS, refusal=None, interval_seconds=3600, min_reuse=1, chunk=Chunk())
 
 
 class Bench:
@@ -48,7 +48,7 @@ class Bench:
             read_key=self.read_key,
             now=self.clock.now,
             pause=self.clock.pause,
-            settle_seconds=0,
+            delay_seconds=0,
         )
 
     def connect(self, tier: TierName, address: str, key: str) -> ScriptedEngine:

@@ -33,7 +33,7 @@ class Rig:
         is_passing: Callable[[object], bool] = lambda _value: False,
     ) -> PollAnswer | None:
         subject = PollTarget(address=Address(host=host, port=self.pods.port, path="/"), uid=uid)
-        return self.probes.answer(subject, owner="llama", meaning=meaning, since=since, is_passing=is_passing)
+        return self.probes.answer(subject, owner="llama", parse=meaning, since=since, is_passing=is_passing)
 
     def settle(self, wakings: int) -> None:
         until(lambda: len(self.woken) == wakings)

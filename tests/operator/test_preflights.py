@@ -275,7 +275,7 @@ def test_a_job_of_somebody_else_is_left_and_told() -> None:
     run(cluster)
     run(cluster)
     assert cluster.look(JOB) == before
-    assert "belongs to somebody else" in condition(cluster, "StorageChecked")["message"]
+    assert "does not belong to this tier" in condition(cluster, "StorageChecked")["message"]
 
 
 def test_a_failure_at_any_call_is_repaired_by_the_next_pass() -> None:

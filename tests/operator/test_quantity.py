@@ -105,7 +105,8 @@ def test_bytes_are_written_in_the_largest_exact_unit(count: int, text: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("168h", 604800), ("7d", 604800), ("90m", 5400), ("1h30m", 5400), ("36h30m15s", 131415), ("0s", 0)]
+    ("text", "seconds"),
+    [("168h", 604800), ("7d", 604800), ("90m", 5400), ("1h30m", 5400), ("36h30m15s", 131415), ("0s", 0)],
 )
 def test_durations_are_counted_in_seconds(text: str, seconds: int) -> None:
     assert quantity.parse_seconds(text) == seconds

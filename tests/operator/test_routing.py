@@ -220,7 +220,7 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     assert (outcome.failure, outcome.poll_after) == (None, seconds)
     routing = {each["type"]: each for each in (cluster.look(TIER_KEY) or {})["status"]["conditions"]}["RoutingReady"]
     assert (routing["status"], routing["reason"]) == ("False", reason)
-    assert "it is tried again soon" in routing["message"]
+    assert "is tried again soon" in routing["message"]
     cluster.why = None
     outcome = reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
     assert (outcome.failure, outcome.poll_after) == (None, None)

@@ -7,7 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from healthy_tier import DECISIONS, HEALTHY, NOON, READY_POD, USAGE, VIEW, changed, check_problem, conditions, varied
+from healthy_tier import (
+    DECISIONS,
+    HEALTHY,
+    NOON,
+    READY,
+    READY_POD,
+    USAGE,
+    VIEW,
+    changed,
+    check_problem,
+    conditions,
+    varied,
+)
 from tiers import tier
 
 from kvtier_connector.contract.engine import REPLACED_WEIGHTS
@@ -203,7 +215,7 @@ def test_an_engine_restarted_in_a_rollout_is_told_apart_from_a_stranger() -> Non
     pods = (replace(READY_POD, report=EngineReport(refused=("generation",))),)
     found = conditions(changed(pods=pods))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", "Stranger")
-    assert "the rollout replaces it" in found["message"]
+    assert "The rollout replaces it" in found["message"]
 
 
 def test_an_engine_whose_weights_were_replaced_is_told_apart_from_a_stranger() -> None:
@@ -221,3 +233,12 @@ def test_blocks_of_one_engine_alone_are_no_generation_to_roll_back_to() -> None:
     }
     assert roles[updated.digest] == "Unshared"
     assert "Previous" in roles.values()
+
+
+def test_a_missing_secret_of_the_keys_is_named_with_the_command_that_makes_it() -> None:
+    reason = 'MountVolume.SetUp failed for volume "kvtier-keys": secret "kv-keys" not found'
+    waiting = replace(READY_POD, is_ready=False, mount_problem=f"FailedMount: {reason}")
+    found = conditions(varied(changed(pods=(waiting,), engines=replace(READY, ready=0)), spec=ENCRYPTED))
+    assert found["EnginesReady"]["reason"] == "KeyMissing"
+    assert "kubectl create secret generic kv-keys -n serving" in found["EnginesReady"]["message"]
+    assert found["Stalled"]["status"] == "True"

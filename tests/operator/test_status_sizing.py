@@ -118,6 +118,6 @@ def test_a_tier_scaled_to_nothing_waits_for_no_node() -> None:
 def test_a_message_stays_short_however_many_pods_there_are_and_however_much_others_say() -> None:
     strays = tuple(replace(READY_POD, name=f"llama-engine-{number}", hash_seed="7") for number in range(1000))
     found = conditions(changed(pods=strays))["HashSeedConsistent"]
-    assert "llama-engine-4 (7, sha256_cbor) and 995 more; no block of theirs" in found["message"]
+    assert "llama-engine-4 (7, sha256_cbor) and 995 more. These engines" in found["message"]
     talkative = with_engines(problem="x" * 100_000)
     assert all(len(each["message"]) <= 4096 for each in conditions(talkative).values())

@@ -19,10 +19,14 @@ NEVER = 3600.0
 
 @contextmanager
 def queue(
-    work: Callable[[str, int], Requeue], *, resync_seconds: float = NEVER, settle_seconds: float = 0.0, workers: int = 2
+    work: Callable[[str, int], Requeue],
+    *,
+    resync_seconds: float = NEVER,
+    debounce_seconds: float = 0.0,
+    workers: int = 2,
 ) -> Iterator[WorkQueue[str]]:
     found: WorkQueue[str] = WorkQueue(
-        work, workers=workers, resync_seconds=resync_seconds, settle_seconds=settle_seconds
+        work, workers=workers, resync_seconds=resync_seconds, debounce_seconds=debounce_seconds
     )
     found.start()
     try:
@@ -52,7 +56,7 @@ def test_a_burst_of_events_makes_one_pass() -> None:
         seen[key] += 1
         return Requeue()
 
-    with queue(work, settle_seconds=0.2) as found:
+    with queue(work, debounce_seconds=0.2) as found:
         for _ in range(100):
             found.add("a")
         until(lambda: seen["a"])
@@ -243,7 +247,7 @@ def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() 
     queue.add(-1)
     assert is_full.wait(60)
     for key in range(20):
-        queue.add_patiently(key)
+        queue.add_routine(key)
     for key in (100, 5, 101):
         queue.add(key)
     may_go.set()
@@ -288,11 +292,11 @@ def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:
         order.append(key)
         return Requeue(is_gone=True)
 
-    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60, settle_seconds=0.05)
+    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60, debounce_seconds=0.05)
     for key in (1, 2, 1):
-        queue.add_patiently(key)
+        queue.add_routine(key)
         queue.add(key)
-        queue.add_patiently(key)
+        queue.add_routine(key)
     queue.start()
     may_go.set()
     until(lambda: len(order) >= 2 and queue.depth() == 0)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster as the watches tell it: a pass reads from memory, and only what it writes goes to the API server.
+"""All watched objects in memory: a reconcile reads from here, and only its writes go to the API server.
 
-Memory may lag behind the cluster; so before something is made, the API server is asked whether it is there, and
-what replaced an object of ours is never written: each write names the incarnation that it means.
+Memory may lag behind the cluster. So an object is looked up at the API server before it is made, and each write names
+the incarnation that it means: an object that replaced ours is never written.
 
-An object of somebody else under a name that a tier needs is followed by itself, so that its going is noticed at once.
+A foreign object under a name that a tier needs is watched by itself, so that its deletion is noticed at once.
 
-Thread-safe: informers tell what they see, workers read and write.
+Thread-safe: informers write, workers read and write.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvtier_operator.kube.object_store import ObjectStore, WatchedKind
 from kvtier_operator.names import Manifest, ObjectKey, TierName
 
 OnChange = Callable[[str, frozenset[TierName]], None]
-"""Told of which kind something changed, and which tiers that concerns."""
+"""Called with the kind of the objects that changed, and with the tiers that this concerns."""
 
 
 def _budget(body: Mapping[str, Any]) -> str:
-    """Return what of a tier matters to the others on its claim."""
+    """Return the part of a tier that matters to the others on its claim."""
     spec = body.get("spec")
     disk = spec.get("disk") if isinstance(spec, Mapping) else None
     return str(disk.get("budget")) if isinstance(disk, Mapping) else ""
 
 
 def _node(body: Manifest) -> Manifest:
-    """Keep what decides whether a pod fits; a node that only says that it lives has not changed."""
+    """Keep the fields that decide whether a pod fits; a node that only reports its health has not changed."""
     metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
     ready = [
         {"type": each["type"], "status": each.get("status")}
@@ -58,7 +58,7 @@ TIERS: Final = WatchedKind(
     matters=_budget,
     is_followed=False,
 )
-"""kopf watches them, see `Cache.heard`; they are listed here, for what no watch has told."""
+"""kopf watches them, see `Cache.on_tier_event`; they are listed here, because a watch may miss a deletion."""
 NODES: Final = WatchedKind(api_version="v1", kind="Node", query=(), is_namespaced=False, keep=_node)
 WATCHED: Final = (
     TIERS,
@@ -81,43 +81,43 @@ WATCHED: Final = (
     # Their holders renew them all the time, and there is nothing of ours in them but that they are there.
     WatchedKind(api_version=names.COORDINATION, kind=names.LEASE_KIND, is_followed=False),
 )
-"""What a tier is made of: a change of any of it, by anybody, is looked at."""
+"""The kinds of objects that a tier consists of: each change of one, by any client, is reconciled."""
 
 
 class Cache:
     """All kinds in memory, and the informers that keep them so."""
 
     def __init__(
-        self, source: Source, told: OnChange, *, namespaces: tuple[str, ...] = (), list_seconds: float = 600.0
+        self, source: Source, on_change: OnChange, *, namespaces: tuple[str, ...] = (), list_seconds: float = 600.0
     ) -> None:
         """Store; `start` starts to read. Of the nodes nothing is kept where single namespaces are served.
 
         Args:
             source: where objects are read.
-            told: told what changed.
+            on_change: called after each change.
             namespaces: those that are read; none is all.
             list_seconds: after how long the tiers are listed again.
         """
         self._source = source
-        self._told = told
-        self._shelves: dict[tuple[str, str], ObjectStore] = {}
+        self._on_change = on_change
+        self._stores: dict[tuple[str, str], ObjectStore] = {}
         self._informers: dict[tuple[str, str], list[Informer]] = {}
         self._followed: dict[tuple[ObjectKey, TierName], tuple[Informer, ObjectStore]] = {}
         self._lock = threading.Lock()
         self._kopfs_thread = 0
-        """The thread that is in `heard`; 0 while none is."""
-        self._unheard: tuple[float, str] | None = None
-        """The first tier whose change a list brought since kopf has told anything, and when that was."""
+        """The thread that is in `on_tier_event`; 0 while none is."""
+        self._missed: tuple[float, str] | None = None
+        """The first tier whose change only a list brought since the last event of kopf, and when that was."""
         for watched in WATCHED if namespaces else (*WATCHED, NODES):
             key = (watched.api_version, watched.kind)
-            shelf = self._shelves[key] = ObjectStore(watched, self._teller(watched.kind))
+            store = self._stores[key] = ObjectStore(watched, self._on_change_of(watched.kind))
             if watched is TIERS:
-                self.tiers = shelf
+                self.tiers = store
             self._informers[key] = [
                 Informer(
                     source,
                     Scope(*key, namespace=each, query=watched.query),
-                    shelf,
+                    store,
                     is_followed=watched.is_followed,
                     list_seconds=list_seconds if watched is TIERS else None,
                 )
@@ -145,55 +145,55 @@ class Cache:
         for informer in informers:
             informer.join(max(0.0, deadline - time.monotonic()))
 
-    def shelf(self, api_version: str, kind: str, namespace: str) -> ObjectStore | None:
-        """Return what is known of a kind; None where it is not kept.
+    def store(self, api_version: str, kind: str, namespace: str) -> ObjectStore | None:
+        """Return the objects of a kind; None where the kind is not kept.
 
         Raises:
-            ClusterError: it is not known, because it may not be read.
+            ClusterError: the kind may not be read.
         """
         for informer in self._informers.get((api_version, kind), ()):
             if informer.scope.namespace in {"", namespace} and (refusal := informer.refusal()) is not None:
                 raise refusal
-        return self._shelves.get((api_version, kind))
+        return self._stores.get((api_version, kind))
 
     def trouble(self) -> tuple[float, str]:
         """Return for how many seconds a kind could not be followed, and why."""
         return max(informer.trouble() for informer in self._all())
 
     def kopfs_trouble(self) -> tuple[float, str]:
-        """Return for how many seconds kopf has not told of a change that a list of the tiers brought, and which."""
-        unheard = self._unheard
-        return (0.0, "") if unheard is None else (time.monotonic() - unheard[0], unheard[1])
+        """Return for how many seconds kopf has not reported a change that a list of the tiers brought, and which."""
+        missed = self._missed
+        return (0.0, "") if missed is None else (time.monotonic() - missed[0], missed[1])
 
-    def heard(self, tier: Manifest, *, is_deleted: bool) -> None:
-        """Take in what kopf's watch of the tiers tells."""
-        self._kopfs_thread, self._unheard = threading.get_ident(), None
+    def on_tier_event(self, tier: Manifest, *, is_deleted: bool) -> None:
+        """Take in an event of kopf's watch of the tiers."""
+        self._kopfs_thread, self._missed = threading.get_ident(), None
         try:
-            (self.tiers.gone if is_deleted else self.tiers.seen)(tier)
+            (self.tiers.on_delete if is_deleted else self.tiers.on_update)(tier)
         finally:
             self._kopfs_thread = 0
 
     def forgive_kopf(self) -> None:
-        """Forget what kopf has not told: it begins to watch only now."""
-        self._unheard = None
+        """Forget changes that kopf has not reported: it begins to watch only now."""
+        self._missed = None
 
     def stamp(self, watched: WatchedKind) -> int:
-        """Return what changes whenever objects of a kind do."""
-        return self._shelves[watched.api_version, watched.kind].stamp
+        """Return a number that changes whenever objects of a kind do."""
+        return self._stores[watched.api_version, watched.kind].stamp
 
     def follow(self, key: ObjectKey, tier: TierName, body: Manifest) -> None:
-        """Watch one object of somebody else, for that tier; this is how it stands now."""
+        """Watch one foreign object for that tier; `body` is the object as it is now."""
         scope = Scope(key.api_version, key.kind, tier.namespace, (("fieldSelector", f"metadata.name={key.name}"),))
-        shelf = ObjectStore(
+        store = ObjectStore(
             WatchedKind(api_version=key.api_version, kind=key.kind),
-            lambda *_: self._told(key.kind, frozenset({tier})),
+            lambda *_: self._on_change(key.kind, frozenset({tier})),
         )
         with self._lock:
             if (key, tier) in self._followed:
                 return
-            shelf.enter(body)
-            informer = Informer(self._source, scope, shelf)
-            self._followed[key, tier] = informer, shelf
+            store.enter(body)
+            informer = Informer(self._source, scope, store)
+            self._followed[key, tier] = informer, store
         informer.start()
 
     def unfollow(self, tier: TierName, key: ObjectKey | None = None) -> None:
@@ -205,7 +205,7 @@ class Cache:
             informer.stop()
 
     def followed(self, key: ObjectKey, tier: TierName) -> Manifest | None:
-        """Return that object of somebody else, if it is followed and still there."""
+        """Return that foreign object, if it is watched and still there."""
         with self._lock:
             found = self._followed.get((key, tier))
         return None if found is None else found[1].get(tier.namespace, key.name)
@@ -213,17 +213,17 @@ class Cache:
     def _all(self) -> list[Informer]:
         return [informer for informers in self._informers.values() for informer in informers]
 
-    def _teller(self, kind: str) -> Callable[[str, str, set[str]], None]:
-        def tell(namespace: str, name: str, groups: builtins.set[str]) -> None:
+    def _on_change_of(self, kind: str) -> Callable[[str, str, set[str]], None]:
+        def changed(namespace: str, name: str, groups: builtins.set[str]) -> None:
             if not name:
                 found = {TierName(namespace=place, name=tier) for place, tier in self.tiers.places()}
             else:
-                if kind == names.KIND and threading.get_ident() != self._kopfs_thread and self._unheard is None:
-                    self._unheard = (time.monotonic(), f"kopf has not told that {namespace}/{name} changed")
+                if kind == names.KIND and threading.get_ident() != self._kopfs_thread and self._missed is None:
+                    self._missed = (time.monotonic(), f"kopf has not reported that {namespace}/{name} changed")
                 claims = {names.KIND: groups, names.CLAIM_KIND: {name}}.get(kind, set())
                 users = {tier for claim in claims for tier in self.tiers.names_of(namespace, claim)}
                 of_it = {name} if kind == names.KIND else groups
                 found = {TierName(namespace=namespace, name=tier) for tier in of_it | users if tier}
-            self._told(kind, frozenset(found))
+            self._on_change(kind, frozenset(found))
 
-        return tell
+        return changed

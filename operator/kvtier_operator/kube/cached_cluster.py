@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster that is read from memory.
 
-One for each pass. Before its first write the tier is read anew, so that no pass acts for a tier that was deleted or
-edited since; before something is made, it is looked for. A pass in which nothing changed sends no request at all.
+One for each reconcile. Before its first write the tier is read anew, so that no reconcile acts for a tier that was
+deleted or edited since. Before an object is made, it is looked for. A reconcile without a change sends no request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 
 
 class CachedCluster:
-    """What one pass over one tier is given for the cluster. One thread."""
+    """The cluster as one reconcile of one tier sees it. One thread."""
 
     def __init__(self, cluster: Cluster, cache: Cache, tier: TierName) -> None:
         """Stand before that cluster, with what is known of it."""
@@ -37,11 +37,11 @@ class CachedCluster:
 
     def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
         """Return the object as it stands, as far as is known."""
-        shelf = self._cache.shelf(key.api_version, key.kind, namespace)
-        if shelf is None:
+        store = self._cache.store(key.api_version, key.kind, namespace)
+        if store is None:
             return self._cluster.get(key, namespace)
-        found = shelf.get(namespace, key.name)
-        if found is not None and not self._is_told_of(shelf, found):
+        found = store.get(namespace, key.name)
+        if found is not None and not self._is_watched(store, found):
             return self.refresh(key, namespace)
         found = found or self._cache.followed(key, self._tier)
         if key == self._tier_key:
@@ -51,20 +51,20 @@ class CachedCluster:
     def refresh(self, key: ObjectKey, namespace: str) -> Manifest | None:
         """Return the object as it stands at this moment, and remember that."""
         found = self._cluster.get(key, namespace)
-        shelf = self._cache.shelf(key.api_version, key.kind, namespace)
-        if shelf is not None and found is not None and self._is_told_of(shelf, found):
-            shelf.enter(found)
-        elif shelf is not None:
-            shelf.forget(namespace, key.name)
+        store = self._cache.store(key.api_version, key.kind, namespace)
+        if store is not None and found is not None and self._is_watched(store, found):
+            store.enter(found)
+        elif store is not None:
+            store.forget(namespace, key.name)
             if found is not None:
                 self._cache.follow(key, self._tier, found)
         return found
 
-    def _is_told_of(self, shelf: ObjectStore, found: Manifest) -> bool:
-        """Tell whether somebody tells when an object on a shelf goes.
+    def _is_watched(self, store: ObjectStore, found: Manifest) -> bool:
+        """Tell whether a watch reports the deletion of an object.
 
-        Of Leases nobody does. That of the tier's own janitor goes with the tier; one that an earlier tier of the name
-        left, or that is somebody else's, is followed by itself.
+        Leases are not watched. The Lease of the tier's own janitor goes with the tier; any other one, such as that of
+        an earlier tier of the name, is watched by itself.
         """
         metadata = found["metadata"]
         if found["kind"] in _WATCHED_WHOLE:
@@ -72,15 +72,15 @@ class CachedCluster:
         if names.LABEL_TIER not in (metadata.get("labels") or {}):
             return False
         owners = {each.get("uid") for each in metadata.get("ownerReferences") or ()}
-        return shelf.is_followed or self._given is None or self._given["metadata"]["uid"] in owners
+        return store.is_followed or self._given is None or self._given["metadata"]["uid"] in owners
 
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> builtins.list[Manifest]:
         """Return the objects that carry the labels of the selector, as far as is known."""
-        shelf = self._cache.shelf(api_version, kind, namespace)
-        if shelf is None:
+        store = self._cache.store(api_version, kind, namespace)
+        if store is None:
             return self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
         wanted = dict(part.split("=", 1) for part in selector.split(",") if part)
-        found: Iterable[Manifest] = shelf.of(namespace, wanted[names.LABEL_TIER]) if wanted else shelf.all()
+        found: Iterable[Manifest] = store.of(namespace, wanted[names.LABEL_TIER]) if wanted else store.all()
         return [each for each in found if wanted.items() <= (each["metadata"].get("labels") or {}).items()]
 
     def tiers_on(self, claim: str, namespace: str) -> builtins.list[Manifest]:
@@ -90,13 +90,13 @@ class CachedCluster:
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
         """Create or update an object."""
         key, namespace = names.key_of(manifest), manifest["metadata"]["namespace"]
-        shelf = self._cache.shelf(key.api_version, key.kind, namespace)
+        store = self._cache.store(key.api_version, key.kind, namespace)
         self._confirm()
         if over is None and self.refresh(key, namespace) is not None:
             raise ClusterConflict(f"cannot make {key}: meanwhile there is one")
         result = self._cluster.apply(manifest, over=over)
-        if shelf is not None:
-            shelf.enter(result)
+        if store is not None:
+            store.enter(result)
         self._cache.unfollow(self._tier, key)
         return result
 
@@ -125,7 +125,7 @@ class CachedCluster:
 
 
 _WATCHED_WHOLE: Final = frozenset({names.KIND, names.CLAIM_KIND})
-"""Kinds of which every object is watched, whatever its labels."""
+"""Kinds whose objects are all watched, whatever their labels."""
 
 
 def _intent(tier: Manifest) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster as a person with a kubeconfig sees it: tiers by name, and commands inside their pods.
+"""The cluster as a user with a kubeconfig sees it: tiers by name, and commands inside their pods.
 
-For the command line alone. What it may do is what the person may do.
+For the command line alone. It has the rights of the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kubernetes.stream import stream
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable, KindMissing
-from kvtier_operator.kube.client import KubernetesCluster, of_person, read_namespace, read_settings
+from kvtier_operator.kube.client import KubernetesCluster, read_namespace, read_settings, user_kubeconfig
 from kvtier_operator.names import Manifest
 
 FIELD_MANAGER: Final = "kvtier"
@@ -32,7 +32,7 @@ sys.stdout.write(u.build_opener(u.ProxyHandler({})).open(sys.argv[1], timeout=10
 
 
 class CliClient:
-    """What one person can reach."""
+    """The cluster, with the rights of one user."""
 
     def __init__(self, *, kubeconfig: str | None = None, context: str | None = None) -> None:
         """Read the kubeconfig; nothing is asked of the cluster yet.
@@ -40,13 +40,13 @@ class CliClient:
         Raises:
             ClusterUnavailable: there is none.
         """
-        kubeconfig = of_person(kubeconfig)
+        kubeconfig = user_kubeconfig(kubeconfig)
         self._settings = read_settings(kubeconfig=kubeconfig, context=context)
         self._settings.retries = False
         self._api = client.ApiClient(self._settings)
         self.cluster = KubernetesCluster(self._api)
         self.namespace = read_namespace(kubeconfig=kubeconfig, context=context)
-        """That of the context, where none is named."""
+        """Namespace of the context, for verbs that name none."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -87,8 +87,8 @@ def _in_words(error: Exception, server: str) -> str:
     return str(error)
 
 
-def of_person(kubeconfig: str | None) -> str | None:
-    """Return the file that a person means, as kubectl does: in a pod, too, one of theirs goes before its account."""
+def user_kubeconfig(kubeconfig: str | None) -> str | None:
+    """Return the file that a user means, as kubectl does: in a pod, too, it goes before the pod's account."""
     named = kubeconfig or os.environ.get("KUBECONFIG")
     if named:
         return named
@@ -150,7 +150,7 @@ _TIMEOUT_SECONDS: Final = (10.0, 60.0)
 
 @dataclass(frozen=True)
 class Credentials:
-    """How to reach the API server, for whoever brings another client."""
+    """Address and credentials of the API server, for another client."""
 
     server: str
     ca_path: str | None
@@ -294,7 +294,7 @@ class KubernetesCluster:
         """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
 
         Returns:
-            The tier as it then stands; None where it is gone, and nobody is left to read it.
+            The tier as it then is; None where it is gone.
 
         Raises:
             ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator may do to a cluster, whoever does it: the client, memory before it, or a test's dictionary."""
+"""The interface to a cluster: implemented by the client, by the memory in front of it, and by fakes of tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_operator.names import Manifest, ObjectKey, TierRef
 
 
 class Cluster(Protocol):
-    """What a reconcile may do to a cluster; every method may raise `ClusterError`."""
+    """The calls of a reconcile to a cluster; every method may raise `ClusterError`."""
 
     def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
         """Return the object, or None where there is none."""
@@ -59,7 +59,7 @@ class Cluster(Protocol):
         """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
 
         Returns:
-            The tier as it then stands; None where it is gone, and nobody is left to read it.
+            The tier as it then is; None where it is gone.
 
         Raises:
             ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.

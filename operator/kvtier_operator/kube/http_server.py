@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small HTTP servers of the operator: over IPv4 and IPv6, whichever the cluster's pods have, in JSON, unlogged.
+"""HTTP servers of the operator: over IPv4 and IPv6, in JSON, without a log; and the answers to the kubelet's probes.
 
-What the kubelet is told: ``/healthz`` while this process does its work, ``/readyz`` once it can.
-
-Served by a thread of its own, so that it answers, with the reason, just when the operator is stuck, and already while
-it waits for the lead. kopf's own probes live in its event loop, which is not there then.
+``/healthz`` is 200 while this process does its work, and ``/readyz`` once it can. Both have a thread of their own, so
+that they answer, with the reason, when the operator is stuck, and while it waits for the Lease. kopf's own probes live
+in its event loop, which is not there then.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the objects of one kind in memory as the API server has them: a list, and then a watch that goes on from it.
 
-kopf watches the tiers. It does not tell what vanished between two of its lists, so tiers are listed here as well. All
-other kinds are watched here alone: kopf's indices keep what vanished, hold kilobytes of each object, and end the
+kopf watches the tiers. It does not report what vanished between two of its lists, so tiers are listed here as well.
+All other kinds are watched here alone: kopf's indices keep what vanished, hold kilobytes of each object, and end the
 process where one kind may not be listed. The informer of the `kubernetes` package keeps objects whole, and tries again
 without a pause.
 
-Here, an object that a list shows no more is told as gone. A watch that fails is followed by a list. A connection on
-which nothing arrives is given up. A kind that may not be read is a problem of that kind, and is asked for again.
+Here, an object that a list does not have any more is reported as deleted. A watch that fails is followed by a list. A
+silent connection is given up. A kind that may not be read is a problem of that kind, and is asked for again.
 
-Threads: one for each informer, which alone reads. What it tells, it tells from that thread.
+Threads: one for each informer, which alone reads and calls the listener.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ class Source(Protocol):
 
 
 class Listener(Protocol):
-    """Who is told what an informer sees."""
+    """Receiver of the events of an informer."""
 
-    def seen(self, body: Manifest) -> object:
-        """An object stands like this."""
+    def on_update(self, body: Manifest) -> object:
+        """An object is new or has changed; this is how it is now."""
         ...
 
-    def gone(self, body: Manifest) -> None:
-        """An object was deleted, or is none of the scope any more; this is how it last stood."""
+    def on_delete(self, body: Manifest) -> None:
+        """An object was deleted or left the scope; this is how it last was."""
         ...
 
-    def complete(self, scope: Scope, uids: frozenset[str], version: str) -> None:
-        """A list is over: at that version, these objects stood and no others."""
+    def on_list(self, scope: Scope, uids: frozenset[str], version: str) -> None:
+        """A list is complete: at that version there were these objects and no others."""
         ...
 
-    def readable(self, scope: Scope) -> None:
-        """What could not be read is read again."""
+    def on_readable(self, scope: Scope) -> None:
+        """A kind that could not be read is read again."""
         ...
 
 
@@ -110,9 +110,9 @@ class Informer:
         """Store; `start` starts.
 
         Args:
-            source: where it is read.
-            scope: what is read.
-            listener: who is told.
+            source: reads and watches.
+            scope: the objects.
+            listener: receives the events.
             is_followed: whether it is watched after it was read once.
             list_seconds: after how long it is listed again where it is not watched; None lists it once.
         """
@@ -122,7 +122,7 @@ class Informer:
         self._is_followed = is_followed
         self._list_seconds = list_seconds
         self._stopping = threading.Event()
-        self._told = threading.Event()
+        self._is_answered = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._problem: ClusterError | None = None
@@ -137,7 +137,7 @@ class Informer:
 
     def wait(self, seconds: float) -> bool:
         """Wait until everything was read once, or is known to be forbidden, and tell whether it is."""
-        return self._told.wait(seconds)
+        return self._is_answered.wait(seconds)
 
     def stop(self) -> None:
         """Read nothing more."""
@@ -184,7 +184,7 @@ class Informer:
             except ClusterError as error:
                 failures += 1
                 self._failed(error)
-                # What no watch tells, a list does.
+                # A list brings the changes that the watch did not.
                 version = version if failures < 2 else ""  # noqa: PLR2004  the first one may be a dropped connection
             except Exception:
                 logger.exception("Watching %s failed unexpectedly; it begins anew.", self.scope)
@@ -198,16 +198,16 @@ class Informer:
             version = version or of_list
             for body in page:
                 uids.add(body["metadata"]["uid"])
-                self._listener.seen(body)
+                self._listener.on_update(body)
             if self._stopping.is_set():
                 raise ClusterUnavailable(f"reading {self.scope} was interrupted")
-        self._listener.complete(self.scope, frozenset(uids), version)
+        self._listener.on_list(self.scope, frozenset(uids), version)
         was_refused, self._is_complete = self._problem is not None and _is_refusal(self._problem), True
         if was_refused:
             logger.info("%s can be read again.", self.scope)
             self._problem = None
-            self._listener.readable(self.scope)
-        self._told.set()
+            self._listener.on_readable(self.scope)
+        self._is_answered.set()
         return version
 
     def _follow(self, version: str) -> str:
@@ -225,9 +225,9 @@ class Informer:
                         raise _error_of(body, self.scope)
                     version = body["metadata"]["resourceVersion"]
                     if event["type"] == "DELETED":
-                        self._listener.gone(body)
+                        self._listener.on_delete(body)
                     elif event["type"] != "BOOKMARK":
-                        self._listener.seen(body)
+                        self._listener.on_update(body)
                 return version
             finally:
                 with self._lock:
@@ -245,7 +245,7 @@ class Informer:
             self._well_at = time.monotonic()
         self._problem = error
         if _is_refusal(error):
-            self._told.set()
+            self._is_answered.set()
 
 
 def _is_refusal(error: ClusterError) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several operators acts: the one that holds the Lease. The others wait, and do nothing but look at it.
+"""Election of the operator that acts: the one that holds the Lease. The others wait, and only read it.
 
-Whoever loses the Lease ends at once: the kubelet starts it again as one that waits. Until it has ended it writes
-nothing either, since `Leadership.is_leader` says no from the moment in which the Lease was not renewed in time, seconds
-before anybody else may take it.
+An operator that loses the Lease ends at once, and the kubelet starts it again as one that waits. It writes nothing
+until it has ended: `Leadership.is_leader` says no as soon as the Lease was not renewed in time, seconds before another
+operator may take it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUEST_SECONDS: Final = 2.5
 
 
 def end_process() -> None:
-    """End this process without another word to the cluster: what it would still do is somebody else's by now."""
+    """End this process without another request to the cluster: another operator may act by now."""
     logger.critical("Lost the lease: another operator may lead from now on. This one ends.")
     logging.shutdown()
     os._exit(1)
@@ -54,7 +54,7 @@ class Leadership:
         """Store the settings; `start` starts the campaign.
 
         Args:
-            cluster: one with short time-outs, `REQUEST_SECONDS`, and nobody else's.
+            cluster: a client of its own with short time-outs, `REQUEST_SECONDS`.
             namespace: where the Lease is; empty for this pod's.
             name: of the Lease.
             seconds: how long a leader that went silent is waited for.
@@ -96,7 +96,7 @@ class Leadership:
         return False
 
     def close(self) -> None:
-        """Give the Lease back. What the lead allowed must have ended before."""
+        """Give the Lease back. All work of the leader must have ended before."""
         self._is_closing = True
         self._elector.close()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether what was applied to an object still stands, as its ``managedFields`` tell. Pure.
 
-The API server keeps, for each writer, a tree of the fields that are its own. What two have written is of both. Fields
-that others add beside ours stay theirs.
+The API server keeps a tree of the fields that each writer owns. A field may have two owners. Fields that others add
+beside ours stay theirs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _ours(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _covers(live: Any, wanted: Any, fields: Mapping[str, Any] | None) -> bool:
     """Tell whether everything wanted is there and ours; others may have added to it.
 
-    A map or list that the API server takes for one value is not ours any more once somebody has changed it. `fields`
-    are those of ours in it; None where it is part of such a value.
+    A map or list that the API server takes for one value is not ours any more once another writer has changed it.
+    `fields` are our fields in it; None where it is part of such a value.
     """
     if isinstance(wanted, dict):
         return isinstance(live, dict) and all(

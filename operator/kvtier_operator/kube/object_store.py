@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of one kind in memory: packed, found by what they belong to, the newest of what anybody said of them.
+"""The objects of one kind in memory: compressed, grouped by tier, each in its newest known version.
 
-What is kept of an object is what is used of it, less what others of its kind have, too: some kilobytes for all that a
-tier is made of. What a write returns is entered at once and stays until the watch has caught up with it, so nobody
-reads what was before their own write.
+Objects are stored trimmed to the fields we read, and compressed against others of their kind: all objects of a tier
+take some kilobytes. The result of a write is entered at once and stays until the watch has caught up with it, so a
+reconcile never reads a state from before its own write.
 
-Thread-safe: informers tell what they see, workers read and write.
+Thread-safe: informers write, workers read and write.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _slim(body: Manifest) -> Manifest:
 
 
 _NEVER_APPLIED: Final = frozenset({names.KIND, "Pod", "Job", names.LEASE_KIND})
-"""Kinds of which it does not matter who wrote which field: nothing is applied to them again and again."""
+"""Kinds whose managed fields are not used: nothing is applied to them again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class WatchedKind:
     group: Callable[[Mapping[str, Any]], str] = _of_label
     """By what objects are found: the tier that they are of."""
     matters: Callable[[Mapping[str, Any]], str] | None = None
-    """What of an object matters to those that it is found with; None is all of it."""
+    """Returns the part of an object that matters to the others of its group; None for all of it."""
 
 
 class _Kept(NamedTuple):
@@ -66,10 +66,10 @@ class _Kept(NamedTuple):
     version: str
     group: str
     like: bytes
-    """What it was packed against."""
+    """The object that it was compressed against."""
     packed: bytes
     mark: str = ""
-    """What of it matters to the others of its group."""
+    """The part that matters to the others of its group."""
 
 
 _MOST_ALIKE: Final = 8
@@ -77,12 +77,12 @@ _MOST_ALIKE: Final = 8
 
 
 class ObjectStore:
-    """The objects of one kind. Informers of several namespaces may fill one shelf."""
+    """The objects of one kind. Informers of several namespaces may fill one store."""
 
-    def __init__(self, watched: WatchedKind, told: Callable[[str, str, builtins.set[str]], None]) -> None:
-        """Start empty; `told` is called with the namespace, the name and the groups of what changed."""
+    def __init__(self, watched: WatchedKind, on_change: Callable[[str, str, builtins.set[str]], None]) -> None:
+        """Start empty; `on_change` is called with the namespace, the name and the groups of a changed object."""
         self._watched = watched
-        self._told = told
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._groups: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -92,19 +92,19 @@ class ObjectStore:
         """Changes with every change of what is kept."""
         self.is_followed = watched.is_followed
 
-    def seen(self, body: Manifest) -> bool:
-        """Keep an object as a watch or a list shows it, and tell whether that is news."""
+    def on_update(self, body: Manifest) -> bool:
+        """Keep an object as a watch or a list has it, and tell whether it changed."""
         where = _where(body)
         change = self._enter(where, body)
         if change is not None:
-            self._told(*where, change)
+            self._on_change(*where, change)
         return change is not None
 
     def enter(self, body: Manifest) -> None:
-        """Keep an object as a write of ours, or a look, returned it."""
+        """Keep an object as a write of ours, or a read, returned it."""
         self._enter(_where(body), body)
 
-    def gone(self, body: Manifest) -> None:
+    def on_delete(self, body: Manifest) -> None:
         """Forget an object, unless it was written since."""
         where, metadata = _where(body), body["metadata"]
         with self._lock:
@@ -116,9 +116,9 @@ class ObjectStore:
             ):
                 return
             self._take(where)
-        self._told(*where, {before.group})
+        self._on_change(*where, {before.group})
 
-    def complete(self, scope: Scope, uids: frozenset[str], version: str) -> None:
+    def on_list(self, scope: Scope, uids: frozenset[str], version: str) -> None:
         """Forget what a list did not show any more, unless it was written since."""
         with self._lock:
             vanished = {
@@ -129,14 +129,14 @@ class ObjectStore:
             for where in vanished:
                 self._take(where)
         for where, group in vanished.items():
-            self._told(*where, {group})
+            self._on_change(*where, {group})
 
-    def readable(self, _scope: Scope) -> None:
-        """Have everybody look again."""
-        self._told("", "", set())
+    def on_readable(self, _scope: Scope) -> None:
+        """Have every tier reconciled."""
+        self._on_change("", "", set())
 
     def forget(self, namespace: str, name: str) -> None:
-        """Forget what a look has shown to be gone."""
+        """Forget an object that a read has shown to be gone."""
         with self._lock:
             if (namespace, name) in self._kept:
                 self._take((namespace, name))
@@ -171,7 +171,7 @@ class ObjectStore:
                 yield found
 
     def _enter(self, where: tuple[str, str], body: Manifest) -> set[str] | None:
-        """Keep an object; return the groups that it is and was of, or None where that is no news."""
+        """Keep an object; return the groups that it is and was in, or None where it has not changed."""
         metadata = body["metadata"]
         watched = self._watched
         text = json.dumps(watched.keep(body), separators=(",", ":")).encode()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is reconciled when: a queue of keys with worker threads, back-off and a steady second look.
+"""A queue of keys with priorities, worker threads, back-off and a resync.
 
-Edits of tiers that serve go first, then all other changes, then routine looks, of which there may be very many at a
-time: after a resync, or when no pod of a namespace can be reached. One pass in four is for routine all the same.
+Edits of tiers that serve go first, then all other changes, then routine. Routine keys may be very many at a time: after
+a resync, or when no pod of a namespace can be reached. One reconcile in four is for routine all the same.
 
-A key waits at most once however often it is added, and never runs in two threads at a time: what is added while it runs
-makes it run once more. After a pass the key comes back by itself: soon after a failure, later each time, and after the
-resync interval otherwise, so that nothing depends on an event having been delivered.
+A key waits at most once, however often it is added, and never runs in two threads. A key that is added while it runs
+runs once more. After a reconcile the key comes back by itself: soon after a failure, later each time, or after the
+resync interval. So nothing depends on the delivery of an event.
 
-kopf's own queue is not used: it keeps what is to be tried again in annotations, and knows the changes of one kind only.
+kopf's own queue is not used: it keeps retries in annotations, and knows the changes of one kind only.
 
 Threads: `add` may be called from any thread. All fields are guarded by one condition; the work itself runs outside it.
 """
@@ -32,15 +32,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 LONGEST_DELAY_SECONDS: Final = 300.0
 
-PATIENT_SHARE: Final = 4
-"""One in so many passes is for what can wait."""
+ROUTINE_SHARE: Final = 4
+"""One in so many reconciles is for routine keys."""
 
 
 class Priority(enum.IntEnum):
     """How soon a key that is due gets a worker."""
 
     EDIT_OF_SERVING = 0
-    """A person changed what engines do under load: Bypass must not wait behind a thousand creations."""
+    """An edit of engines under load: Bypass must not wait behind a thousand creations."""
     CHANGE = 1
     ROUTINE = 2
 
@@ -52,16 +52,16 @@ class _Due(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Requeue:
-    """What a pass asks for next."""
+    """When a key is to run again."""
 
     retry_after: float | None = None
     """Seconds until the next try after the first failure in a row; None where nothing failed."""
     poll_after: float | None = None
-    """Seconds until the first look in a row at what may pass and nothing waits for; None where there is no such thing.
+    """Delay before polling again for a condition that may clear by itself; doubles each time. None: do not poll.
 
     Counted apart from failures: it may last for days, and a failure meanwhile is the first one all the same."""
     requeue_after: float | None = None
-    """Seconds until the next look, if that is sooner; None for the resync interval."""
+    """Seconds until the next run, if that is sooner; None for the resync interval."""
     is_gone: bool = False
     """Nothing is left to do for the key until it is added again."""
 
@@ -75,21 +75,21 @@ class WorkQueue(Generic[Key]):
         *,
         workers: int,
         resync_seconds: float,
-        settle_seconds: float = 0.0,
+        debounce_seconds: float = 0.0,
     ) -> None:
         """Store the settings; `start` starts the threads.
 
         Args:
-            work: one pass; told the key and how many times in a row it is being tried. What it raises counts as a
-                failure and is logged.
+            work: one reconcile; gets the key and the number of attempts in a row. An exception counts as a failure
+                and is logged.
             workers: threads, and so keys that run at the same time.
             resync_seconds: after how long a key runs again by itself, give or take a tenth.
-            settle_seconds: how long an added key waits, so that a burst of events makes one pass.
+            debounce_seconds: how long an added key waits, so that a burst of events makes one reconcile.
         """
         self._work = work
         self._workers = workers
         self._resync_seconds = resync_seconds
-        self._settle_seconds = settle_seconds
+        self._debounce_seconds = debounce_seconds
         self._changed = threading.Condition()
         self._due: dict[Key, _Due] = {}
         self._heaps: dict[Priority, list[tuple[float, int, Key]]] = {each: [] for each in Priority}
@@ -99,7 +99,7 @@ class WorkQueue(Generic[Key]):
         self._failures: dict[Key, int] = {}
         self._rechecks: dict[Key, int] = {}
         self._hurried: set[Key] = set()
-        """Keys that are due because somebody added them."""
+        """Keys that are due because they were added."""
         self._beat = time.monotonic()
         self._is_closed = False
         self._threads: list[threading.Thread] = []
@@ -124,13 +124,13 @@ class WorkQueue(Generic[Key]):
         return not any(thread.is_alive() for thread in self._threads)
 
     def add(self, key: Key, *, priority: Priority = Priority.CHANGE) -> None:
-        """Run a pass over the key soon, whatever it waits for now; before all keys of a lower priority."""
+        """Run the key soon, whatever it waits for now; before all keys of a lower priority."""
         with self._changed:
             self._hurried.add(key)
-            self._schedule(key, _Due(time.monotonic() + self._settle_seconds, priority))
+            self._schedule(key, _Due(time.monotonic() + self._debounce_seconds, priority))
 
-    def add_patiently(self, key: Key) -> None:
-        """Run a pass over the key when no change waits for one."""
+    def add_routine(self, key: Key) -> None:
+        """Run the key when no change waits for a worker."""
         self.add(key, priority=Priority.ROUTINE)
 
     def seconds_overdue(self) -> float:
@@ -176,7 +176,7 @@ class WorkQueue(Generic[Key]):
             try:
                 done = self._work(key, attempt)
             except Exception:
-                logger.exception("A pass over %s failed unexpectedly; it is tried again.", key)
+                logger.exception("The reconcile of %s failed unexpectedly; it is tried again.", key)
                 done = Requeue(retry_after=1.0)
             self._finish(key, done, is_hurried=is_hurried)
 
@@ -189,7 +189,7 @@ class WorkQueue(Generic[Key]):
                 due = [priority for priority, at in first.items() if at is not None and at <= now]
                 if due:
                     self._taken += 1
-                    is_for_routine = self._taken % PATIENT_SHARE == 0 and due[0] is not Priority.EDIT_OF_SERVING
+                    is_for_routine = self._taken % ROUTINE_SHARE == 0 and due[0] is not Priority.EDIT_OF_SERVING
                     _, _, key = heapq.heappop(self._heaps[due[-1] if is_for_routine else due[0]])
                     del self._due[key]
                     self._running[key] = None
@@ -211,14 +211,14 @@ class WorkQueue(Generic[Key]):
             self._beat = time.monotonic()
             delays = [done.requeue_after, _put_off(self._failures, key, done.retry_after, is_hurried=is_hurried)]
             if done.retry_after is None:
-                # A pass that failed need not have come to what is to be looked at again, so it says nothing of that.
+                # A reconcile that failed need not have come to the condition that is polled for.
                 delays.append(_put_off(self._rechecks, key, done.poll_after, is_hurried=is_hurried))
                 delays.append(self._resync_seconds)
             delay = min(each for each in delays if each is not None)
             if again is not None:
                 self._schedule(key, again)
             elif not done.is_gone:
-                # Jitter keeps a thousand tiers, listed in one second, from being looked at in one second for ever.
+                # Jitter spreads a thousand tiers that were listed in one second.
                 at = self._beat + delay * random.uniform(0.9, 1.1)  # noqa: S311  no secret
                 self._schedule(key, _Due(at, Priority.ROUTINE))
 
@@ -228,7 +228,7 @@ def _put_off(counts: dict[Key, int], key: Key, first: float | None, *, is_hurrie
     if first is None:
         counts.pop(key, None)
         return None
-    # What changes again and again while something lasting is wrong with it must not make all else wait long.
+    # A tier that changes again and again while a failure lasts must not make its other changes wait long.
     count = max(1, counts.get(key, 0) + (not is_hurried))
     counts[key] = count
     delay: float = min(first * 2 ** min(count - 1, 16), LONGEST_DELAY_SECONDS)

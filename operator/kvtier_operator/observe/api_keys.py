@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key that engines ask for at their API: vLLM's ``--api-key`` or ``VLLM_API_KEY``, where it is and how it is read.
 
-It is read right before engines are asked, kept nowhere and written nowhere. The operator may read no Secret but those
+It is read right before engines are asked, and kept nowhere. The operator may read no Secret but those
 that its installer names, by ``rbac.readSecrets`` of the chart.
 """
 
@@ -36,7 +36,7 @@ class KeySource:
 
 
 def find_key(spec: TierSpec) -> KeySource | None:
-    """Return where the key is; None where there is none, or it comes from where nobody but the pod can read it."""
+    """Return where the key is; None where there is none, or only the pod can read it."""
     given = {str(each["name"]): each for each in spec.engine.env}
     flag = _of_flag(spec.engine.args)
     if flag is None:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new picture for a canary: squares of random colours as PNG, so that nobody has sent it before.
+"""Canary prompts: they prove that one replica loads from the volume the blocks that another one computed.
 
-Prove that two replicas share their cache: what one computed, the other loads from the volume.
-
-The prompt is made of random tokens, so nobody has asked it before, and it says nothing about anybody. Whatever the
-second replica has cached of it can only have come from the volume. A tier with adapters, or a model that takes
-pictures, is asked with one of each, too: their blocks are named in another way. Where engines do not tell how much of
-an answer was cached (vLLM's --enable-prompt-tokens-details), their counters tell, if nobody else was served meanwhile.
+The prompt is new, because its tokens are random. So the blocks that the second replica has of it can only have come
+from the volume. A tier with adapters, or a model that takes pictures, gets a prompt with one of each, too: their blocks
+are named in another way. Where answers do not say how much of them was cached (vLLM's --enable-prompt-tokens-details),
+the counters of the engine do, if it served no other request meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 CHUNKS: Final = 4
 FEWEST_TOKENS: Final = 256
 MOST_TOKENS: Final = 8192
-"""What a canary may cost: a fraction of a second of one engine."""
+"""Limit of the cost: a fraction of a second of one engine."""
 
 _ROOM_FOR_PICTURES: Final = 2048
 """Tokens that a model must take for a picture and a prompt of some blocks."""
@@ -59,8 +57,8 @@ _LOWEST_TOKEN, _HIGHEST_TOKEN = 10, 250
 
 STORE_SECONDS: Final = 30.0
 """How long a store may take; it waits for those before it."""
-NEWS_SECONDS: Final = 3.0
-"""After how long another engine knows what was stored, three times over."""
+VISIBLE_SECONDS: Final = 3.0
+"""Three times the delay until another engine finds a stored block."""
 COUNT_SECONDS: Final = 5.0
 """How long an engine's counters may lag behind its answer."""
 POLL_SECONDS: Final = 0.5
@@ -76,7 +74,7 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What one block file holds."""
+    """The part of a prompt that one block file holds."""
 
     tokens: int | None = None
     """None where it is a number of the engine's own blocks."""
@@ -85,7 +83,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Subjects:
-    """What is proven beside the model's own text."""
+    """Kinds of prompts that are proven beside text for the model itself."""
 
     adapters: tuple[str, ...] = ()
     """Names of adapters whose contents engines can tell; one of them is asked for."""
@@ -108,7 +106,7 @@ async def run(  # noqa: PLR0913  each by its name
     second: Replica,
     *,
     chunk: Chunk,
-    offers: int,
+    min_reuse: int,
     waiting: Waiting,
     subjects: Subjects = TEXT_ALONE,
 ) -> CanaryResult:
@@ -117,12 +115,12 @@ async def run(  # noqa: PLR0913  each by its name
     Args:
         first: asked first; stores the prompt.
         second: asked then.
-        chunk: what one block file holds.
-        offers: how many times a block must be offered before it is stored.
+        chunk: the part of a prompt that one block file holds.
+        min_reuse: how many times a block must be offered before it is stored.
         waiting: how time passes.
-        subjects: what is sent another prompt each, once text is proven.
+        subjects: kinds of prompts that are sent once text is proven.
     """
-    pair = _Pair(first=first, second=second, offers=offers, waiting=waiting)
+    pair = _Pair(first=first, second=second, min_reuse=min_reuse, waiting=waiting)
     try:
         served, reading = await first.engine.model(), await first.engine.metrics()
     except EngineError as error:
@@ -150,7 +148,7 @@ Ask = Callable[[EngineApi], Awaitable["int | None"]]
 class _Pair:
     first: Replica
     second: Replica
-    offers: int
+    min_reuse: int
     waiting: Waiting
 
 
@@ -182,10 +180,10 @@ def _asks(subjects: Subjects, served: Served, length: int, chunk_tokens: int) ->
     if subjects.adapters:
         name = random.SystemRandom().choice(subjects.adapters)
         found.append((f"the adapter {name}", _text(name, length)))
-    # What a picture and three tokens a word may take, with room for the template of the chat.
+    # Room for a picture, three tokens a word, and the template of the chat.
     most = served.most_tokens or MOST_TOKENS
     words = max(1, min(length, MOST_TOKENS // 4, most // 4))
-    # What may be shorter than one chunk is kept by nobody.
+    # A prompt shorter than one chunk is not stored.
     if subjects.has_pictures and most >= _ROOM_FOR_PICTURES and words >= chunk_tokens:
         found.append(("a picture", _picture(served.name, words)))
     return found
@@ -215,10 +213,10 @@ def _unanswered(pair: _Pair, pod: str, error: EngineError) -> CanaryResult:
 async def _run(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
     first, second, waiting = pair.first, pair.second, pair.waiting
     before = await first.engine.metrics()
-    for _ in range(pair.offers):
+    for _ in range(pair.min_reuse):
         await ask(first.engine)
 
-    def told(outcome: CanaryOutcome, cached: float = 0) -> CanaryResult:
+    def result(outcome: CanaryOutcome, cached: float = 0) -> CanaryResult:
         return CanaryResult(
             outcome=outcome,
             first=first.name,
@@ -228,12 +226,12 @@ async def _run(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
         )
 
     has_stored = await _wait_for_store(first.engine, before, waiting)
-    await waiting.pause(NEWS_SECONDS)
+    await waiting.pause(VISIBLE_SECONDS)
     try:
         begin = await second.engine.metrics()
         cached = await ask(second.engine)
         if cached:
-            return told(CanaryOutcome.LOADED, cached)
+            return result(CanaryOutcome.LOADED, cached)
         end = await _wait_for_count(second.engine, begin, waiting)
     except EngineError as error:
         raise _NotAnsweredError(second.name, error) from error
@@ -244,12 +242,12 @@ async def _run(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
         and not end.unfinished_requests
     )
     if cached is None and not is_alone:
-        return told(CanaryOutcome.BUSY)
+        return result(CanaryOutcome.BUSY)
     if cached is None and end.disk_tokens > begin.disk_tokens:
-        return told(CanaryOutcome.LOADED, end.disk_tokens - begin.disk_tokens)
+        return result(CanaryOutcome.LOADED, end.disk_tokens - begin.disk_tokens)
     if found > 0:
-        return told(CanaryOutcome.FOUND if is_alone else CanaryOutcome.BUSY)
-    return told(CanaryOutcome.MISSED if has_stored else CanaryOutcome.NOT_STORED)
+        return result(CanaryOutcome.FOUND if is_alone else CanaryOutcome.BUSY)
+    return result(CanaryOutcome.MISSED if has_stored else CanaryOutcome.NOT_STORED)
 
 
 async def _wait_for_store(engine: EngineApi, before: EngineCounters, waiting: Waiting) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether loading from the volume was worth it over the last hour, from what engines measured while serving. Pure."""
+"""Whether loading from the volume paid over the last hour, by the measurements of serving engines. Pure."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Served:
 
 
 class EngineApi(Protocol):
-    """What a canary needs of an engine; each method may raise `EngineError`."""
+    """The calls to an engine that a canary needs; each may raise `EngineError`."""
 
     async def model(self) -> Served:
         """Return what it serves."""
@@ -63,15 +63,15 @@ class EngineApi(Protocol):
 class HttpEngine:
     """The OpenAI API and the metrics of one engine pod."""
 
-    def __init__(self, asker: HttpClient, address: str, *, owner: Hashable, key: str = "") -> None:
-        """Remember the pod's IP address, whose turn it is, and the key of its API, which its metrics do without.
+    def __init__(self, http_client: HttpClient, address: str, *, owner: Hashable, key: str = "") -> None:
+        """Remember the pod's IP address, its tier, and the key of its API, which its metrics do without.
 
         Raises:
             EngineLocked: no request can carry the key.
         """
         if not (key.isascii() and key.isprintable()):
             raise EngineLocked("is asked with a key of characters that no request can carry")
-        self._asker = asker
+        self._http = http_client
         self._address = address
         self._owner = owner
         self._authorization = {"Authorization": f"Bearer {key}"} if key else {}
@@ -122,7 +122,7 @@ class HttpEngine:
             raise EngineError(f"answers {path} with something else than JSON") from error
 
     async def _ask(self, method: str, path: str, body: Any, seconds: float) -> bytes:
-        question = HttpRequest(
+        request = HttpRequest(
             address=Address(host=self._address, port=names.HTTP_PORT, path=path),
             method=method,
             body=None if body is None else json.dumps(body).encode(),
@@ -133,7 +133,7 @@ class HttpEngine:
             seconds=seconds,
         )
         try:
-            reply = await self._asker.ask(question, owner=self._owner)
+            reply = await self._http.send(request, owner=self._owner)
         except OSError as error:
             raise EngineError(f"does not answer {path} ({type(error).__name__})") from error
         if reply.status in {http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN}:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What asking the engines has shown, as values that compare equal when nothing that matters changed. Pure."""
+"""Findings about running engines, as values that compare equal while nothing that matters changed. Pure."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class CanaryResult:
     cached_tokens: int = 0
     """Of the second answer, from the volume."""
     problem: str = ""
-    """What an engine answered instead."""
+    """The answer of an engine, where it was no result."""
     subject: str = ""
-    """What the prompt came with, where it was not text for the model alone."""
+    """The addition to the prompt, where it was not text for the model alone."""
     covered: tuple[str, ...] = ()
-    """What it was proven with beside text."""
+    """Kinds of prompts beside text that it was proven with."""
     open: tuple[str, ...] = ()
-    """What it was tried with in vain: other requests, or an engine that does not answer that."""
+    """Kinds of prompts that showed nothing: other requests ran, or an engine does not answer them."""
 
 
 class EffectOutcome(enum.Enum):
@@ -70,7 +70,7 @@ class EffectOutcome(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class EffectResult:
-    """What loading was worth over the last hour."""
+    """The benefit of loading over the last hour."""
 
     outcome: EffectOutcome
     loaded_tokens: int = 0

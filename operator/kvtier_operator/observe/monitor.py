@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the engines of every tier in the background, rarely and within deadlines; a pass looks and never waits.
+"""Asks the engines of every tier in the background, rarely and within deadlines; a reconcile never waits for it.
 
 A tier costs two small requests each ten minutes to each engine, and two short prompts after each rollout and every few
-hours. What did not work is tried again later each time.
+hours. A failed attempt is repeated later each time.
 
-Threads: `look` and `forget` may be called from any thread and one lock guards the records; all else is on the asker's
-loop. A tier is asked by one task at a time, so its record has one writer.
+Threads: `findings` and `forget` may be called from any thread, and one lock guards the records. Everything else is on
+the loop of the HTTP client. A tier is asked by one task at a time, so its record has one writer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS: Final = 600.0
 """How often the counters of engines are read."""
-SETTLE_SECONDS: Final = 5.0
+DELAY_SECONDS: Final = 5.0
 """After a rollout, before the first canary: engines have just begun to serve."""
 RETRY_SECONDS: Final = 60.0
 """After a canary that showed nothing; doubled each time, up to the interval."""
@@ -55,36 +55,36 @@ class _Record:
 
 
 class Monitor:
-    """What is known of each tier, and the tasks that find it out."""
+    """The findings of each tier, and the tasks that make them."""
 
     def __init__(  # noqa: PLR0913  what it is wired to, with the defaults of production
         self,
-        asker: HttpClient,
-        changed: Callable[[TierName], None],
+        http_client: HttpClient,
+        on_change: Callable[[TierName], None],
         *,
         connect: Callable[[TierName, str, str], EngineApi] | None = None,
         read_key: Callable[[TierName, KeySource], str] = lambda _tier, source: source.literal,
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        settle_seconds: float = SETTLE_SECONDS,
+        delay_seconds: float = DELAY_SECONDS,
     ) -> None:
-        """Ask nobody yet.
+        """Store; the first call of `findings` asks.
 
         Args:
-            asker: who asks.
-            changed: told, from the asker's thread, which tier to look at again.
+            http_client: sends the requests.
+            on_change: called from the thread of the loop with a tier whose findings changed.
             connect: returns a tier's engine at an IP address, to be asked with a key; without one where it is empty.
             read_key: returns the key of a tier's engines, or raises `EngineLocked`; may block.
             now: seconds that never go back.
             pause: waits so many seconds.
-            settle_seconds: how long after a rollout the first canary is sent.
+            delay_seconds: how long after a rollout the first canary is sent.
         """
-        self._asker = asker
-        self._changed = changed
-        self._connect = connect or (lambda tier, address, key: HttpEngine(asker, address, owner=tier, key=key))
+        self._http = http_client
+        self._on_change = on_change
+        self._connect = connect or (lambda tier, address, key: HttpEngine(http_client, address, owner=tier, key=key))
         self._read_key = read_key
         self._now = now
-        self._settle_seconds = settle_seconds
+        self._delay_seconds = delay_seconds
         self._waiting = canary.Waiting(now=now, pause=pause)
         self._lock = threading.Lock()
         self._records: dict[TierName, _Record] = {}
@@ -93,7 +93,7 @@ class Monitor:
         """Tiers that are being asked, and whether to look after them again at once."""
 
     def findings(self, tier: TierName, ask: ObservationPlan, *, proven_rollout: str | None) -> Findings:
-        """Return what is known, and have the tier asked when it is time to.
+        """Return the findings so far, and have the tier asked when it is due.
 
         Args:
             tier: which one.
@@ -106,7 +106,7 @@ class Monitor:
                 record = self._begin(ask, is_proven=proven_rollout == ask.rollout)
             elif known.ask.rollout != ask.rollout:
                 findings = replace(known.findings, canary=None)
-                due = self._now() + self._settle_seconds
+                due = self._now() + self._delay_seconds
                 record = replace(known, ask=ask, findings=findings, due=due, failures=0, misses=0, samples=())
             else:
                 record = replace(known, ask=ask)
@@ -116,7 +116,7 @@ class Monitor:
             ask.refusal,
             ask.targets,
         ):
-            self._asker.call(self._look_after, tier)
+            self._http.call(self._look_after, tier)
         return record.findings
 
     def forget(self, tier: TierName) -> None:
@@ -124,12 +124,12 @@ class Monitor:
         with self._lock:
             is_known = self._records.pop(tier, None) is not None
         if is_known:
-            self._asker.call(self._look_after, tier)
+            self._http.call(self._look_after, tier)
 
     def _begin(self, ask: ObservationPlan, *, is_proven: bool) -> _Record:
         """Make the first record; where the status speaks of it already, thousands of tiers are not asked at once."""
         now, share = self._now(), random.random() if is_proven else 0.0  # noqa: S311  no secret
-        due = now + max(share * ask.interval_seconds, self._settle_seconds)
+        due = now + max(share * ask.interval_seconds, self._delay_seconds)
         return _Record(ask=ask, due=due, sample_due=now + share * SAMPLE_SECONDS)
 
     def _look_after(self, tier: TierName) -> None:
@@ -140,19 +140,19 @@ class Monitor:
             self._busy[tier] = True
         else:
             self._busy[tier] = False
-            self._asker.spawn(self._work(tier))
+            self._http.spawn(self._work(tier))
 
     async def _work(self, tier: TierName) -> None:
         wait: float | None = RETRY_SECONDS
         try:
             wait = await self._ask_if_due(tier)
         except Exception:
-            # The edge of the task: a tier that breaks it must be asked again, and no other one suffer.
+            # The edge of the task: a tier that breaks it is asked again, and holds up no other one.
             logger.exception("%s could not be asked; it is tried again.", tier)
         if self._busy.pop(tier):
             self._look_after(tier)
         elif wait is not None:
-            self._timers[tier] = self._asker.call_later(wait, self._look_after, tier)
+            self._timers[tier] = self._http.call_later(wait, self._look_after, tier)
 
     async def _ask_if_due(self, tier: TierName) -> float | None:
         """Do what is due, and return in how many seconds something is again; None where that needs another look."""
@@ -177,7 +177,7 @@ class Monitor:
                 return
             self._records[tier] = replace(after, ask=current.ask)
         if after.findings != before.findings:
-            self._changed(tier)
+            self._on_change(tier)
 
     async def _sample(self, tier: TierName, record: _Record, now: float) -> _Record:
         read = await asyncio.gather(*(self._read(tier, target) for target in record.ask.targets))
@@ -205,8 +205,8 @@ class Monitor:
         if found.outcome.is_proof:
             due = self._now() + ask.interval_seconds * random.uniform(0.9, 1.0)  # noqa: S311  no secret
             known = record.findings.canary
-            is_news = known is None or not known.outcome.is_proof
-            findings = replace(record.findings, canary=found) if is_news else record.findings
+            is_new = known is None or not known.outcome.is_proof
+            findings = replace(record.findings, canary=found) if is_new else record.findings
             return replace(record, due=due, failures=0, misses=0, findings=findings)
         failures = record.failures + 1
         misses = record.misses + 1 if found.outcome.is_disproof else 0
@@ -229,7 +229,7 @@ class Monitor:
         except EngineLocked as error:
             return CanaryResult(outcome=CanaryOutcome.LOCKED, first=first.pod, second=second.pod, problem=str(error))
         return await canary.run(
-            *replicas, chunk=ask.chunk, offers=ask.offers, waiting=self._waiting, subjects=ask.subjects
+            *replicas, chunk=ask.chunk, min_reuse=ask.min_reuse, waiting=self._waiting, subjects=ask.subjects
         )
 
     @staticmethod
@@ -239,5 +239,5 @@ class Monitor:
             return found if misses >= PATIENCE else known
         if known is not None and (known.outcome.is_proof or known.outcome.is_disproof):
             return known
-        # The same trouble with the other pod, or the other way round, is no news.
+        # The same failure with the other pod changes nothing.
         return known if known is not None and known.outcome is found.outcome else found

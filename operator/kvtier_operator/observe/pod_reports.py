@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the few numbers that matter here from an engine's ``/metrics``. Pure.
+"""Reports of pods, reduced to the numbers that the operator uses. Pure.
 
-The text has a thousand lines and more, of which twenty are read: no library is asked to understand the rest.
+An engine's ``/metrics`` has a thousand lines and more, and twenty are read: no library parses the rest.
 
-What pods say about the volume, reduced to what is worth writing down. Pure.
-
-Sizes are rounded down to eight significant bits (at most 0.8 % off) and times to the hour, so that a tier on which
-nothing much happens has one and the same status all day.
+Sizes are rounded down to eight significant bits (at most 0.8 % off), and times to the hour. So the status of a quiet
+tier stays the same all day.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom to ask, and whether a canary makes sense now: decided from the snapshot of a pass. Pure."""
+"""Which engines to ask, and whether to send a canary now: decided by the snapshot of a reconcile. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservationPlan:
-    """What may be asked of a tier now."""
+    """The engines of a tier that may be asked now, and the canary to send."""
 
     rollout: str
     """Changes when engines are replaced by others, or read and write other blocks: then the proof is void."""
@@ -45,7 +45,7 @@ class ObservationPlan:
     """Engines that serve."""
     refusal: NoCanary | None
     interval_seconds: float
-    offers: int
+    min_reuse: int
     chunk: Chunk
     subjects: Subjects = TEXT_ALONE
     key: KeySource | None = None
@@ -67,7 +67,7 @@ def make_observation_plan(spec: TierSpec, snapshot: Snapshot, *, generation: str
         targets=tuple(sorted(EngineTarget(pod=pod.name, address=pod.address) for pod in serving)),
         refusal=_refusal(spec, snapshot, serving),
         interval_seconds=spec.proof.canary.interval_seconds,
-        offers=spec.disk.admission.min_reuse,
+        min_reuse=spec.disk.admission.min_reuse,
         chunk=chunk,
         subjects=_subjects(spec),
         key=find_key(spec),
@@ -78,7 +78,7 @@ def _subjects(spec: TierSpec) -> Subjects:
     config = config_of(spec) or {}
     is_text_only = engine_args.read(spec.engine.args).has("language-model-only")
     return Subjects(
-        # One from the hub is written while the engine starts, so nobody can tell what the engine has read of it.
+        # An adapter from the hub is written while the engine starts: its contents as read are not known.
         adapters=tuple(lora["name"] for lora in spec.model.loras if "claim" in lora["source"]),
         has_pictures="vision_config" in config and not is_text_only,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which conditions say nothing of a tier because of its connector, and who looks after that instead. Pure."""
+"""Conditions that do not apply to a tier because of its connector, and the program that does the work instead. Pure."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _OF_KVTIER: Final = frozenset({_SHARED, "DiskEffective"})
 
 
 def not_applicable(kind: str, spec: TierSpec | None, snapshot: Snapshot | None = None) -> Problem | None:
-    """Return what is said of a condition that a tier's connector leaves nothing to judge of; None where it does not."""
+    """Return the judgement of a condition that does not apply to the connector of a tier; None where it applies."""
     if spec is None:
         return None
-    if kind == _SHARED and snapshot is not None and (told := _redis_is_silent(spec, snapshot)) is not None:
-        return told
+    if kind == _SHARED and snapshot is not None and (found := _redis_is_silent(spec, snapshot)) is not None:
+        return found
     connector = spec.connector
     label = f"spec.connector.type {connector.label}"
     if kind in _OF_THE_VOLUME and not connector.uses_volume:
         unused = "; spec.volume is kept and not mounted" if spec.volume.is_there else ""
         return _says(f"{label} keeps nothing on a shared volume{unused}")
-    if kind == "JanitorHealthy" and snapshot is not None and (told := _is_orphaned(spec, snapshot)) is not None:
-        return told
+    if kind == "JanitorHealthy" and snapshot is not None and (found := _is_orphaned(spec, snapshot)) is not None:
+        return found
     if kind in _OF_THE_JANITOR and not connector.has_janitor:
         return _says(f"{label} has no janitor: {connector.cleaner}")
     if kind in _OF_KVTIER and not connector.is_ours:
         return _says(
-            f"{label} does not tell what it loads, so nobody can prove or judge it here: `kvtier bench` measures it"
+            f"{label} does not report its loads, so nothing can be proven or judged here: `kvtier bench` measures them"
         )
     return None
 
 
 def _redis_is_silent(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
-    """Return that engines found no Redis when they started; None where they did, or need none."""
+    """Return that engines found no Redis when they started; None where they found one, or need none."""
     lmcache = spec.connector.used_lmcache
     if lmcache is None or lmcache.redis is None:
         return None
     silent = {
-        pod.name: told
+        pod.name: problem
         for pod in snapshot.pods
         for container in pod.containers
-        if container.name == names.REDIS_CHECK_CONTAINER and (told := _problem(container.exit_message))
+        if container.name == names.REDIS_CHECK_CONTAINER and (problem := _problem(container.exit_message))
         if not pod.is_terminating
     }
     if not silent:
@@ -58,21 +58,21 @@ def _redis_is_silent(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
     where = "spec.connector.lmcache.redis" if spec.connector.hybrid is None else "spec.connector.hybrid.lmcache.redis"
     return unknown(
         Reason.STORE_UNREACHABLE,
-        f"pod {listed(sorted(silent))} found no Redis when it started ({name}: {why}), and serves without what others "
-        f"have computed: correct {where}, or see that the Redis runs and lets the pods in, then set the annotation "
-        f"{names.ANNOTATION_RESTART}; LMCache may have connected since, which its log tells",
+        f"pod {listed(sorted(silent))} found no Redis when it started ({name}: {why}), and serves without the blocks "
+        f"of others. Correct {where}, or see that the Redis runs and the pods can reach it. Then set the annotation "
+        f"{names.ANNOTATION_RESTART}, unless the log says that LMCache has connected since",
     )
 
 
 def _is_orphaned(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
-    """Return that the tier whose blocks these engines write is not there to look after them."""
+    """Return that the tier whose janitor clears the blocks of these engines does not exist."""
     owner = spec.connector.blocks_of
     if owner is None or owner in {each.name for each in snapshot.neighbours}:
         return None
     return Problem(
         reason=Reason.JANITOR_MISSING,
-        message=f"spec.connector.hybrid.nixl.blocksOf: there is no tier {owner} on this claim, so nobody clears what "
-        "these engines write: create it, correct the name, or leave the field out",
+        message=f"spec.connector.hybrid.nixl.blocksOf: there is no tier {owner} on this claim, so the blocks of "
+        "these engines are not cleared: create it, correct the name, or leave the field out",
     )
 
 

@@ -110,14 +110,14 @@ def _refuse_change(spec: TierSpec, live: LiveClaim) -> Refusal | None:
         return Refusal(
             reason=Reason.CLAIM_CANNOT_SHRINK,
             message=f"spec.volume.claim.size: {wanted.size} is less than the "
-            f"{quantity.format_bytes(live.requested_bytes)} that claim {live.name!r} has, and a claim cannot shrink: "
-            "set that size, or limit spec.disk.budget.maxBytes; the claim stays as it is, and is used",
+            f"{quantity.format_bytes(live.requested_bytes)} that claim {live.name!r} has, and a claim cannot "
+            "shrink. Set that size, or limit spec.disk.budget.maxBytes; the claim stays as it is, and is used",
         )
     return None
 
 
 def claim_exists(stage: PlannedStage) -> Problem | None:
-    """There is a claim, and nobody deleted it."""
+    """There is a claim, and it was not deleted."""
     if stage.snapshot.claim is None:
         name = stage.spec.volume.existing_claim or names.claim(stage.snapshot.tier)
         return Problem(reason=Reason.CLAIM_MISSING, message=f"PersistentVolumeClaim/{name} does not exist yet")

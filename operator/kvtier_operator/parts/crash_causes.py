@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last words of an engine mean, and what to do about them. Pure.
+"""Causes of crashes, recognised in the end of an engine's log, and their remedies. Pure.
 
-The kubelet keeps the end of a failed container's log in the pod's status, so the cause can be told without the right
-to read logs. The first line of the table that fits is told: causes stand before their consequences.
+The kubelet keeps the end of a failed container's log in the pod's status, so no right to read logs is needed. The
+first line of the table that fits counts: causes stand before their consequences.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class _Clue(NamedTuple):
     remedy: str
 
 
-def _clue(pattern: str, reason: Reason, remedy: str) -> _Clue:
-    return _Clue(re.compile(pattern, re.IGNORECASE), reason, remedy)
+def _clue(pattern: str | tuple[str, ...], reason: Reason, remedy: str) -> _Clue:
+    alternatives = (pattern,) if isinstance(pattern, str) else pattern
+    return _Clue(re.compile("|".join(alternatives), re.IGNORECASE), reason, remedy)
 
 
 _SHM_REMEDY: Final = (
@@ -58,14 +59,16 @@ _CLUES: Final = (
         "granted the model",
     ),
     _clue(
-        r"(couldn't connect to ['\"]?https?://|we couldn't connect to|offline mode is enabled|localentrynotfounderror"
-        r"|(huggingface\.co|hf\.co|modelscope).*(timed out|name resolution|max retries|connection|unreachable)"
-        r"|(failed to resolve|max retries exceeded|connecttimeout|connecterror).*(huggingface|hf\.co|modelscope)"
-        r"|cannot find the requested files in the disk cache|cannot send a request, as the client has been closed)",
+        (
+            r"couldn't connect to ['\"]?https?://|we couldn't connect to|offline mode is enabled",
+            r"(huggingface\.co|hf\.co|modelscope).*(timed out|name resolution|max retries|connection|unreachable)",
+            r"(failed to resolve|max retries exceeded|connecttimeout|connecterror).*(huggingface|hf\.co|modelscope)",
+            r"localentrynotfounderror|cannot find the requested files in the disk cache",
+        ),
         Reason.HUB_UNREACHABLE,
-        "the pods cannot reach the model hub: allow egress to it (NetworkPolicy, proxy as HTTPS_PROXY in "
-        "spec.engine.env, a mirror as HF_ENDPOINT), or put the model on a volume: mount it with "
-        "spec.engine.podTemplate.volumes and set spec.model.name to its directory",
+        "the pods cannot reach the model hub: allow egress to it, or give a proxy (HTTPS_PROXY) or a mirror "
+        "(HF_ENDPOINT) in spec.engine.env. Or put the model on a volume: mount it with "
+        "spec.engine.podTemplate.volumes, and set spec.model.name to its directory",
     ),
     _clue(
         r"(repositorynotfounderror|revisionnotfounderror|entrynotfounderror|404 client error"
@@ -95,9 +98,11 @@ _CLUES: Final = (
         "spec.engine.podTemplate.runtimeClassName (such as nvidia)",
     ),
     _clue(
-        r"(cuda out of memory|outofmemoryerror|hip out of memory|no available memory for the cache blocks"
-        r"|free memory on device .* is less than desired|larger than the (maximum number of tokens|available kv)"
-        r"|kv cache (is )?needed.*larger than)",
+        (
+            r"cuda out of memory|outofmemoryerror|hip out of memory|no available memory for the cache blocks",
+            r"free memory on device .* is less than desired|kv cache (is )?needed.*larger than",
+            r"larger than the (maximum number of tokens|available kv)",
+        ),
         Reason.DEVICE_OUT_OF_MEMORY,
         "the model and its KV cache do not fit the device: lower --max-model-len or --gpu-memory-utilization in "
         "spec.engine.args, raise spec.engine.tensorParallel, or use a larger device",
@@ -122,15 +127,15 @@ _CLUES: Final = (
 )
 
 
-NEED_A_PERSON: Final = frozenset(clue.reason for clue in _CLUES) - {Reason.HUB_UNREACHABLE, Reason.STALE_SHM}
+LASTING: Final = frozenset(clue.reason for clue in _CLUES) - {Reason.HUB_UNREACHABLE, Reason.STALE_SHM}
 """Causes that stay until a person acts."""
 
 
 def explain(message: str, exit_code: int | None) -> Explanation | None:
-    """Return what the last words of an engine mean; None where they tell nothing that we know."""
+    """Return the cause that the end of a log names; None where no known cause is in it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     for clue in _CLUES:
-        # What vLLM says last is the consequence of what stands above it, so the newest line that fits is the closest.
+        # The last lines of vLLM are consequences of those above, so the newest line that fits is the closest.
         for line in reversed(lines):
             if clue.pattern.search(line):
                 return Explanation(clue.reason, clue.remedy, line[-_LONGEST_QUOTE:])
@@ -143,7 +148,7 @@ _MOUNTS: Final = (
     _clue(
         r"multi-attach error",
         Reason.MULTI_ATTACH,
-        "the volume can be attached to one node only and is still attached to another: use a ReadWriteMany storage "
+        "the volume can be attached to one node only and is still attached to another. Use a ReadWriteMany storage "
         "class, or set spec.replicas to 1 and wait until the old pod is gone",
     ),
     _clue(

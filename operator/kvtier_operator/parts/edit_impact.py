@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an edit of a tier does to its pods and to its cache, as the operator carries it out. Pure.
+"""Effects of an edit of a tier on its pods and on its cache. Pure.
 
 Two specs ask for the same pods where today's code renders the same from both. No list of fields is kept beside that.
 """
@@ -47,7 +47,7 @@ def keep_pods(plan: TierPlan, snapshot: Snapshot, *, janitor_image: str = JANITO
         kept = None if made_from is None else decide(made_from, plan.tier, snapshot, may_assume=True, is_running=True)
         if made_from is None or not isinstance(kept, Decisions) or not _ask_for_the_same(made_from, plan, kept):
             return plan
-        # What was decided for the spec that the pods were made from stands, and is noted for this one.
+        # The decisions for the spec that the pods were made from stay, and are noted for this one.
         decisions = replace(kept, cpu_for=plan.decisions.cpu_for, model_for=plan.decisions.model_for)
         plan = make_plan(
             plan.spec,
@@ -135,7 +135,7 @@ def explain_edit(  # noqa: PLR0913  each by its name
         after: the spec as it is to be.
         tier: whose.
         connector_image: image that brings the connector into the engine pods.
-        snapshot: the cluster, whose Deployment says what its pods were made from; None where nobody has looked at one.
+        snapshot: the cluster, whose Deployment notes what its pods were made from; None for no cluster.
         restart: value of the restart annotation.
         warm_bytes: what the current generation holds on the volume; see `diff.warm_bytes`.
 
@@ -169,7 +169,7 @@ _RANKS: Final = "spec.engine.tensorParallel"
 
 
 def _plan(spec: TierSpec, tier: TierRef, *, connector_image: str, snapshot: Snapshot | None, restart: str) -> TierPlan:
-    """Return what becomes of a spec; a share of nodes that nobody has seen stands for itself."""
+    """Return the plan of a spec; a share of unknown nodes is planned as an amount of its own."""
     try:
         plan = make_unchecked_plan(spec, tier, connector_image=connector_image, snapshot=snapshot)
     except SpecInvalid:

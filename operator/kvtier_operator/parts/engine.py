@@ -34,7 +34,7 @@ REQUEST_DRAIN_SECONDS: Final = 60
 """How long requests that run then may go on, and blocks be written that wait for it, where the user says nothing."""
 
 TEARDOWN_SECONDS: Final = 20
-"""What vLLM takes to end its workers, and the connector to finish the writes it has begun."""
+"""Time for vLLM to end its workers, and for the connector to finish open writes."""
 
 LONGEST_NOTE: Final = 192 << 10
 """Bytes of the note on what the pods were made from: an object takes 256 KiB of annotations, and none beyond. Without
@@ -182,7 +182,7 @@ def _install_container(plan: TierPlan) -> Manifest:
         "name": names.INSTALL_CONTAINER,
         "image": plan.connector_image,
         "command": ["python3", "-m", "kvtier_connector.pod_tools.install"],
-        # What a crashed engine left in shared memory outlives its container, because the emptyDir is the pod's.
+        # Shared memory of a crashed engine outlives its container, because the emptyDir is the pod's.
         "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT, *_link_caches(plan)],
         "resources": {
             "requests": {"cpu": "50m", "memory": "64Mi"},
@@ -323,7 +323,7 @@ def _env(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
     if token is not None:
         ours.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
     ours += rendered.env
-    # Names are unique, as server-side apply demands. What must not be overridden was refused with the spec.
+    # Names are unique, as server-side apply demands. Fixed variables were refused with the spec.
     merged = {entry["name"]: dict(entry) for entry in (*ours, *plan.spec.engine.env)}
     return list(merged.values())
 
@@ -344,7 +344,7 @@ def _volumes(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
 
 
 def _keys(encryption: EncryptionSpec) -> Manifest:
-    """Return the volume with the keys: readable for the pod's group, as its block files are, and for nobody else."""
+    """Return the volume with the keys: readable for the pod's group alone, as its block files are."""
     secret = {"secretName": encryption.secret_name, "defaultMode": 0o440, "optional": False}
     return {"name": "kvtier-keys", "secret": secret}
 

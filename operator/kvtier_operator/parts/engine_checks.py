@@ -67,7 +67,7 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
     return Problem(
         reason=Reason.DOES_NOT_FIT,
         message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(stage.sizing, beside)}) and "
-        f"{millis / 1000:g} CPUs; the largest of {len(matching)} matching nodes, {largest.name}, has "
+        f"{millis / 1000:g} CPUs. The largest of {len(matching)} matching nodes, {largest.name}, has "
         f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at "
         f"most {quantity.show_bytes(_most_cpu_bytes(stage.sizing, largest.memory_bytes - beside))}, or "
         "spec.engine.memory or spec.engine.cpu, or add a larger node",
@@ -179,7 +179,7 @@ def images_are_pulled(_stage: PlannedStage, pod: Pod, container: ContainerStatus
 
 @_of_containers
 def references_resolve(_stage: PlannedStage, pod: Pod, container: ContainerStatus) -> Problem | None:
-    """What containers take from Secrets and ConfigMaps exists."""
+    """The Secrets and ConfigMaps that containers refer to exist."""
     if container.waiting_reason not in {"CreateContainerConfigError", "CreateContainerError"}:
         return None
     return Problem(
@@ -330,9 +330,9 @@ def seeds_agree(stage: PlannedStage) -> Problem | None:
         found = listed([f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays])
         return Problem(
             reason=Reason.SEEDS_DIFFER,
-            message=f"not hashing with seed {stage.spec.hash.seed!r} and {stage.spec.hash.algorithm}: {found}; no "
-            "block of theirs is found by the others, or the other way round; they are replaced as the rollout goes on; "
-            "if they stay, something else sets PYTHONHASHSEED in these pods",
+            message=f"not hashing with seed {stage.spec.hash.seed!r} and {stage.spec.hash.algorithm}: {found}. "
+            "These engines and the others do not find each other's blocks. The rollout replaces them; if they stay, "
+            "something else sets PYTHONHASHSEED in these pods",
         )
     if not alive:
         return Problem(reason=Reason.NO_ENGINES, message="no engine runs", is_known=False)

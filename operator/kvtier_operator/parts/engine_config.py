@@ -62,7 +62,7 @@ def with_live_settings(live: Mapping[str, Any], spec: TierSpec, tier: TierRef) -
 
 
 _MOST_AT_ONCE: Final = 8
-"""Adapters that are computed together where nobody said: each takes memory of the devices."""
+"""Default of adapters that are computed together: each takes memory of the devices."""
 
 
 def adapter_args(model: ModelSpec) -> list[str]:

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The janitor of a tier: one small pod that may see the volume, renew one Lease, and nothing else; and how it fares.
+"""The janitor of a tier: its objects, its health, and the conditions of the volume that it reports on. Pure.
 
-Pure.
-
-Whether the volume is in order: who may use it, what it holds, and how the janitor fares. Pure.
-
-Judged by what the janitor and the engines reported last, so that a question nobody has answered yet is Unknown, and
-never a problem of the tier.
+It is one small pod that may see the volume and renew one Lease. Conditions are judged by the last reports of janitor
+and engines: without a report they are Unknown, and no problem of the tier.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ def _config(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
 
 
 def _lease(plan: TierPlan) -> Manifest:
-    """Return the Lease as it is made: whoever holds it writes the rest."""
+    """Return the Lease as it is made: its holder writes the rest."""
     return {"apiVersion": names.COORDINATION, "kind": names.LEASE_KIND, "metadata": _metadata(plan)}
 
 
@@ -206,7 +202,7 @@ def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
             "limits": {"memory": resources.memory},
         },
         "readinessProbe": {**_health(), "failureThreshold": 3},
-        # A volume that hangs is no reason to restart it; only a process that answers nobody is.
+        # A volume that hangs is no reason to restart it; only a process that does not answer is.
         "livenessProbe": {**_health(), "failureThreshold": 12},
         "securityContext": pods.hardened(),
         "volumeMounts": [
@@ -287,7 +283,7 @@ def janitor_reports(stage: PlannedStage) -> Problem | None:
     if not stage.spec.janitor.enabled:
         return Problem(
             reason=Reason.JANITOR_DISABLED,
-            message="spec.janitor.enabled is false: nobody measures the volume, and nothing is ever removed from it",
+            message="spec.janitor.enabled is false: the volume is not measured, and nothing is ever removed from it",
             is_known=False,
         )
     if janitor.usage is None:
@@ -353,8 +349,8 @@ def volume_has_room(stage: PlannedStage) -> Problem | None:
         reason=Reason.VOLUME_FULL,
         message=f"{quantity.show_bytes(usage.volume_free_bytes)} of {quantity.show_bytes(usage.volume_bytes)} are free "
         f"on the volume, less than spec.disk.budget.minFree ({budget.min_free}), and blocks of this "
-        f"tier take {quantity.show_bytes(usage.used_bytes)}: free it of what is not ours, raise "
-        "spec.volume.claim.size, or lower minFree",
+        f"tier take {quantity.show_bytes(usage.used_bytes)}. Remove other files from it, raise spec.volume.claim.size, "
+        "or lower minFree",
     )
 
 
@@ -368,8 +364,8 @@ def engines_own_the_directory(stage: PlannedStage) -> Problem | None:
         return Problem(
             reason=Reason.STRANGER,
             message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
-            "restarted after the spec had changed, and the settings are not those that it was made for; the rollout "
-            "replaces it; if it stays, delete the pod",
+            "restarted after the spec had changed, with settings that it was not made for. The rollout replaces it; if "
+            "it stays, delete the pod",
         )
     if fields == [REPLACED_WEIGHTS]:
         return Problem(
@@ -381,22 +377,22 @@ def engines_own_the_directory(stage: PlannedStage) -> Problem | None:
     return Problem(
         reason=Reason.STRANGER,
         message=f"pod {listed([pod.name for pod in strays])} serves without the volume: tier.json of its generation "
-        f"says another {', '.join(fields)}. Blocks of one model are never served to another: where the spec names a "
-        "moving thing, name a fixed one (a commit in spec.model.revision, a digest in spec.engine.image), which starts "
-        "a generation of its own; or remove the generation with `kvtier purge --generation`",
+        f"says another {', '.join(fields)}. Blocks of one model are never served to another. Name a commit in "
+        "spec.model.revision and a digest in spec.engine.image, which starts a generation of its own. Or remove this "
+        "generation with `kvtier purge --generation`",
     )
 
 
 def volume_answers(stage: PlannedStage) -> Problem | None:
-    """No engine serves without the volume because that did not answer it."""
+    """The volume answers every engine."""
     without = [pod.name for pod in stage.snapshot.pods if pod.report is not None and pod.report.is_detached]
     if not without:
         return None
     return Problem(
         reason=Reason.DETACHED,
-        message=f"pod {listed(without)} serves without the volume, which did not answer or did not let it in, and "
-        f"goes on trying: `kubectl logs {without[0]} -c {names.ENGINE_CONTAINER}` has the system's words; see that the "
-        "volume is mounted, reachable and writable for the user and group of the pods",
+        message=f"pod {listed(without)} serves without the volume, which did not answer or refused it, and goes on "
+        f"trying: `kubectl logs {without[0]} -c {names.ENGINE_CONTAINER}` says why. See that the volume is mounted, "
+        "reachable and writable for the user and group of the pods",
     )
 
 
@@ -409,8 +405,8 @@ def active_key_is_there(stage: PlannedStage) -> Problem | None:
     return Problem(
         reason=Reason.KEY_MISSING,
         message=f"pod {listed(without)} stores nothing: Secret {encryption.secret_name} has no entry "
-        f"{encryption.active_key} (spec.disk.encryption.activeKey), or it is no key: 32 bytes, as they are, as 64 "
-        "hexadecimal digits or in base64, such as `openssl rand -base64 32` prints; the kubelet brings a change of the "
+        f"{encryption.active_key} (spec.disk.encryption.activeKey), or it is no key. A key is 32 bytes: raw, as 64 "
+        "hexadecimal digits or in base64, such as `openssl rand -base64 32` prints. The kubelet brings a change of the "
         "Secret within a minute or two",
     )
 
@@ -469,7 +465,7 @@ DISK_HEALTHY: Final = _unless_awaited(
 
 
 def tiers(stage: PlannedStage) -> list[dict[str, Any]]:
-    """Return ``status.tiers``: how much each tier can hold and, as far as somebody counted, what it does hold."""
+    """Return ``status.tiers``: the capacity of each tier and, where it was counted, its use."""
     usage, limit = _counted(stage.snapshot.janitor), stage.spec.disk.budget.max_bytes
     memory: dict[str, Any] = {"name": "cpu", "capacityBytes": stage.sizing.cpu_bytes}
     if not stage.spec.connector.uses_volume:
@@ -503,9 +499,9 @@ def generations(stage: PlannedStage, *, current: str) -> list[dict[str, Any]] | 
 
 
 def with_roles(counted: Iterable[Mapping[str, Any]], *, current: str) -> list[dict[str, Any]]:
-    """Return generations as somebody counted them before another one became the current one."""
-    told = [{**each, "role": _generation_role(each["digest"], current)} for each in counted]
-    return sorted(told, key=lambda each: each["digest"] != current)
+    """Return generations of an earlier count, with their roles beside the current one."""
+    found = [{**each, "role": _generation_role(each["digest"], current)} for each in counted]
+    return sorted(found, key=lambda each: each["digest"] != current)
 
 
 def _generation_role(digest: str, current: str) -> str:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conditions that only running engines can tell: SharedCacheVerified and DiskEffective. Pure.
 
-What was told stays until something else is known: an operator that has just started knows nothing yet, and its not
-knowing is no news.
+The last judgement stays until a new one is possible: an operator that has just started has asked no engine yet.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _LASTING: Final = {
     ),
     NoCanary.SINGLE_REPLICA: (
         Reason.SINGLE_REPLICA,
-        "not proven: nobody else reads what one replica stores, and it has all that in memory; set spec.replicas to 2",
+        "not proven: one replica has all its blocks in memory, and no other one reads them; set spec.replicas to 2",
     ),
     NoCanary.NO_ENGINES: (Reason.NO_ENGINES, "no engine runs"),
 }
@@ -102,7 +101,7 @@ def _canary(found: CanaryResult) -> Problem:
             return Problem(
                 reason=Reason.CANARY_NOT_STORED,
                 message=f"pod {found.first} stored nothing of a canary prompt{subject}, three times in a row: its "
-                "vllm:kvtier_disk_shed_stores_total says why (volume full, failing, or not its own)",
+                "`vllm:kvtier_disk_shed_stores_total` says why (volume full, failing, or not its own)",
             )
         case CanaryOutcome.BUSY:
             return unknown(

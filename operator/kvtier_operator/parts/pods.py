@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays what a user adds to the pods over what the operator renders, by the rules of server-side apply. Pure.
+"""Settings that all pods of a tier share, the user's additions to them, and the Pod Security Standard. Pure.
 
-Objects are merged field by field. Lists that Kubernetes keeps as maps are merged item by item, told apart by their
-keys; any other list is replaced as a whole. What must not be replaced was refused with the spec.
+A user's pod template is laid over the rendered pod by the rules of server-side apply. Objects are merged field by
+field. Lists that Kubernetes keeps as maps are merged item by item, told apart by their keys; any other list is replaced
+as a whole. Fields that must not be replaced were refused with the spec.
 
-What the pods of a tier have in common: who they run as, and what they may not do. Pure.
-
-What in a pod template the `restricted` Pod Security Standard does not allow. Pure.
-
-Pods satisfy it by default. A namespace that enforces it creates no pod that does not, so whoever adds such a thing is
-told at once, and need not find out from pods that never come.
+Pods satisfy the `restricted` Pod Security Standard by default. A namespace that enforces it creates no other pods, so
+`warning` names the parts of a template that break it.
 """
 
 from __future__ import annotations

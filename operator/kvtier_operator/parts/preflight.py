@@ -45,7 +45,7 @@ _MEASURED: Final = (
     "statMicroseconds",
     "roundTripMicroseconds",
 )
-_TOLD: Final = ("fileSystem", "chosen", "advice")
+_QUOTED_FIELDS: Final = ("fileSystem", "chosen", "advice")
 _MOST_CHARACTERS: Final = 256
 
 
@@ -138,7 +138,7 @@ class Preflight:
     state: PreflightState
     key: str = ""
     detail: str = ""
-    """What it waits for, or why the volume cannot be used."""
+    """The reason why it waits, or why the volume cannot be used."""
     measured: Mapping[str, Any] | None = None
     """For the status."""
 
@@ -184,10 +184,10 @@ def _by_job(key: str, storage: Mapping[str, Any], seen: SeenJob) -> Preflight:
     """Return the result of a Job; a failure is reported until the next Job has ended."""
     if seen.is_foreign:
         return Preflight(
-            state=PreflightState.FAILED, key=key, detail="a Job of its name belongs to somebody else: delete it"
+            state=PreflightState.FAILED, key=key, detail="a Job of its name does not belong to this tier: delete it"
         )
     if seen.key == key and seen.exit_code == 0:
-        return Preflight(state=PreflightState.PASSED, key=key, measured=_measured(seen.told))
+        return Preflight(state=PreflightState.PASSED, key=key, measured=_measured(seen.result))
     if seen.key == key and (seen.exit_code is not None or seen.failure):
         problem = _problem(seen) or seen.failure or f"it ended with exit code {seen.exit_code}"
         return Preflight(state=PreflightState.FAILED, key=key, detail=problem)
@@ -197,17 +197,19 @@ def _by_job(key: str, storage: Mapping[str, Any], seen: SeenJob) -> Preflight:
 
 
 def _problem(seen: SeenJob) -> str:
-    problem = seen.told.get("problem")
+    problem = seen.result.get("problem")
     return str(problem)[:1000] if problem else seen.message.strip()[-500:]
 
 
 def _measured(document: Mapping[str, Any]) -> dict[str, Any]:
     fields = {_camel(name): value for name, value in document.items()}
     measured = {name: fields[name] for name in _MEASURED if _is_sound(name, fields.get(name))}
-    told = {
-        name: fields[name][:_MOST_CHARACTERS] for name in _TOLD if isinstance(fields.get(name), str) and fields[name]
+    texts = {
+        name: fields[name][:_MOST_CHARACTERS]
+        for name in _QUOTED_FIELDS
+        if isinstance(fields.get(name), str) and fields[name]
     }
-    return {**measured, **told}
+    return {**measured, **texts}
 
 
 def _is_sound(name: str, value: Any) -> bool:

@@ -128,7 +128,7 @@ AVAILABLE: Final = ConditionRule(kind="Available", needs=ReadStage, judge=_judge
 
 
 ROUTER_IMAGE: Final = f"ghcr.io/kvtier/router:{__version__}"
-"""Where nobody names another one."""
+"""Default of spec.routing.router.image."""
 
 METRICS_PORT: Final = 29000
 REQUEST_SECONDS: Final = 1800
@@ -358,7 +358,7 @@ def pool_problem(found: ClusterError | Refusal, status: Status) -> Problem:
         return Problem(
             reason=Reason.POOL_KIND_MISSING,
             message=f"the cluster has no {names.POOL_KIND} of {names.INFERENCE_POOL}: install the definitions of "
-            "Gateway API's inference extension, or remove spec.routing.inferencePool; it is tried again soon, less "
+            "Gateway API's inference extension, or remove spec.routing.inferencePool. It is tried again soon, less "
             "often each time; everything else goes on",
         )
     if isinstance(found, Refusal):
@@ -426,8 +426,8 @@ def _router(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
         return unknown(Reason.NO_ROUTE, "the router has no engine to send requests to: see EnginesReady")
     return Problem(
         reason=Reason.ROUTER_STARTING,
-        message=f"no pod of the router is ready yet: `kubectl logs deployment/{names.router(tier)}` says what it does; "
-        "it must be able to list the pods of its namespace, and to reach port 8000 of the engines",
+        message=f"no pod of the router is ready yet: `kubectl logs deployment/{names.router(tier)}` says what it does. "
+        "It must be able to list the pods of its namespace, and to reach port 8000 of the engines",
     )
 
 
