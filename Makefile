@@ -22,7 +22,7 @@ demo: venv ## one KVCacheTier, two vLLM engines, one shared cache: prints the pr
 	@exec $(RUN) kvtier_demo --data "$(DATA)/demo"
 
 # Half the time of a test that starts something goes by waiting, so slow tests have more workers than processors.
-EVERY := pytest tests --dist loadfile --no-loadscope-reorder
+EVERY := pytest tests --ignore tests/conformance --dist loadfile --no-loadscope-reorder
 
 test: venv ## tests of up to a second: five minutes on two processors
 	$(RUN) $(EVERY) -m "not slow and not gpu and not netfs" --numprocesses 2
@@ -34,8 +34,8 @@ test-all: venv ## all other tests that need no GPU and no Docker, and those of t
 test-slow: venv ## slow tests that need no GPU and no Docker: a part of test-all
 	$(RUN) $(EVERY) -m "slow and not gpu and not netfs" --numprocesses 4
 
-test-localcluster: venv ## the embedded cluster's own tests: after a change of e2e/localcluster, and a part of test-all
-	$(RUN) pytest e2e/localcluster/tests --dist loadfile --numprocesses 3
+test-localcluster: venv ## the embedded cluster's own tests and its conformance: after a change of it, and a part of test-all
+	$(RUN) pytest e2e/localcluster/tests tests/conformance --dist loadfile --numprocesses 3
 
 durations: venv ## measure all tests, and record in tests/durations.json which of them are slow
 	rm -f tests/durations.json
