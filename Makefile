@@ -119,7 +119,7 @@ fresh: venv ## generated files agree with the code
 	PYTHONPATH=. $(RUN) e2e.backends.page --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
-	$(RUN) kvtier_operator.api.crd --write crds
+	$(RUN) kvtier_operator.api.crd --write
 	$(RUN) kvtier_operator.api.conditions_reference --write
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write

@@ -325,23 +325,25 @@ class ConnectorKind:
     """Who bounds its blocks where no janitor does, as the end of a sentence."""
 
 
-LIMITED: Final[Mapping[str, str]] = {
-    "disk.mode": "its engines read and write as they please",
-    "disk.compression": "blocks would lie there as they are",
-    "disk.encryption": "blocks would lie there as they are",
-    "disk.tenants.from": "blocks of all tenants would lie together, without quotas",
-    "disk.admission.minReuse": "every block would be written (VLLMOffloading counts offers with its own "
-    "storeThreshold)",
-    "disk.admission.costAware": "nothing measures whether loading pays, and every hit is loaded",
-    "disk.admission.minTokens": "hits of any length are loaded",
-    "disk.budget.maxBytes": "no janitor looks after what it keeps",
-    "disk.budget.minBytes": "no janitor looks after what it keeps",
-    "disk.budget.ttl": "blocks are kept until the room is needed",
-    "disk.canonicalLayout": "its blocks are laid out for one tensorParallel",
-    "disk.blockTokens": "it has units of its own (LMCache: spec.connector.lmcache.chunkTokens)",
-    "cpu.evictionPolicy": "it evicts the least recently used, and nothing else can be set",
+LIMITED: Final[Mapping[str, tuple[str | int | bool | None, str]]] = {
+    "disk.mode": ("ReadWrite", "its engines read and write as they please"),
+    "disk.compression": ("Off", "blocks would lie there as they are"),
+    "disk.encryption": (None, "blocks would lie there as they are"),
+    "disk.tenants.from": ("None", "blocks of all tenants would lie together, without quotas"),
+    "disk.admission.minReuse": (
+        1,
+        "every block would be written (VLLMOffloading counts offers with its own storeThreshold)",
+    ),
+    "disk.admission.costAware": (True, "nothing measures whether loading pays, and every hit is loaded"),
+    "disk.admission.minTokens": (0, "hits of any length are loaded"),
+    "disk.budget.maxBytes": (None, "no janitor looks after what it keeps"),
+    "disk.budget.minBytes": (None, "no janitor looks after what it keeps"),
+    "disk.budget.ttl": ("168h", "blocks are kept until the room is needed"),
+    "disk.canonicalLayout": (False, "its blocks are laid out for one tensorParallel"),
+    "disk.blockTokens": (None, "it has units of its own (LMCache: spec.connector.lmcache.chunkTokens)"),
+    "cpu.evictionPolicy": ("lru", "it evicts the least recently used, and nothing else can be set"),
 }
-"""Fields that only some connectors honour, and what the others would do, as the end of a sentence."""
+"""Fields that only some connectors honour, their defaults, and what the others would do, as the end of a sentence."""
 
 _ALL: Final = frozenset(LIMITED)
 _HOST_MEMORY: Final = frozenset({"disk.blockTokens", "cpu.evictionPolicy"})
@@ -532,14 +534,13 @@ def _is_one_of(kinds: Iterable[ConnectorKind]) -> Term:
     return functools.reduce(operator.or_, variants, at("connector.type").is_(*types))
 
 
-def _honoured(path: str, consequence: str) -> Rule:
+def _honoured(path: str, default: str | int | bool | None, consequence: str) -> Rule:
     kinds = [kind for kind in KINDS if path in kind.honours]
     *others, last = dict.fromkeys(kind.type for kind in kinds if not kind.variant)
-    either = f"{', '.join(others)} or {last}" if others else last
     return Rule.that(
-        _is_one_of(kinds) | at(path).is_default,
+        _is_one_of(kinds) | (~at(path).is_given if default is None else at(path).is_(default)),
         f"is not honoured by this spec.connector.type: {consequence}; remove it, or set spec.connector.type to "
-        f"{either}",
+        f"{', '.join(others)}{' or ' if others else ''}{last}",
         field=f".{path}",
     )
 
@@ -610,7 +611,7 @@ RULES: Final = (
         check=None,
         field=".volume",
     ),
-    *(_honoured(path, consequence) for path, consequence in LIMITED.items()),
+    *(_honoured(path, *limit) for path, limit in LIMITED.items()),
     Rule.that(
         ~_is_one_of(kind for kind in KINDS if kind.devices == "nvidia")
         | _RESOURCE.matches(f"{CLAIMED}|nvidia[.]com/.*"),

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate the CustomResourceDefinition and its reference page from the models of the API.
 
-``python -m kvtier_operator.api.crd --write DIR`` writes both files, ``--check DIR`` prints a diff and exits with 1 when
-they are stale. `definition` is pure; only `main` touches files.
+``python -m kvtier_operator.api.crd --write`` writes both files, ``--check`` exits with 1 when one is stale. Only `main`
+touches files.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,18 +15,21 @@ from typing import Any, Final
 
 import yaml
 
+from kvtier_connector.contract import generated_page
 from kvtier_operator import names
 from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.api.rules import ApiModel
 from kvtier_operator.api.status_schema import TierStatus
 from kvtier_operator.api.tier_spec import BLOCKS_OF_ANOTHER, NAME_FITS_CHILDREN, TierSpec
 
+CRDS: Final = Path(__file__).parents[3] / "crds"
+
 ReadSchema = Mapping[str, Any]
 
 _INTRODUCTION: Final = """\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
 <!-- Generated from operator/kvtier_operator/api: edit the models there, then run
-     python -m kvtier_operator.api.crd --write crds -->
+     python -m kvtier_operator.api.crd --write -->
 
 # KVCacheTier
 
@@ -192,7 +194,7 @@ Schema = dict[str, Any]
 HEADER: Final = (
     "# SPDX-License-Identifier: Apache-2.0\n"
     "# Generated from operator/kvtier_operator/api: edit the models there, then run\n"
-    "# python -m kvtier_operator.api.crd --write crds\n"
+    "# python -m kvtier_operator.api.crd --write\n"
 )
 
 # In the order in which they are written; what is not listed (titles, closed-object marks) has no place in a structural
@@ -262,28 +264,13 @@ def generate() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the generated files, or tell whether those on disk are what would be written."""
-    parser = argparse.ArgumentParser(prog="python -m kvtier_operator.api.crd", description=__doc__)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", metavar="DIR", type=Path, help="write the files into DIR")
-    action.add_argument("--check", metavar="DIR", type=Path, nargs="?", const=Path("crds"), help="compare them (crds)")
-    options = parser.parse_args(arguments)
+    """Write the generated files, or say whether those on disk are up to date."""
     files = generate()
-    if options.write is not None:
-        for name, text in files.items():
-            (options.write / name).write_text(text, encoding="utf-8")
-        return 0
-    stale = [diff for name, text in files.items() if (diff := _diff(options.check / name, text))]
-    sys.stdout.write("".join(stale))
-    return 1 if stale else 0
-
-
-def _diff(path: Path, wanted: str) -> str:
-    found = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = difflib.unified_diff(
-        found.splitlines(keepends=True), wanted.splitlines(keepends=True), str(path), f"{path} (generated)"
-    )
-    return "".join(lines)
+    statuses = [
+        generated_page.run(arguments, prog="crd", file=CRDS / name, render=functools.partial(files.__getitem__, name))
+        for name in files
+    ]
+    return max(statuses)
 
 
 def _columns() -> list[Schema]:

@@ -59,7 +59,7 @@ class Tenants(ApiModel):
             ~at("from").is_("None")
             | (
                 at("quotas").test(lambda each: f"{each}.size() == 0", lambda each: not each)
-                & at("defaultMaxBytes").is_default
+                & ~at("defaultMaxBytes").is_given
             ),
             "must be CacheSalt or Parameter where quotas or defaultMaxBytes are given: without it no block belongs to "
             "a tenant",

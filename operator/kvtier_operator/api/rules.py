@@ -126,20 +126,6 @@ class At:
             return self.test(lambda field: field if value else f"!{field}", lambda found: found is value)
         return self.test(lambda field: f"{field} == {cel_literal(value)}", lambda found: found == value)
 
-    @property
-    def is_default(self) -> Term:
-        """The field has its default."""
-
-        @functools.cache
-        def term(model: type[ApiModel]) -> Term:
-            default = _default(model, self.path)
-            return ~self.is_given if default is None else self.is_(default)
-
-        return Term(
-            lambda model: term(typing.cast("type[ApiModel]", model)).to_cel(model),
-            lambda value: term(typing.cast("Any", type(value))).holds(value),
-        )
-
     def matches(self, pattern: str) -> Term:
         """Return the statement that all of the text matches."""
         return self.test(
@@ -198,16 +184,6 @@ def _resolve(value: Any, path: tuple[str, ...]) -> Any:
             return None
         value = getattr(value, _attribute(typing.cast("Any", type(value)), name))
     return value
-
-
-def _default(model: type[ApiModel], path: tuple[str, ...]) -> Any:
-    """Return the default of a field; the objects above it may be required."""
-    field = model.model_fields[_attribute(model, path[0])]
-    if not field.is_required():
-        return _resolve(field.get_default(call_default_factory=True), path[1:])
-    below = _model_of(field.annotation)
-    assert below is not None
-    return _default(below, path[1:])
 
 
 @functools.cache
