@@ -31,7 +31,7 @@ TRIES = 5
 PASSWORD = "of-the-script"  # noqa: S105  of a Redis that only this machine reaches
 
 
-class Run:
+class BackendRun:
     """One run: its settings, and what was measured so far, which is written as it comes."""
 
     def __init__(self, options: argparse.Namespace, document: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def hit(pod: Pod, ids: list[int]) -> tuple[float, list[int]]:
     return took, token
 
 
-def measure(run: Run, pod: Pod, result: dict[str, Any]) -> None:
+def measure(run: BackendRun, pod: Pod, result: dict[str, Any]) -> None:
     """Measure one engine that has computed nothing yet: cold, again from its tier."""
     ids = prompt(1, run.tokens)
     first_token(pod, prompt(99, run.tokens))  # kernels are chosen and memory is touched
@@ -160,7 +160,7 @@ def counted(pod: Pod) -> dict[str, float]:
     return found
 
 
-def wait_ready(run: Run, pods: list[Pod], results: Mapping[str, dict[str, Any]], seconds: float) -> list[Pod]:
+def wait_ready(run: BackendRun, pods: list[Pod], results: Mapping[str, dict[str, Any]], seconds: float) -> list[Pod]:
     """Wait until each engine answers or has failed, and return those that serve."""
     deadline = time.monotonic() + min(seconds, run.left())
     waiting, serving = list(pods), []
@@ -192,7 +192,7 @@ def short(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{name[:-3]} {result[name]:.0f} ms" for name in names)
 
 
-def guarded(run: Run, result: dict[str, Any], stage: str, work: Callable[[], None]) -> None:
+def guarded(run: BackendRun, result: dict[str, Any], stage: str, work: Callable[[], None]) -> None:
     """Do one stage; what goes wrong is noted, and the next case has its turn."""
     try:
         work()
@@ -202,7 +202,7 @@ def guarded(run: Run, result: dict[str, Any], stage: str, work: Callable[[], Non
     run.keep()
 
 
-def started(run: Run, kind: str, port: int, chosen: list[Mapping[str, Any]], work: Path) -> list[Pod]:
+def started(run: BackendRun, kind: str, port: int, chosen: list[Mapping[str, Any]], work: Path) -> list[Pod]:
     """Start an engine of each of these cases."""
     made = []
     for at, case in enumerate(chosen):
@@ -218,7 +218,7 @@ def started(run: Run, kind: str, port: int, chosen: list[Mapping[str, Any]], wor
     return made
 
 
-def wave(run: Run, cases: list[Mapping[str, Any]], work: Path) -> None:
+def wave(run: BackendRun, cases: list[Mapping[str, Any]], work: Path) -> None:
     """Start engines of several cases at the same time, measure one after the other, and do it again in new ones."""
     results: dict[str, dict[str, Any]] = {
         case["title"]: {"title": case["title"], "args": case["args"]} for case in cases
@@ -243,7 +243,7 @@ def wave(run: Run, cases: list[Mapping[str, Any]], work: Path) -> None:
 
 
 def second(
-    run: Run, cases: list[Mapping[str, Any]], pods: list[Pod], results: Mapping[str, dict[str, Any]], work: Path
+    run: BackendRun, cases: list[Mapping[str, Any]], pods: list[Pod], results: Mapping[str, dict[str, Any]], work: Path
 ) -> None:
     """Measure new engines, and add them to those that run.
 
@@ -261,7 +261,7 @@ def second(
         run.say(f"{pod.title}: {short(result)}")
 
 
-def keep_logs(run: Run, pods: list[Pod]) -> None:
+def keep_logs(run: BackendRun, pods: list[Pod]) -> None:
     """Keep the ends of what engines have logged."""
     with (run.options.out / "engines.log").open("a") as log:
         for pod in pods:
@@ -277,7 +277,7 @@ def clear(work: Path, cases: list[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def redis(run: Run, program: str) -> Iterator[None]:
+def redis(run: BackendRun, program: str) -> Iterator[None]:
     """Run two Redis with the operator's own flags while cases need them: with a password, and without."""
     if not program:
         yield
@@ -337,7 +337,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     clear(options.work, cases)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    run = Run(options, document)
+    run = BackendRun(options, document)
     for at in range(0, len(cases), options.at_a_time):
         if run.left() <= 0:
             run.say("no time left for the rest")

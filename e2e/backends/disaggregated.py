@@ -68,7 +68,7 @@ def by_source(pod: Pod) -> dict[str, float]:
     return found
 
 
-def start(document: Mapping[str, Any], work: Path, port: int, run: alone.Run) -> dict[str, Pod]:
+def start(document: Mapping[str, Any], work: Path, port: int, run: alone.BackendRun) -> dict[str, Pod]:
     """Start both engines at the same time and return those that serve, by the title of their case."""
     pods = {}
     for at, case in enumerate(document["cases"]):
@@ -85,7 +85,7 @@ def start(document: Mapping[str, Any], work: Path, port: int, run: alone.Run) ->
     return pods
 
 
-def measure(run: alone.Run, pods: Mapping[str, Pod], found: dict[str, Any]) -> None:
+def measure(run: alone.BackendRun, pods: Mapping[str, Pod], found: dict[str, Any]) -> None:
     """Hand one prompt over, and compare with what is computed or read from the tier."""
     prefill, decode = pods["prefill"], pods["decode"]
     warm = alone.prompt(97, run.tokens)
@@ -114,7 +114,7 @@ def measure(run: alone.Run, pods: Mapping[str, Pod], found: dict[str, Any]) -> N
     found["same_tokens"] = tokens(again) == handed and eight == computed
 
 
-def from_volume(run: alone.Run, pods: Mapping[str, Pod], volume: Path, found: dict[str, Any]) -> None:
+def from_volume(run: alone.BackendRun, pods: Mapping[str, Pod], volume: Path, found: dict[str, Any]) -> None:
     """Have one engine compute a prompt and hand nothing over: the other one has it from the volume alone."""
     prefill, decode = pods["prefill"], pods["decode"]
     ids = alone.prompt(5, run.tokens)
@@ -152,7 +152,7 @@ def problems(found: Mapping[str, Any]) -> list[str]:
     return [problem for problem, is_well in told.items() if not is_well]
 
 
-def without_prefill(run: alone.Run, pods: Mapping[str, Pod], found: dict[str, Any]) -> None:
+def without_prefill(run: alone.BackendRun, pods: Mapping[str, Pod], found: dict[str, Any]) -> None:
     """End the prefill engine between its answer and the decode: the blocks are gone, and the request is answered."""
     prefill, decode = pods["prefill"], pods["decode"]
     ids = alone.prompt(4, run.tokens)
@@ -182,7 +182,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     alone.clear(options.work, document["cases"])
-    run = alone.Run(options, document)
+    run = alone.BackendRun(options, document)
     found: dict[str, Any] = {"device": run.device, "prompt_tokens": run.tokens, "args": {}}
     for case in document["cases"]:
         found["args"][case["title"]] = case["args"]

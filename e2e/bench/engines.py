@@ -34,7 +34,7 @@ class EngineFailed(Exception):
     """The engine's process ended, or did not answer in time; the message ends with its log."""
 
 
-class Engine:
+class BenchEngine:
     """One engine; a context manager that ends the process and those it started. One thread."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], environment: Mapping[str, str], directory: Path) -> None:

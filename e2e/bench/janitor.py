@@ -234,7 +234,7 @@ def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
 
 
 @dataclass
-class Run:
+class JanitorRun:
     """Events and figures of a run."""
 
     seconds: float
@@ -270,13 +270,13 @@ def _blocks(root: Path) -> set[tuple[str, int, int]]:
     return found
 
 
-def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) -> Run:
+def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) -> JanitorRun:
     """Run it, and return what was seen."""
     source = random.Random(seed)
     tier_dir = data / "ns.stress"
     root = tier_dir / "aa"
     claim(root, {"bench": "stress"}, "aa")
-    run = Run(seconds=seconds, max_bytes=blocks * BLOCK_BYTES)
+    run = JanitorRun(seconds=seconds, max_bytes=blocks * BLOCK_BYTES)
     run.allowed_bytes = run.max_bytes + writers * BATCH * BLOCK_BYTES
     config = JanitorConfig(
         tier="ns/stress", tier_dir=str(tier_dir), current="aa", max_bytes=run.max_bytes, sweep_seconds=0.5, http_port=0
@@ -332,7 +332,7 @@ def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) 
     return run
 
 
-def _judge(run: Run, tier_dir: Path, mistakes: Path) -> None:
+def _judge(run: JanitorRun, tier_dir: Path, mistakes: Path) -> None:
     if mistakes.exists():
         run.problems.append(f"wrong bytes were read: {mistakes.read_text()[:500]}")
     if run.most_bytes > run.allowed_bytes:

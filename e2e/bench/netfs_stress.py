@@ -84,7 +84,7 @@ def content(of: BlockKey) -> bytes:
     return (of.hash * (ROW_BYTES // 64)) + random.Random(of.hash).randbytes(ROW_BYTES // 2)
 
 
-class Engine:
+class StressEngine:
     """Loads and stores chains for ever, as an engine's tier does; a second thread talks to the janitor."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -175,7 +175,7 @@ class Engine:
 
 
 @dataclass
-class Run:
+class StressRun:
     """Events and figures of a run."""
 
     kind: str
@@ -198,7 +198,7 @@ class Run:
 class Stress:
     """One run on one volume. One thread."""
 
-    def __init__(self, volume: SharedVolume, data: Path, run: Run, seed: int) -> None:
+    def __init__(self, volume: SharedVolume, data: Path, run: StressRun, seed: int) -> None:
         """Claim the directory of a tier."""
         self.result = run
         self._volume = volume
@@ -382,9 +382,9 @@ def _files(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def stress(kind: str, seconds: float, seed: int) -> Run:
+def stress(kind: str, seconds: float, seed: int) -> StressRun:
     """Run it, and return what was seen; raise UnavailableError where this machine cannot mount the file system."""
-    run = Run(kind, seconds)
+    run = StressRun(kind, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-stress-", ignore_cleanup_errors=True) as data,
         KINDS[kind](Path(data) / "volume") as volume,
@@ -408,7 +408,7 @@ def main() -> int:
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        Engine(EngineSettings(**json.loads(options.engine))).run()
+        StressEngine(EngineSettings(**json.loads(options.engine))).run()
     try:
         run = stress(options.kind, options.seconds, options.seed)
     except UnavailableError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.bench import backends, journal, models, report, volumes, workloads
-from e2e.bench.engines import Engine, EngineFailed
+from e2e.bench.engines import BenchEngine, EngineFailed
 from e2e.bench.workloads import Cell, Sizes
 
 GIB = 1 << 30
@@ -96,7 +96,9 @@ class Settings:
 class Traffic:
     """Plays stages and records each cell. One thread, one engine at a time."""
 
-    def __init__(self, settings: Settings, log: journal.Journal, start: Callable[..., Engine] = Engine) -> None:
+    def __init__(
+        self, settings: Settings, log: journal.Journal, start: Callable[..., BenchEngine] = BenchEngine
+    ) -> None:
         """Store the settings, and what starts an engine."""
         self._settings = settings
         self._log = log
@@ -129,7 +131,7 @@ class Traffic:
         except EngineFailed as error:
             self._log.write({**self._record("failed"), "error": str(error)}, f"{backend} {name}: {error}")
 
-    def _cell(self, engine: Engine, cell: str, blocks: Path) -> None:
+    def _cell(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
         played = {
             Cell.CONVERSATIONS: self._conversations,
             Cell.FITTING: self._conversations,
@@ -143,7 +145,7 @@ class Traffic:
         }
         played[cell](engine, cell, blocks)
 
-    def _conversations(self, engine: Engine, cell: str, blocks: Path) -> None:
+    def _conversations(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
         sizes = self._settings.sizes
         count = sizes.conversations if cell == Cell.CONVERSATIONS else sizes.fitting_conversations
         for number in range(self._settings.rounds):
@@ -151,7 +153,7 @@ class Traffic:
             self._measure(engine, cell, requests, at_a_time=sizes.conversations_at_a_time)
             self._empty(blocks)
 
-    def _short(self, engine: Engine, cell: str, blocks: Path) -> None:
+    def _short(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
         sizes = self._settings.sizes
         for number in range(self._settings.rounds):
             requests = workloads.short_prompts(sizes, first=number * sizes.short_prompts)
@@ -160,7 +162,7 @@ class Traffic:
             self._measure(engine, cell, requests, at_a_time=sizes.short_at_a_time)
             self._empty(blocks)
 
-    def _prepare(self, engine: Engine, cell: str, blocks: Path) -> None:
+    def _prepare(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
         sizes = self._settings.sizes
         requests = [
             *workloads.arrivals(sizes),
@@ -172,13 +174,13 @@ class Traffic:
         self._settle(blocks, requests)
         self._log.say(f"{self._backend} {cell}: done")
 
-    def _arrivals(self, engine: Engine, cell: str, _: Path) -> None:
+    def _arrivals(self, engine: BenchEngine, cell: str, _: Path) -> None:
         requests = workloads.arrivals(self._settings.sizes)
         for _round in range(AT_ONCE_ROUNDS):
             self._measure(engine, cell, requests)
             self._forget_all(engine)
 
-    def _shared(self, engine: Engine, cell: str, _: Path) -> None:
+    def _shared(self, engine: BenchEngine, cell: str, _: Path) -> None:
         sizes = self._settings.sizes
         rounds = itertools.count(0, sizes.sharers)
         for _round in range(AT_ONCE_ROUNDS):
@@ -189,13 +191,13 @@ class Traffic:
                 self._measure(engine, f"{cell} in GPU", requests)
             self._forget_all(engine)
 
-    def _forget_all(self, engine: Engine) -> None:
+    def _forget_all(self, engine: BenchEngine) -> None:
         """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
         engine.forget(cpu_tier=self._backend != backends.NONE)
         volumes.forget_pages(self._settings.volume / self._backend)
         self._ask(engine, workloads.warm_up(self._settings.sizes))
 
-    def _single(self, engine: Engine, cell: str, blocks: Path) -> None:
+    def _single(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
         requests = workloads.singles(self._settings.sizes)
         for request in requests:
             self._measure(engine, f"{cell} first", [request])
@@ -204,12 +206,12 @@ class Traffic:
             self._measure(engine, f"{cell} in GPU", [request])
         self._settle(blocks, requests)
 
-    def _users(self, engine: Engine, cell: str, _: Path) -> None:
+    def _users(self, engine: BenchEngine, cell: str, _: Path) -> None:
         for _wave in range(USER_WAVES):
             self._measure(engine, cell, workloads.users(self._settings.sizes))
             self._forget_all(engine)
 
-    def _never(self, engine: Engine, cell: str, blocks: Path) -> None:
+    def _never(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
         sizes = self._settings.sizes
         name = f"{cell} eager" if self._settings.engine["enforce_eager"] else cell
         self._ask(engine, workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
@@ -217,11 +219,13 @@ class Traffic:
             self._empty(blocks)
             self._measure(engine, name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
 
-    def _measure(self, engine: Engine, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> None:
+    def _measure(
+        self, engine: BenchEngine, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0
+    ) -> None:
         record = {**self._record("cell"), "cell": cell, **self._ask(engine, requests, at_a_time=at_a_time)}
         self._log.write(record, report.one_line(record))
 
-    def _ask(self, engine: Engine, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> dict[str, Any]:
+    def _ask(self, engine: BenchEngine, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> dict[str, Any]:
         limit = max(1.0, min(CELL_LIMIT_SECONDS, self._remaining()))
         return engine.run(requests, at_a_time=at_a_time, limit_seconds=limit)
 
@@ -244,7 +248,7 @@ class Traffic:
         """Make room for the next cell, which asks for nothing of this one."""
         volumes.remove_blocks(blocks, at_least=self._settings.block_bytes)
 
-    def _engine(self, backend: str, name: str, stage: Stage, blocks: Path) -> Engine:
+    def _engine(self, backend: str, name: str, stage: Stage, blocks: Path) -> BenchEngine:
         settings = self._settings
         offload = backends.Offload(
             cpu_bytes=stage.cpu_bytes,

@@ -44,7 +44,7 @@ POLL_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class BenchLoad:
     """Options of `vllm bench serve` that all passes share."""
 
     requests: int
@@ -94,7 +94,7 @@ def bench(tier: str, *, seed: int | None, where: client.Where, output_format: st
     TIER needs two ready engines, without other requests meanwhile, and 1 GiB of free memory in each engine's container.
     Exit code 1: a request failed, or the second engine found nothing on the volume.
     """
-    asked = Load(seed=secrets.randbelow(1 << 31) if seed is None else seed, **load)
+    asked = BenchLoad(seed=secrets.randbelow(1 << 31) if seed is None else seed, **load)
     body = where.client.tier(where.asked_namespace, tier)
     pods = _pods(where, tier)
     least = ((body["spec"].get("disk") or {}).get("admission") or {}).get("minReuse", 1)
@@ -127,7 +127,7 @@ def _engine(pod: names.Manifest) -> names.Manifest:
     return engine
 
 
-def _measure(where: client.Where, pod: names.Manifest, load: Load, name: str) -> Document:
+def _measure(where: client.Where, pod: names.Manifest, load: BenchLoad, name: str) -> Document:
     """Run the load in a pod and return its times, with the share of prompt tokens by where they came from."""
     engine = pod["metadata"]["name"]
     output.tell_step(f"{name}: {load.requests} prompts of {load.tokens} tokens in {engine}")

@@ -43,7 +43,7 @@ _ABOUT_ANSWERS: Final = frozenset(
 _ANSWER_SECONDS: Final = 900.0
 _TRIES: Final = 4
 """Attempts of a request that meets a busy engine or a broken connection."""
-_RETRY_SECONDS: Final = 2.0
+RETRY_SECONDS: Final = 2.0
 _NOT_FINE: Final = 300
 """HTTP statuses from here on are no success."""
 _BUSY: Final = frozenset({429, 502, 503, 504})
@@ -240,7 +240,7 @@ class Engine:
             except (OSError, ValueError, http.client.HTTPException) as error:
                 problem = f"no engine answers at {self._url} ({type(error).__name__})"
             if attempt < _TRIES:
-                time.sleep(_RETRY_SECONDS * attempt)
+                time.sleep(RETRY_SECONDS * attempt)
         raise click.ClickException(problem)
 
     def _send(self, path: str, data: bytes | None, times: int) -> tuple[int, str, bytes]:

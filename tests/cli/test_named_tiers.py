@@ -62,7 +62,7 @@ def in_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = "kubernetes.config.incluster_config"
     monkeypatch.setattr(f"{package}.SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
     monkeypatch.setattr(f"{package}.SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
-    monkeypatch.setattr(kubeconfig_module, "_NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setattr(kubeconfig_module, "NAMESPACE_FILE", tmp_path / "namespace")
 
 
 def make_tier(api: ApiServerThread, name: str, **spec: Any) -> None:

@@ -120,7 +120,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
-    monkeypatch.setattr(prompts, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(prompts, "RETRY_SECONDS", 0.01)
     made: list[Server] = []
 
     def make(*statuses: int) -> Server:

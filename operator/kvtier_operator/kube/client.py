@@ -36,7 +36,7 @@ from kvtier_operator.errors import (
 from kvtier_operator.kube.informer import Scope
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 
-_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def read_settings(*, kubeconfig: str | None = None, context: str | None = None) -> client.Configuration:
@@ -100,7 +100,7 @@ def user_kubeconfig(kubeconfig: str | None) -> str | None:
 
 def read_namespace(*, kubeconfig: str | None = None, context: str | None = None) -> str:
     """Return the namespace of the context, or else of the pod that this is, as kubectl would take it."""
-    if not kubeconfig and not context and "KUBERNETES_SERVICE_HOST" in os.environ and _NAMESPACE_FILE.exists():
+    if not kubeconfig and not context and "KUBERNETES_SERVICE_HOST" in os.environ and NAMESPACE_FILE.exists():
         return own_namespace()
     try:
         every, current = config.list_kube_config_contexts(config_file=kubeconfig or os.environ.get("KUBECONFIG"))
@@ -113,7 +113,7 @@ def read_namespace(*, kubeconfig: str | None = None, context: str | None = None)
 def own_namespace() -> str:
     """Return the namespace of this pod, or ``default`` outside of one."""
     try:
-        return _NAMESPACE_FILE.read_text(encoding="utf-8").strip() or "default"
+        return NAMESPACE_FILE.read_text(encoding="utf-8").strip() or "default"
     except OSError:
         return "default"
 
