@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RECORDING = ROOT / "tests" / "monitoring" / "demo.om.xz"
 RULES = ROOT / "charts" / "kvtier" / "rules" / "recording.yaml"
 _COLOURS = ("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#8ab8ff", "#96d98d")
+_LIMITS = {"green": "#73bf69", "yellow": "#f2cc0c", "red": "#f2495c"}
 _BACK, _PANEL, _TEXT, _DIM = "#111217", "#181b1f", "#d8d9da", "#8e8e93"
 _BINARY, _DECIMAL = ("B", "KiB", "MiB", "GiB", "TiB"), ("", " k", " M", " G")
 _UNIT_INCHES, _LEGEND, _ROWS = 0.62, 8, 9
@@ -67,7 +68,11 @@ def _lines(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, span: Sp
             axes.plot(moments, values, color=colour, linewidth=1.4, label=label)
             axes.fill_between(moments, values, color=colour, alpha=0.08)
             drawn += 1
+    axes.set_ylabel(panel["fieldConfig"]["defaults"]["custom"].get("axisLabel", ""), color=_DIM, fontsize=7)
     high = max(axes.get_ylim()[1], 0.0)
+    for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]:
+        if step["value"] is not None and step["value"] <= high:
+            axes.axhline(step["value"], color=_LIMITS[step["color"]], linewidth=0.8, linestyle="--")
     if high <= 0.06:  # noqa: PLR2004 - matplotlib's own limits around a line of zeros
         high = 1.0
     rows = -(-drawn // 2) if drawn <= _LEGEND else 0
@@ -93,11 +98,11 @@ def _number(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, span: S
     (query,) = queries_of(panel, VALUES)
     (series,) = prometheus.course(query.expression, span)
     values = [float(value) for _, value in series["values"]]
-    axes.fill_between(range(len(values)), values, color=_COLOURS[0], alpha=0.25)
+    steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    color = _LIMITS[next(s["color"] for s in reversed(steps) if s["value"] is None or values[-1] >= s["value"])]
+    axes.fill_between(range(len(values)), values, color=color, alpha=0.25)
     axes.set_ylim(0, (max(values) or 1) * 2)
-    axes.text(
-        0.5, 0.6, unit(values[-1]), color=_COLOURS[0], fontsize=19, ha="center", va="center", transform=axes.transAxes
-    )
+    axes.text(0.5, 0.6, unit(values[-1]), color=color, fontsize=19, ha="center", va="center", transform=axes.transAxes)
     axes.set_axis_off()
 
 
