@@ -92,7 +92,7 @@ def causes_of(alert: str, label: str) -> set[str]:
 
 def test_engines_that_end_for_a_cause_that_is_known_raise_the_alert() -> None:
     passing = {Reason.HUB_UNREACHABLE, Reason.STALE_SHM}
-    known = {reason.value for reason in crash_causes.NEED_A_PERSON | passing}
+    known = {reason.value for reason in crash_causes.LASTING | passing}
     # Which engines end again and again for want of a device, too, but have an alert of its own: it names the remedy.
     assert known - causes_of("KVTierCrashLoop", "reason") == {Reason.DEVICE_MISSING.value}
 
