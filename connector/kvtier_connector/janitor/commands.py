@@ -424,7 +424,7 @@ def gc(
     if report is None:
         raise ConfigInvalid(f"{settings.tier_dir}: could not be read")
     if yes:
-        evicted = dict(report.evicted_blocks)
+        evicted = dict(report.tallies.evicted_blocks)
     else:
         choice = sweeper.plan()
         evicted = Counter()
@@ -432,7 +432,7 @@ def gc(
             evicted[reason.value] += end - begin
     document |= {
         "evicted": {name: count for name, count in evicted.items() if count},
-        "removedLeftovers": {name: count for name, count in report.removed_leftovers.items() if count},
+        "removedLeftovers": {name: count for name, count in report.tallies.removed_leftovers.items() if count},
         "blocks": report.usage.blocks,
         "bytes": report.usage.used_bytes,
         "problems": list(report.problems.values()),

@@ -8,6 +8,7 @@ volume.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import heapq
 import json
@@ -19,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -106,6 +108,10 @@ class Tallies:
         self.sweeps += 1
         self.sweep_seconds, self.last_sweep = seconds, ended
 
+    def copy(self) -> Tallies:
+        """Return a copy, which other threads may read."""
+        return copy.deepcopy(self)
+
     @property
     def evicted_for_room(self) -> int:
         """Blocks that were removed for another reason than their age."""
@@ -120,38 +126,44 @@ class JanitorReport:
     """The state of the janitor at one moment."""
 
     usage: Usage
+    tallies: Tallies = field(default_factory=Tallies)
     max_bytes: int = 0
-    evicted_blocks: Mapping[str, int] = field(default_factory=dict)
-    evicted_bytes: Mapping[str, int] = field(default_factory=dict)
-    spared_blocks: int = 0
-    removed_leftovers: Mapping[str, int] = field(default_factory=dict)
     quarantined_bytes: int = 0
     damaged_records: int = 0
     tenants: int = 0
     """Number of tenants that have blocks; `usage` lists the largest."""
     other_tenants: Sum = Sum()  # noqa: RUF009 - immutable
     """Blocks of the tenants that are not listed."""
-    sweeps: int = 0
-    sweep_seconds: float = 0.0
-    last_sweep: float = 0.0
     problems: Mapping[str, str] = field(default_factory=dict)
     """Messages by action."""
 
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes by generation."""
+        return {each.digest: each.used_bytes for each in self.usage.generations}
 
-def make_report(usage: Usage, tallies: Tallies, problems: Mapping[str, str], **more: Any) -> JanitorReport:
-    """Return a report with copies of the counters."""
-    return JanitorReport(
-        usage=usage,
-        evicted_blocks=dict(tallies.evicted_blocks),
-        evicted_bytes=dict(tallies.evicted_bytes),
-        spared_blocks=tallies.spared_blocks,
-        removed_leftovers=dict(tallies.removed_leftovers),
-        sweeps=tallies.sweeps,
-        sweep_seconds=tallies.sweep_seconds,
-        last_sweep=tallies.last_sweep,
-        problems=dict(problems),
-        **more,
-    )
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Blocks by generation."""
+        return {each.digest: each.blocks for each in self.usage.generations}
+
+    @property
+    def tenant_used_bytes(self) -> dict[str, int]:
+        """Bytes of the largest tenants, and of all others together."""
+        tenants = self.usage.tenants
+        largest = {each.tenant: each.used_bytes for each in tenants[:MOST_TENANTS]}
+        rest = sum(each.used_bytes for each in tenants[MOST_TENANTS:]) + self.other_tenants.bytes
+        return {**largest, OTHER: rest} if rest else largest
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether engines may not store."""
+        return bool(self.usage.store_pause)
+
+    @property
+    def failing(self) -> dict[str, int]:
+        """1 for each action that fails."""
+        return dict.fromkeys(self.problems, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +225,10 @@ def report_of(catalog: Catalog, state: SweepState, tallies: Tallies) -> JanitorR
         ),
         problems=tuple(state.problems.values()),
     )
-    return make_report(
-        usage,
-        tallies,
-        state.problems,
+    return JanitorReport(
+        usage=usage,
+        tallies=tallies.copy(),
+        problems=state.problems,
         max_bytes=state.max_bytes,
         quarantined_bytes=state.quarantined.bytes,
         damaged_records=state.damaged_records,
@@ -230,15 +242,15 @@ def usage_document(report: JanitorReport) -> str:
     document = json.loads(encode(report.usage))
     document["janitor"] = {
         "max_bytes": report.max_bytes,
-        "evicted_blocks": dict(report.evicted_blocks),
-        "evicted_bytes": dict(report.evicted_bytes),
-        "spared_blocks": report.spared_blocks,
-        "removed_leftovers": dict(report.removed_leftovers),
+        "evicted_blocks": report.tallies.evicted_blocks,
+        "evicted_bytes": report.tallies.evicted_bytes,
+        "spared_blocks": report.tallies.spared_blocks,
+        "removed_leftovers": report.tallies.removed_leftovers,
         "quarantined_bytes": report.quarantined_bytes,
         "tenants": report.tenants,
         "other_tenants": report.other_tenants._asdict(),
-        "last_sweep": report.last_sweep,
-        "last_sweep_seconds": report.sweep_seconds,
+        "last_sweep": report.tallies.last_sweep,
+        "last_sweep_seconds": report.tallies.sweep_seconds,
     }
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
@@ -250,142 +262,73 @@ def _fold(sums: Mapping[tuple[int, int], Sum], which: int) -> dict[int, Sum]:
     return folded
 
 
-Samples = Mapping[str, float]
-"""By the value of the label."""
-
-
 class JanitorMetric(NamedTuple):
     """One metric. Prometheus appends ``_total`` to the name of a counter."""
 
     name: str
+    source: str
+    """Attribute of `JanitorReport`: a number, or a mapping from the label's values to numbers."""
     documentation: str
-    value: Callable[[JanitorReport], float | Samples]
     label: str = ""
     is_gauge: bool = True
 
 
-def _by_tenant(report: JanitorReport) -> Samples:
-    """Return the bytes of the largest tenants, and of all others together."""
-    tenants = report.usage.tenants
-    largest = {each.tenant: float(each.used_bytes) for each in tenants[:MOST_TENANTS]}
-    rest = sum(each.used_bytes for each in tenants[MOST_TENANTS:]) + report.other_tenants.bytes
-    return {**largest, OTHER: rest} if rest else largest
+def _counter(name: str, source: str, documentation: str, label: str = "") -> JanitorMetric:
+    return JanitorMetric(name, source, documentation, label, is_gauge=False)
 
 
 METRICS = (
-    JanitorMetric(
-        "kvtier_janitor_active",
-        "1 while this janitor holds the Lease and keeps the tier, else 0.",
-        lambda report: report.usage.is_active,
-    ),
-    JanitorMetric(
-        "kvtier_janitor_counted",
-        "1 once every block was seen, 0 while the first walk goes on.",
-        lambda report: report.usage.is_counted,
-    ),
-    JanitorMetric(
-        "kvtier_janitor_used_bytes",
-        "Bytes of the blocks of a generation on the volume.",
-        lambda report: {each.digest: each.used_bytes for each in report.usage.generations},
-        "generation",
-    ),
-    JanitorMetric(
-        "kvtier_janitor_blocks",
-        "Blocks of a generation.",
-        lambda report: {each.digest: each.blocks for each in report.usage.generations},
-        "generation",
-    ),
+    JanitorMetric("kvtier_janitor_active", "usage.is_active", "1 while this janitor holds the Lease, else 0."),
+    JanitorMetric("kvtier_janitor_counted", "usage.is_counted", "1 once every block was seen, 0 in the first walk."),
+    JanitorMetric("kvtier_janitor_used_bytes", "used_bytes", "Bytes of the blocks of a generation.", "generation"),
+    JanitorMetric("kvtier_janitor_blocks", "blocks", "Blocks of a generation.", "generation"),
     JanitorMetric(
         "kvtier_janitor_tenant_used_bytes",
-        "Bytes of the blocks of a tenant on the volume: one sample for each of the 100 largest, and `(other)`.",
-        _by_tenant,
+        "tenant_used_bytes",
+        "Bytes of the blocks of a tenant: one sample for each of the 100 largest, and `(other)`.",
         "tenant",
     ),
     JanitorMetric(
-        "kvtier_janitor_tenants",
-        "Tenants that have blocks; all blocks without a tenant count as one.",
-        lambda report: report.tenants,
+        "kvtier_janitor_tenants", "tenants", "Tenants that have blocks; all blocks without a tenant count as one."
+    ),
+    JanitorMetric("kvtier_janitor_max_bytes", "max_bytes", "The budget of the tier; 0 without one."),
+    JanitorMetric(
+        "kvtier_janitor_oldest_timestamp_seconds", "usage.oldest", "When the oldest block was stored; 0 without one."
     ),
     JanitorMetric(
-        "kvtier_janitor_max_bytes", "The budget of the tier; 0 without one.", lambda report: report.max_bytes
+        "kvtier_janitor_volume_bytes", "usage.volume_bytes", "Size of the file system; 0 where it does not tell."
     ),
     JanitorMetric(
-        "kvtier_janitor_oldest_timestamp_seconds",
-        "When the oldest block was stored; 0 without one.",
-        lambda report: report.usage.oldest,
+        "kvtier_janitor_volume_free_bytes", "usage.volume_free_bytes", "Free bytes of it; 0 where it does not tell."
     ),
-    JanitorMetric(
-        "kvtier_janitor_volume_bytes",
-        "Size of the file system; 0 where it does not tell.",
-        lambda report: report.usage.volume_bytes,
-    ),
-    JanitorMetric(
-        "kvtier_janitor_volume_free_bytes",
-        "Free bytes of the file system; 0 where it does not tell.",
-        lambda report: report.usage.volume_free_bytes,
-    ),
-    JanitorMetric(
-        "kvtier_janitor_stores_paused",
-        "1 while engines may not store, else 0.",
-        lambda report: bool(report.usage.store_pause),
-    ),
-    JanitorMetric(
-        "kvtier_janitor_quarantined_files",
-        "Damaged files that wait for a person to look at them.",
-        lambda report: report.usage.quarantined,
-    ),
-    JanitorMetric("kvtier_janitor_quarantined_bytes", "Bytes of these files.", lambda report: report.quarantined_bytes),
-    JanitorMetric(
+    JanitorMetric("kvtier_janitor_stores_paused", "is_paused", "1 while engines may not store, else 0."),
+    JanitorMetric("kvtier_janitor_quarantined_files", "usage.quarantined", "Damaged files kept for people to look at."),
+    JanitorMetric("kvtier_janitor_quarantined_bytes", "quarantined_bytes", "Bytes of these files."),
+    _counter(
         "kvtier_janitor_evicted_blocks",
+        "tallies.evicted_blocks",
         "Blocks removed, by reason: ttl (too old), quota (of a tenant), budget (of the tier), volume (little free).",
-        lambda report: report.evicted_blocks,
         "reason",
-        is_gauge=False,
     ),
-    JanitorMetric(
-        "kvtier_janitor_evicted_bytes",
-        "Bytes of these blocks.",
-        lambda report: report.evicted_bytes,
-        "reason",
-        is_gauge=False,
-    ),
-    JanitorMetric(
+    _counter("kvtier_janitor_evicted_bytes", "tallies.evicted_bytes", "Bytes of these blocks.", "reason"),
+    _counter(
         "kvtier_janitor_spared_blocks",
+        "tallies.spared_blocks",
         "Blocks chosen for removal and then used or written anew, so that they stayed.",
-        lambda report: report.spared_blocks,
-        is_gauge=False,
     ),
-    JanitorMetric(
+    _counter(
         "kvtier_janitor_removed_leftovers",
+        "tallies.removed_leftovers",
         "Removed things that are no block, by kind: partial, quarantined, journal, tenant (an empty tree), generation.",
-        lambda report: report.removed_leftovers,
         "kind",
-        is_gauge=False,
     ),
+    _counter("kvtier_janitor_damaged_records", "damaged_records", "Records of journals that could not be read."),
+    _counter("kvtier_janitor_sweeps", "tallies.sweeps", "Decisions to remove blocks that were carried out."),
+    JanitorMetric("kvtier_janitor_sweep_seconds", "tallies.sweep_seconds", "Duration of the last of them."),
     JanitorMetric(
-        "kvtier_janitor_damaged_records",
-        "Records of journals that could not be read.",
-        lambda report: report.damaged_records,
-        is_gauge=False,
+        "kvtier_janitor_last_sweep_timestamp_seconds", "tallies.last_sweep", "Its end; 0 before the first."
     ),
-    JanitorMetric(
-        "kvtier_janitor_sweeps",
-        "Decisions to remove blocks that were carried out.",
-        lambda report: report.sweeps,
-        is_gauge=False,
-    ),
-    JanitorMetric("kvtier_janitor_sweep_seconds", "Duration of the last of them.", lambda report: report.sweep_seconds),
-    JanitorMetric(
-        "kvtier_janitor_last_sweep_timestamp_seconds",
-        "When the last of them ended; 0 before the first.",
-        lambda report: report.last_sweep,
-    ),
-    JanitorMetric(
-        "kvtier_janitor_problem",
-        "1 for each action that fails now.",
-        lambda report: dict.fromkeys(report.problems, 1.0),
-        "what",
-    ),
+    JanitorMetric("kvtier_janitor_problem", "failing", "1 for each action that fails now.", "what"),
 )
 
 
@@ -405,7 +348,7 @@ class ReportCollector:
             family = (GaugeMetricFamily if metric.is_gauge else CounterMetricFamily)(
                 metric.name, metric.documentation, labels=labels
             )
-            found = metric.value(report)
+            found = attrgetter(metric.source)(report)
             for label, value in found.items() if isinstance(found, Mapping) else [("", float(found))]:
                 family.add_metric([namespace, name, *([label] if metric.label else [])], value)
             yield family

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_connector.janitor.evict import ActiveFileSystem
-from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies, make_report
+from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies
 from kvtier_connector.janitor.permit import VolumeTime, ask_volume_ns
 from kvtier_connector.janitor.policy import Space, make_limits, make_space
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -360,4 +360,9 @@ class VllmFilesSweeper:
             volume_free_bytes=self._space.free_bytes,
             evicted_blocks=self._tallies.evicted_blocks["budget"] + self._tallies.evicted_blocks["volume"],
         )
-        self.report = make_report(usage, self._tallies, self._problems.messages, max_bytes=self.config.max_bytes)
+        self.report = JanitorReport(
+            usage=usage,
+            tallies=self._tallies.copy(),
+            problems=dict(self._problems.messages),
+            max_bytes=self.config.max_bytes,
+        )

@@ -223,7 +223,7 @@ def test_leftovers_go_when_they_are_old(rig: Rig) -> None:
     there = [path.exists() for path in (old, young, quarantined, journal, ledger, generation)]
     assert there == [False, True, False, False, False, False]
     assert sweeper.report is not None
-    assert sweeper.report.removed_leftovers["partial"] == 3
+    assert sweeper.report.tallies.removed_leftovers["partial"] == 3
 
 
 def test_young_quarantined_files_stay_and_count(rig: Rig) -> None:
@@ -288,7 +288,7 @@ def test_half_written_files_count_in_the_budget_and_go(rig: Rig) -> None:
         most = max(most, sum(path.stat().st_size for path in engine.root.rglob("*") if path.is_file()))
     assert most <= 40 * BLOCK_BYTES
     assert sweeper.report is not None
-    assert sweeper.report.removed_leftovers["partial"] >= 60
+    assert sweeper.report.tallies.removed_leftovers["partial"] >= 60
 
 
 def test_a_half_written_file_goes_at_the_time_to_live_if_that_is_shorter(rig: Rig) -> None:
@@ -316,7 +316,7 @@ def test_a_half_written_file_that_becomes_a_block_counts_once(rig: Rig) -> None:
         rig.clock.move(10)
         sweeper.step()
     assert sweeper.report is not None
-    assert (sweeper.report.usage.blocks, sweeper.report.evicted_blocks["budget"]) == (17, 0)
+    assert (sweeper.report.usage.blocks, sweeper.report.tallies.evicted_blocks["budget"]) == (17, 0)
 
 
 def test_other_settings_hold_from_the_next_step(rig: Rig) -> None:

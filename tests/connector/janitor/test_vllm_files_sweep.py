@@ -86,7 +86,7 @@ def test_the_least_recently_used_go_down_to_the_low_watermark(volume: Volume) ->
     left = [path for path in files if path.exists()]
     assert left == files[-10:]
     assert sweeper.report is not None
-    assert sweeper.report.evicted_blocks == {"budget": 11}
+    assert sweeper.report.tallies.evicted_blocks == {"budget": 11}
     assert sweeper.report.usage.used_bytes == 10 * SIZE
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
     sweep(sweeper)
     assert path.exists()
     assert sweeper.report is not None
-    assert sweeper.report.spared_blocks == 1
+    assert sweeper.report.tallies.spared_blocks == 1
     sweep(sweeper)
     assert not path.exists()
     assert sweeper.report.usage.blocks == 0
