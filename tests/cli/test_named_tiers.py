@@ -23,9 +23,9 @@ from kvtier_cli import doctor, tiers, volume
 from kvtier_cli.app import main
 from kvtier_connector.contract.engine import encode_live
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
+from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.shared import SharedStore
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.streams import ERRORS, OUTPUT, Send
 from kvtier_operator import __version__, names
@@ -378,10 +378,9 @@ def test_what_kvtiers_connector_has_left_is_inspected_checked_and_purged_by_name
     tier = Changed(api, "changed", tmp_path)
     root = tier.dir / "aa"
     claim(root, {"model": "test"}, "aa")
-    store = SharedStore(root, direct=False)
+    store = BlockStore(root, direct=False)
     for number, tenant in enumerate(("alice", "alice", "bob")):
         store.put(BlockKey(bytes([number] * 32), 0, tenant), memoryview(bytes(4096)))
-    store.synchronize()
     found = answer(capsys, "inspect", "changed", code=0)
     assert (found["blocks"], [each["path"] for each in found["generations"]]) == (3, ["aa"])
     assert answer(capsys, "check", "changed", code=0)["blocks"] == 3

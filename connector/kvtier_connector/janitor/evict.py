@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 from kvtier_connector.janitor.catalog import Catalog
 from kvtier_connector.janitor.policy import Choice, EvictionReason
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.layout import BlockKey, block_path
+from kvtier_connector.store.layout import block_path
 
 BATCH = 1024
 """Files between two reads of the journals."""
@@ -37,7 +37,7 @@ class ActiveFileSystem(FileSystem):
             if not name.startswith("_"):
                 setattr(self, name, getattr(self._fs, name))
 
-    def beneath(self, directory: str) -> Self:  # noqa: ARG002 - links are refused below the whole tier already
+    def rooted(self, directory: str) -> Self:  # noqa: ARG002 - links are refused below the whole tier already
         """Return this file system."""
         return self
 
@@ -90,16 +90,14 @@ class Eviction:
         tier_dir: str,
         pool: Executor,
         clock: Callable[[], int] = time.time_ns,
-        on_removed: Callable[[str, BlockKey, int], None] = lambda _digest, _key, _bytes: None,
     ) -> None:
-        """Store the decision; `on_removed` is called with generation, key and freed bytes of each block."""
+        """Store the decision."""
         self._choice = choice
         self._catalog = catalog
         self._fs = fs
         self._tier_dir = tier_dir
         self._pool = pool
         self._clock = clock
-        self._on_removed = on_removed
         self._next = 0
         self._spared: set[int] = set()
         catalog.touched.clear()
@@ -144,7 +142,6 @@ class Eviction:
                 self._catalog.rows["created"][fate.row] = fate.rewritten_ns
                 self.spared += 1
                 continue
-            self._on_removed(self._catalog.digest(fate.row), self._catalog.key(fate.row), fate.freed_bytes)
             self._catalog.forget([fate.row])
             if fate.freed_bytes:
                 self.removed[reason.value] += 1

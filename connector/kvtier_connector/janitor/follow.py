@@ -8,14 +8,13 @@ or forgets it. Each read continues at the place where the last one ended.
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvtier_connector.contract.errors import StoreUnavailable
-from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem
-from kvtier_connector.store.journal import RECORD_BYTES, Op, Record, decode_record, is_head
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem
+from kvtier_connector.store.journal import LOST, RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
 
 ACTIVE_SECONDS = 600.0
@@ -33,7 +32,6 @@ _MISSING_SECONDS = 24 * 3600.0
 _FLUSH_SECONDS = 60.0
 """Longest time between an event and its record, unless the volume refuses writes."""
 _LONGEST_RETENTION_SECONDS = 30 * 86_400.0
-_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE})
 
 
 @dataclass(slots=True)
@@ -127,7 +125,7 @@ class JournalFollower:
                     try:
                         records, is_more = self._read(digest, name, segment, is_last=is_last)
                     except OSError as error:
-                        failed = failed or (None if error.errno in _LOST else error)
+                        failed = failed or (None if error.errno in LOST else error)
                         break
                     if records:
                         yield digest, self._timed(digest, records)
@@ -173,12 +171,12 @@ class JournalFollower:
 
     def _read(self, digest: str, name: JournalName, segment: _Segment, *, is_last: bool) -> tuple[list[Record], bool]:
         """Return the next records of a journal, and whether there are more of them."""
-        before = segment.offset
+        damaged = self.damaged
         buffer = memoryview(bytearray(_READ_BYTES))
         # Opened anew each time: a client of NFS asks the server for the length of a file whenever it opens it.
         fd = self._fs.open(f"{self._tier_dir}/{digest}/{journal_path(name)}", READ_FLAGS)
         try:
-            count = self._fs.preadv(fd, [buffer], before)
+            count = self._fs.preadv(fd, [buffer], segment.offset)
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
@@ -186,10 +184,11 @@ class JournalFollower:
         if any(record.op != Op.GONE for record in records):
             # A process that only removes needs no share of the room.
             self._reported_at[name.writer] = self._now()
-        has_moved, is_more = segment.offset > before, count == _READ_BYTES and not segment.stalls
-        segment.is_over = not is_last and not segment.stalls and not is_more
-        segment.pause = _FIRST_PAUSE_SECONDS if has_moved else min(2 * segment.pause, _LONGEST_PAUSE_SECONDS)
-        segment.next_at = self._now() + (0.0 if has_moved else segment.pause)
+        # Of a file of any length without a record, one piece is read at a time.
+        is_more = count == _READ_BYTES and not segment.stalls and self.damaged == damaged
+        segment.is_over = not is_last and not segment.stalls and count < _READ_BYTES
+        segment.pause = _FIRST_PAUSE_SECONDS if records else min(2 * segment.pause, _LONGEST_PAUSE_SECONDS)
+        segment.next_at = self._now() + (0.0 if records else segment.pause)
         return records, is_more
 
     def _decode(self, segment: _Segment, data: memoryview) -> list[Record]:

@@ -325,9 +325,7 @@ METRICS = (
     _counter("kvtier_janitor_damaged_records", "damaged_records", "Records of journals that could not be read."),
     _counter("kvtier_janitor_sweeps", "tallies.sweeps", "Decisions to remove blocks that were carried out."),
     JanitorMetric("kvtier_janitor_sweep_seconds", "tallies.sweep_seconds", "Duration of the last of them."),
-    JanitorMetric(
-        "kvtier_janitor_last_sweep_timestamp_seconds", "tallies.last_sweep", "Its end; 0 before the first."
-    ),
+    JanitorMetric("kvtier_janitor_last_sweep_timestamp_seconds", "tallies.last_sweep", "Its end; 0 before the first."),
     JanitorMetric("kvtier_janitor_problem", "failing", "1 for each action that fails now.", "what"),
 )
 

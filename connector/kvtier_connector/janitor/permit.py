@@ -20,9 +20,7 @@ from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store.fs import CREATE_FLAGS, FIRST_WRITE_FLAGS, NO_FILE, FileSystem, new_token
 from kvtier_connector.store.layout import partial_path
 from kvtier_connector.store.permit import PERMIT_FILE, UNLIMITED_BYTES, Permit, encode_permit
-from kvtier_connector.store.runtime_settings import BRAKE_FILE, RELEASED, Brake, Mode, encode_brake
 
-LEASE_SECONDS = 120.0
 PERMIT_SECONDS = 60.0
 """How long a permit lasts."""
 RENEW_SECONDS = 20.0
@@ -103,60 +101,6 @@ class PermitWriter:
             if error.errno not in NO_FILE:
                 raise
             # A link or pipe stands in its place, through which no permit would reach the engines.
-            self._fs.unlink(self._path)
-            self._overwrite(content)
-
-    def _overwrite(self, content: bytes) -> None:
-        fd = self._fs.open(self._path, FIRST_WRITE_FLAGS)
-        try:
-            # One call, so that a reader sees one text or the other.
-            self._fs.pwritev(fd, [memoryview(content)], 0)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
-            raise
-        self._fs.close(fd)
-
-
-class StorePauseWriter:
-    """The brake of one tier. Owned by one thread."""
-
-    def __init__(self, tier_dir: str, *, fs: FileSystem, clock: Callable[[], int] = time.time_ns) -> None:
-        """Store the settings; nothing is written yet."""
-        self._path = f"{tier_dir}/{BRAKE_FILE}"
-        self._fs = fs
-        self._clock = clock
-        self._written: Brake | None = None
-
-    @property
-    def reason(self) -> str:
-        """Why the engines are braked, as far as the volume took it; empty if they are not."""
-        return "" if self._written is None else self._written.reason
-
-    def set(self, reason: str) -> None:
-        """Brake for this reason, or let go if it is empty; nothing is written while that is what the file says.
-
-        Raises:
-            OSError: the volume does not take it.
-        """
-        now_ns = self._clock()
-        lasting_ns = int(LEASE_SECONDS * 1e9)
-        written = self._written
-        is_said = written is not None and bool(written.reason) == bool(reason)
-        # More than it lasts is left only if the clock went back: for the engines it has run out by then.
-        if is_said and (not reason or (written and lasting_ns * 2 // 3 < written.until_ns - now_ns <= lasting_ns)):
-            return
-        brake = Brake(Mode.READ_ONLY, reason, now_ns + lasting_ns) if reason else RELEASED
-        self._write(encode_brake(brake))
-        self._written = brake
-
-    def _write(self, content: bytes) -> None:
-        try:
-            self._overwrite(content)
-        except OSError as error:
-            if error.errno not in NO_FILE:
-                raise
-            # Somebody put a link or a pipe there, which would keep the engines from hearing of a brake.
             self._fs.unlink(self._path)
             self._overwrite(content)
 

@@ -6,7 +6,6 @@ A failure of the volume is a problem that is reported until it is over; the rest
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from kvtier_connector.janitor.metrics import JanitorReport, Problems, SweepState
 from kvtier_connector.janitor.permit import (
     TTL_HELD,
     PermitWriter,
-    StorePauseWriter,
     VolumeTime,
     ask_volume_ns,
     make_tier_directory,
@@ -42,9 +40,6 @@ from kvtier_connector.janitor.policy import (
 )
 from kvtier_connector.janitor.walk import Scrub
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.header import HEADER_BYTES
-from kvtier_connector.store.journal import JournalWriter, Op
-from kvtier_connector.store.layout import BlockKey
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +96,6 @@ class Sweeper:
         self._tallies.evicted_bytes.update({reason.value: 0 for reason in EvictionReason})
         removed = self._tallies.removed_leftovers
         self._cleanup = Cleanup(self._dir, fs=fs, catalog=self.catalog, removed=removed, clock=clock, now=now)
-        self._pause = StorePauseWriter(self._dir, fs=fs, clock=clock)
         self._permit = PermitWriter(self._dir, fs=fs, now=now)
         self._problems = Problems(config.tier, now=now)
         self._space = Space()
@@ -111,7 +105,6 @@ class Sweeper:
         self._is_recounting = False
         self._is_recounted = False
         """Whether every file was looked at for the next decision."""
-        self._journal: tuple[str, JournalWriter] | None = None
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
         self._next_look = 0.0
@@ -192,8 +185,7 @@ class Sweeper:
             self._decide()
         self._evict(may_go_on)
         if is_time and self._may_act():
-            self._pause_or_resume()
-            self._flush()
+            self._renew_permit()
             if self._clocks.is_known:
                 self._remove_others(may_go_on)
             self._save_if_due()
@@ -284,20 +276,7 @@ class Sweeper:
                 tier_dir=self._dir,
                 pool=self._pool,
                 clock=self._clock,
-                on_removed=self._announce,
             )
-
-    def _announce(self, digest: str, key: BlockKey, freed_bytes: int) -> None:
-        """Tell engines in a journal that a block is gone."""
-        if digest == self.config.current:
-            if self._journal is None or self._journal[0] != digest:
-                self._journal = digest, JournalWriter(Path(self._dir, digest), fs=self._fs, clock=self._clock)
-            self._journal[1].append(Op.GONE, key, max(0, freed_bytes - HEADER_BYTES))
-
-    def _flush(self) -> None:
-        if self._journal is not None and self._journal[1].is_due:
-            with self._problems.trying("announce"):
-                self._journal[1].flush()
 
     def _choose(self, limits: Limits) -> Choice:
         order = self._cleanup.order(self.config.current)
@@ -330,7 +309,6 @@ class Sweeper:
         with self._problems.trying("remove"):
             while not eviction.is_done and may_go_on():
                 eviction.step()
-                self._flush()
                 self._read_journals()
         if eviction.is_done or "remove" in self._problems or not self._may_act():
             self._tallies.evicted_blocks += eviction.removed
@@ -340,25 +318,23 @@ class Sweeper:
             self._eviction = None
             self._extremes_of, self._extremes_at = -1, self._now()
 
-    def _pause_or_resume(self) -> None:
+    def _renew_permit(self) -> None:
+        """Let engines store; where the janitor cannot count, it does not renew the permit, and they stop."""
         if not self._is_lasting:
             return
         room = make_room(
             self.config,
             self._space,
             used_bytes=self.catalog.total.bytes + self._other_bytes() + self._scrub.unseen_bytes,
-            is_paused=bool(self._permit.reason or self._pause.reason),
+            is_paused=bool(self._permit.reason),
             is_full=self._problems.is_full,
         )
-        before = self._pause.reason
-        with self._problems.trying("pause"):
-            make_tier_directory(self._fs, self._dir)
-            self._pause.set(room.reason)
-        # Where the janitor cannot count, it does not renew the permit, and engines stop.
         is_limited = room.bytes is not None or bool(self.config.quotas or self.config.default_quota_bytes)
         if is_limited and not (self._scrub.is_counted and self._has_read_all and not self._cannot_count):
             return
+        before = self._permit.reason
         with self._problems.trying("permit"):
+            make_tier_directory(self._fs, self._dir)
             self._permit.renew(
                 room,
                 used_bytes=self.catalog.total.bytes,
@@ -366,10 +342,8 @@ class Sweeper:
                 largest_bytes=self.catalog.largest_bytes,
                 tenants=self._tenants_over_quota(),
             )
-        if bool(before) != bool(self._pause.reason):
-            logger.warning("%s: %s", self.config.tier, self._pause.reason or "engines may store again")
-            with contextlib.suppress(OSError):
-                self._fs.touch(f"{self._dir}/{self.config.current}/journal")
+        if bool(before) != bool(self._permit.reason):
+            logger.warning("%s: %s", self.config.tier, self._permit.reason or "engines may store again")
 
     @property
     def _cannot_count(self) -> bool:
@@ -433,7 +407,7 @@ class Sweeper:
             tier=self.config.tier,
             is_counted=self._scrub.is_counted,
             space=self._space,
-            store_pause=self._pause.reason,
+            store_pause=self._permit.reason,
             quarantined=sum_of(self._cleanup.quarantined.values()),
             damaged_records=self._journals.damaged,
             created={each.digest: each.created_ns for each in self._cleanup.generations},

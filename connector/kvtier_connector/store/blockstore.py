@@ -13,7 +13,7 @@ import errno
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,7 @@ from kvtier_connector.store.header import CHECKSUM_BYTES, HEADER_BYTES, NOT_PACK
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
 from kvtier_connector.store.purges import PurgeLog
 from kvtier_connector.store.reading import Access, Handing, Read, Take, mapped_verified, read_whole, stream_verified
-from kvtier_connector.store.usage import NO_QUOTAS, Ledger, Quotas, Refusal
 from kvtier_connector.store.volume_profile import read_profile
-from kvtier_connector.store.walks import walk_here
 
 _MOST_KNOWN = 1 << 14
 """Most directories to remember: four times those of one tenant. Beyond that they are learnt anew."""
@@ -179,7 +177,6 @@ _RETRIES = 2
 _GONE = {errno.ENOENT, errno.ESTALE}
 _IN_THE_WAY = {errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST}
 """A directory has the block's name."""
-_REFUSALS = {None: None, Refusal.BUDGET: StoreFault.NO_BUDGET, Refusal.QUOTA: StoreFault.NO_QUOTA}
 _STORE_FAULTS = {
     errno.ENOSPC: StoreFault.NO_SPACE,
     errno.EDQUOT: StoreFault.NO_SPACE,
@@ -195,9 +192,9 @@ class BlockStore:
 
     Every method may be called from any thread. Between processes, atomic renames protect readers from half-written
     blocks, and a unique partial name protects writers from each other. Inside the process, `Writers` lets one
-    thread write a block at a time. `Writers`, `Ledger`, `Keyring` and `DirectIo` guard themselves. `_scanning` lets one
-    thread count at a time. Each thread has its own header page. No lock but `_scanning` is held over a system call of
-    the volume, so a volume that hangs holds up only the threads that asked it for something.
+    thread write a block at a time. `Writers`, `Keyring` and `DirectIo` guard themselves. Each thread has its own header
+    page. No lock is held over a system call of the volume, so a volume that hangs holds up only the threads that asked
+    it for something.
 
     A method blocks for as long as the volume does: never call one from a thread that must not wait.
     """
@@ -209,9 +206,7 @@ class BlockStore:
         fs: FileSystem = LOCAL,
         direct: bool | None = None,
         clock: Callable[[], int] = time.time_ns,
-        max_bytes: int = 0,
         keys_dir: str = "",
-        quotas: Quotas = NO_QUOTAS,
         compression: str = engine.COMPRESSION_OFF,
     ) -> None:
         """Store the settings; nothing is read or written yet.
@@ -222,10 +217,8 @@ class BlockStore:
             fs: The system calls.
             direct: True or False to use O_DIRECT for aligned buffers or never; None asks the volume at first use.
             clock: Nanoseconds since 1970, for the header.
-            max_bytes: `put` refuses what would exceed it; 0 means no limit. Call `refresh_usage` once at the start.
             keys_dir: Directory of the keys: blocks are then encrypted, and no others are read. `put` needs a key to be
                 made active first; reading needs no more than this. Empty means that nothing is encrypted.
-            quotas: As `max_bytes`, for the blocks of single tenants.
             compression: One of `contract.COMPRESSIONS`, of what is written; what others compressed is read with any.
         """
         self.keyring = Keyring(keys_dir) if keys_dir else None
@@ -235,12 +228,10 @@ class BlockStore:
         tier_dir = str(root.parent)
         self._direct = DirectIo(fs, self._root, direct=direct, advised=lambda: read_profile(fs, tier_dir).direct_io)
         self._compression = Compression(compression, lambda: read_profile(fs, tier_dir))
-        self._usage = Ledger(max_bytes, quotas)
         self._directories = BlockDirectories(fs)
         self.purges = PurgeLog(fs, self._root)
-        self._access = Access(fs, self._root, self._usage.forget)
+        self._access = Access(fs, self._root)
         self._is_end_written_first = self._access.mount.is_end_written_first
-        self._scanning = threading.Lock()
         self._writers = Writers()
         self._of_thread = threading.local()
 
@@ -321,15 +312,11 @@ class BlockStore:
             return is_wanted() and not self._is_purged(key, lineage, since)
 
         with self._writers.alone(key):
-            found = self._access.find(key, data.nbytes, self._page(), self.keyring)
-            if found.is_whole:
+            if self._access.find(key, data.nbytes, self._page(), self.keyring).is_whole:
                 return Present()
             encryption_key = None if self.keyring is None else self.keyring.active()
             if self.keyring is not None and encryption_key is None:
                 return StoreFault.NO_KEY
-            if (refusal := self.reserve(key, data.nbytes)) is not None:
-                return refusal
-            written = None
             try:
                 stored, packing = self._pack(data)
                 header = Header(key, stored.nbytes, bytes(CHECKSUM_BYTES), self._clock(), self._access.home, lineage)
@@ -340,14 +327,11 @@ class BlockStore:
                     is_ours = is_scratch or packing != NOT_PACKED
                     sealed = stored if is_ours and not stored.readonly else scratch_for(stored)
                     self._write(key, encrypt(header, stored, sealed, encryption_key), sealed, may_appear)
-                written = Stored(HEADER_BYTES + stored.nbytes)
             except OSError as error:
                 if error.errno == errno.ECANCELED and self.purges.is_purged(key, lineage, since):
                     return StoreFault.PURGED
                 return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
-            finally:
-                self.end_reserved(key, data.nbytes, written, replaced=found.size)
-        return written
+        return Stored(HEADER_BYTES + stored.nbytes)
 
     def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
         """Return whether the volume has a file for the block, of the right size if the payload's length is given.
@@ -373,13 +357,11 @@ class BlockStore:
         """
         path = self._path(key)
         try:
-            size = self._fs.stat(path).st_size
             self._fs.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise StoreUnavailable(f"{path}: cannot be removed: {error}") from error
-        self._usage.forget(size, key.tenant)
         return True
 
     def _now_queued(self) -> float:
@@ -396,59 +378,6 @@ class BlockStore:
         """Look which purges there were so far: `put` refuses what was queued before that and was purged ever."""
         with contextlib.suppress(OSError):
             self.purges.look(may_write=False)
-
-    def set_limit(self, max_bytes: int) -> None:
-        """Take another limit from now on; 0 means none."""
-        self._usage.set_limit(max_bytes)
-
-    def usage_bytes(self) -> int:
-        """Return the bytes of blocks and quarantined files: the last scan, and what this process did since."""
-        return self._usage.total()
-
-    def refresh_usage(self, found: Iterable[Mapping[str, int]] | None = None) -> int:
-        """Count again by walking the root, which also sees what other processes did; return `usage_bytes`.
-
-        Args:
-            found: The bytes of the files by tenant, some at a time, where another one walks; what it raises ends the
-                walk, and the old count stays.
-
-        Raises:
-            StoreUnavailable: the root cannot be walked.
-        """
-        if found is None:
-            batches = walk_here(Path(self._root), may_write=False, fs=self._fs, clock=self._clock)
-            found = (batch.sizes for batch in batches)
-        with self._scanning:
-            self._usage.begin_scan()
-            for sizes in found:
-                for tenant, size in sizes.items():
-                    self._usage.find(size, tenant)
-            self._usage.end_scan()
-        return self._usage.total()
-
-    def reserve(self, key: BlockKey, payload_bytes: int) -> StoreFault | None:
-        """Hold room for a block, or say why there is none; the room must be ended with `end_reserved`."""
-        return _REFUSALS[self._usage.reserve(HEADER_BYTES + payload_bytes, key.tenant)]
-
-    def end_reserved(self, key: BlockKey, payload_bytes: int, outcome: StoreOutcome | None, replaced: int = 0) -> None:
-        """Count the block that was written, less what it replaced, or give its room back if none was."""
-        held = HEADER_BYTES + payload_bytes
-        if isinstance(outcome, Stored):
-            self._usage.commit(held, key.tenant, replaced=replaced, saved=held - outcome.bytes_written)
-        else:
-            self._usage.cancel(held, key.tenant)
-
-    def share_room(self, writers: int) -> None:
-        """Begin a period in which this process, one of so many that write, takes its share of what is left only."""
-        self._usage.begin_period(writers)
-
-    def learn_stored(self, payload_bytes: int, tenant: str = "") -> None:
-        """Count a block that another process wrote, without waiting for the next walk."""
-        self._usage.learn(HEADER_BYTES + payload_bytes, tenant)
-
-    def learn_gone(self, payload_bytes: int, tenant: str = "") -> None:
-        """Stop counting a block that another process removed."""
-        self._usage.forget(HEADER_BYTES + payload_bytes, tenant)
 
     def _path(self, key: BlockKey) -> str:
         return f"{self._root}/{block_path(key)}"

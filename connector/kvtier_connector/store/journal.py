@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.contract.errors import StoreUnavailable
-from kvtier_connector.store.bell import Bell
 from kvtier_connector.store.fs import (
     FIRST_WRITE_FLAGS,
     LOCAL,
@@ -45,12 +44,10 @@ from kvtier_connector.store.layout import (
     BlockKey,
     JournalName,
     Lineage,
-    Mark,
     is_valid,
     is_valid_lineage,
     journal_path,
 )
-from kvtier_connector.store.marks import Marker
 
 RECORD_BYTES = 128
 """Of a record, and of the head: so a record's place says its number, and a torn tail is what does not fill one."""
@@ -176,8 +173,6 @@ def is_head(data: bytes | memoryview) -> bool:
 
 LOST = frozenset({errno.ENOENT, errno.ESTALE, *NO_FILE})
 """What the system says of a journal that somebody removed, or put something else in the place of."""
-_AGAIN_SECONDS = 1.0
-"""No volume's clock ticks more slowly."""
 
 
 class JournalWriter:
@@ -201,8 +196,6 @@ class JournalWriter:
         """Names this process's journal; a reader of the same process leaves it out."""
         self._root = str(root)
         self._fs = fs.rooted(str(root))
-        self._bell = Bell(root, fs=fs)
-        self._marker = Marker(root, fs=fs)
         self._limits = limits
         self._clock = clock
         self._now = now
@@ -218,8 +211,6 @@ class JournalWriter:
         self._shown_at = -math.inf
         self.written_at = -math.inf
         """When the volume last took a write to the journal, or a touch, on the clock passed in."""
-        self._rung_at: float | None = None
-        """When others were told of what they are to be told of once more."""
 
     def append(
         self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
@@ -242,11 +233,6 @@ class JournalWriter:
         """How many records wait for the next flush."""
         return len(self._pending)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the next flush has something to do."""
-        return bool(self._pending) or self._rung_at is not None
-
     def flush(self) -> int:
         """Write what was noted and return how many records that were; what cannot be written is tried again next time.
 
@@ -260,7 +246,6 @@ class JournalWriter:
                 batch = list(self._pending)
                 self._pending.clear()
             if not batch and self._offset:
-                self._tell_again()
                 self._show_life()
                 return 0
             try:
@@ -287,25 +272,7 @@ class JournalWriter:
         is begun where there is none, and later only its time is renewed.
         """
         with self._flushing:
-            self._tell_again()
             self._show_life()
-
-    def _tell_again(self) -> None:
-        """Ring once more, later than the volume's clock can have stood still; the caller holds `_flushing`.
-
-        A node that listed the directory in the same tick of that clock, before the mark was moved, takes its listing
-        for the last one until the time of the directory is another.
-        """
-        if self._rung_at is None or self._now() - self._rung_at < _AGAIN_SECONDS:
-            return
-        if self._marker.show(self._mark()):
-            self._rung_at = None
-            self._bell.ring()
-        else:
-            self._rung_at = self._now()
-
-    def _mark(self) -> Mark:
-        return Mark(self.writer, self._number, self._offset)
 
     def _show_life(self) -> None:
         """Renew the time of the journal if it is time to; the caller holds `_flushing`."""
@@ -317,7 +284,6 @@ class JournalWriter:
                 try:
                     self._fs.touch(self._path(self._number))
                     self.written_at = self._now()
-                    self._marker.show(self._mark())
                 except FileNotFoundError:
                     # Somebody took it for a dead process's.
                     self._begin_segment()
@@ -375,9 +341,7 @@ class JournalWriter:
             raise
         self._fs.close(fd)
         self._offset += len(data)
-        self._shown_at = self._rung_at = self.written_at = self._now()
-        self._marker.show(self._mark())
-        self._bell.ring()
+        self._shown_at = self.written_at = self._now()
 
     def _path(self, number: int) -> str:
         return f"{self._root}/{journal_path(JournalName(self.writer, number))}"

@@ -27,7 +27,7 @@ TIER_FILE = "tier.json"
 """The file at the root that says whose blocks these are."""
 PURGES_FILE = "purges.jsonl"
 """The file at the root that tells writers what was purged."""
-BESIDE_GENERATIONS = frozenset({"brake.json", "permit.json", "volume.json", "janitor.catalog"})
+BESIDE_GENERATIONS = frozenset({"permit.json", "volume.json", "janitor.catalog"})
 """Files that kvtier keeps beside the generations of a tier."""
 
 MIN_HASH_BYTES = 3
@@ -57,9 +57,6 @@ _EARLIER_BLOCK = re.compile(
     re.ASCII,
 )
 _JOURNAL = re.compile(rf"{JOURNAL}/(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})\.kvj", re.ASCII)
-_MARK = re.compile(
-    rf"{JOURNAL}/\.(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})-(?P<bytes>0|[1-9][0-9]{{0,17}})", re.ASCII
-)
 _QUARANTINED = re.compile(rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{QUARANTINE}/[^/]+", re.ASCII)
 _PARTIAL = re.compile(r"(?:.*/)?\..+\.[0-9a-f]{32}-partial|.+\.[0-9a-f]{32}\.partial", re.ASCII | re.DOTALL)
 """The second form is of earlier releases."""
@@ -108,16 +105,6 @@ class JournalName(NamedTuple):
     writer: str
     """32 hex digits that no other process has."""
     number: int
-
-
-class Mark(NamedTuple):
-    """Says up to where a journal goes: of one writer, the greatest is the last."""
-
-    writer: str
-    number: int
-    """Of its last segment."""
-    size: int
-    """Bytes of that one, head and whole records."""
 
 
 def is_valid(key: BlockKey) -> bool:
@@ -246,17 +233,3 @@ def parse_journal_path(relative: str) -> JournalName | None:
     """Return the name of a path made by `journal_path`, None for any other path."""
     match = _JOURNAL.fullmatch(relative)
     return None if match is None else JournalName(match["writer"], int(match["number"]))
-
-
-def mark_path(mark: Mark) -> str:
-    """Return the path of a mark: ``journal/.<writer>.<number, 8 digits>-<bytes>``.
-
-    To GlusterFS all marks of one writer are of one name, as with `partial_path`.
-    """
-    return f"{JOURNAL}/.{mark.writer}.{mark.number:08d}-{mark.size}"
-
-
-def parse_mark_path(relative: str) -> Mark | None:
-    """Return the mark of a path made by `mark_path`, None for any other path."""
-    match = _MARK.fullmatch(relative)
-    return None if match is None else Mark(match["writer"], int(match["number"]), int(match["bytes"]))

@@ -247,29 +247,24 @@ def _expect(  # noqa: PLR0913, PLR0917 - what is expected of a file
     return header
 
 
-def quarantine(fs: FileSystem, root: str, bad: os.stat_result, key: BlockKey, fault: Fault) -> int:
-    """Move the file away, unless the name means another file by now; give up quietly where that fails.
-
-    Returns:
-        The bytes that were freed, because the file had to be removed instead.
-    """
+def quarantine(fs: FileSystem, root: str, bad: os.stat_result, key: BlockKey, fault: Fault) -> None:
+    """Move the file away, unless the name means another file by now; give up quietly where that fails."""
     path = f"{root}/{block_path(key)}"
     moved = f"{root}/{quarantine_path(key, fault.value, new_token())}"
     with contextlib.suppress(OSError):
         if not os.path.samestat(bad, fs.stat(path)):
-            return 0
+            return
         try:
             _rename(fs, path, moved)
         except FileNotFoundError:
-            return 0
+            return
         except OSError:
             # A full volume has no room for the new name. The block must go all the same, or no writer replaces it.
             fs.unlink(path)
-            return bad.st_size
+            return
         if not os.path.samestat(bad, fs.stat(moved)):
             # A writer replaced the file between our two calls: this is its block, and it goes back.
             fs.rename(moved, path)
-    return 0
 
 
 def _rename(fs: FileSystem, path: str, moved: str) -> None:
@@ -294,13 +289,12 @@ class ExistingFile(NamedTuple):
 class Access:
     """The files of the blocks under one root; any thread may call, and waits for as long as the volume does."""
 
-    def __init__(self, fs: FileSystem, root: str, on_freed: Callable[[int, str], None]) -> None:
-        """Store the settings; `on_freed` is told the bytes and the tenant of a damaged file that had to be removed."""
+    def __init__(self, fs: FileSystem, root: str) -> None:
+        """Store the settings."""
         self._fs = fs
         self._root = root
         self.home = home_of(root)
         """Whose blocks these are."""
-        self._on_freed = on_freed
         self.mount = mount_of(root)
         """The mount that holds the root."""
         self._absent_from_cache = self.mount.is_nfs
@@ -367,7 +361,7 @@ class Access:
                 found = Fault.TRAILING
             if isinstance(found, Fault) and found.is_damage:
                 # Before the close: the open file keeps its inode number from being given to another.
-                self._on_freed(quarantine(self._fs, self._root, self._fs.fstat(fd), key, found), key.tenant)
+                quarantine(self._fs, self._root, self._fs.fstat(fd), key, found)
             return found
         finally:
             with contextlib.suppress(OSError):

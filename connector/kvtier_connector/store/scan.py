@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +28,9 @@ from kvtier_connector.store.layout import (
     BlockKey,
     is_partial,
     is_quarantined,
-    mark_path,
     parse_block_path,
     parse_earlier_block_path,
     parse_journal_path,
-    parse_mark_path,
 )
 
 PARTIAL_AGE_SECONDS = 3600.0
@@ -118,9 +116,7 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     size, mtime_ns = status.st_size, status.st_mtime_ns
     name = path.rpartition("/")[2]
     is_file = stat.S_ISREG(status.st_mode)
-    if is_file and (
-        path in {TIER_FILE, PURGES_FILE} or parse_journal_path(path) is not None or parse_mark_path(path) is not None
-    ):
+    if is_file and (path in {TIER_FILE, PURGES_FILE} or parse_journal_path(path) is not None):
         return None
     # An NFS client keeps a removed file under such a name while a process has it open, then removes it by itself.
     if name.startswith(".nfs"):
@@ -283,70 +279,19 @@ def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int,
     Raises:
         StoreUnavailable: they cannot be looked at.
     """
-    return _look_at_journals(root, _list_journals(root, fs), fs)
-
-
-def _list_journals(root: Path, fs: FileSystem) -> list[str]:
-    """Return the paths of all that lies beside the journals."""
+    found = []
     try:
-        return [f"{JOURNAL}/{entry.name}" for entry in fs.scandir(f"{root}/{JOURNAL}")]
+        for entry in fs.scandir(f"{root}/{JOURNAL}"):
+            path = f"{JOURNAL}/{entry.name}"
+            if parse_journal_path(path) is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    status = fs.stat(f"{root}/{path}")
+                    found.append((path, status.st_size, status.st_mtime_ns))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be listed: {error}") from error
-
-
-def _look_at_journals(root: Path, paths: Iterable[str], fs: FileSystem) -> list[tuple[str, int, int]]:
-    found = []
-    try:
-        for path in paths:
-            if parse_journal_path(path) is None:
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                status = fs.stat(f"{root}/{path}")
-                found.append((path, status.st_size, status.st_mtime_ns))
-    except OSError as error:
-        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be looked at: {error}") from error
+        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be read: {error}") from error
     return sorted(found)
-
-
-def remove_old_journals(
-    root: Path, older_than_seconds: float, *, fs: FileSystem = LOCAL, clock: Callable[[], int] = time.time_ns
-) -> list[str]:
-    """Remove journals last written that long ago; return their paths relative to the root.
-
-    A process that has only been quiet notices at its next write, and begins a new one.
-
-    Raises:
-        StoreUnavailable: the journals cannot be looked at, or one cannot be removed.
-    """
-    youngest_ns = clock() - int(older_than_seconds * 1e9)
-    removed = []
-    paths = _list_journals(root, fs)
-    for path, _, mtime_ns in _look_at_journals(root, paths, fs):
-        if mtime_ns > youngest_ns:
-            continue
-        try:
-            fs.unlink(f"{root}/{path}")
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise StoreUnavailable(f"{root}/{path}: cannot be removed: {error}") from error
-        removed.append(path)
-    _remove_old_marks(root, set(paths).difference(removed), youngest_ns, fs=fs)
-    return removed
-
-
-def _remove_old_marks(root: Path, paths: Collection[str], youngest_ns: int, *, fs: FileSystem) -> None:
-    """Remove marks without a journal; one that is removed under its process is made again."""
-    writers = {name.writer for name in map(parse_journal_path, paths) if name is not None}
-    for mark in map(parse_mark_path, paths):
-        if mark is not None and mark.writer not in writers:
-            # Another process may remove them as well, and one that cannot be removed keeps no other.
-            with contextlib.suppress(OSError):
-                path = f"{root}/{mark_path(mark)}"
-                if fs.stat(path).st_mtime_ns <= youngest_ns:
-                    fs.unlink(path)
 
 
 Tell = Callable[[float, int, int], None]

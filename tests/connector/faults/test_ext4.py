@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, BlockStoreContract, key, pages, payload
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored, StoreFault
@@ -15,8 +16,6 @@ from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.health import Breaker, CircuitState, Direction
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.index import Presence
-from kvtier_connector.store.shared import SharedStore
 
 
 class TestStoreOnExt4WithDirectIo(BlockStoreContract):
@@ -56,9 +55,7 @@ def test_ext4_takes_direct_io_and_blocks_are_written_and_read_with_it(root: Path
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path, *, direct: bool) -> None:
     seconds = [0.0]
-    store, breaker = SharedStore(root, direct=direct), Breaker(now=lambda: seconds[0])
-    store.synchronize()
-    store.rescan()
+    store, breaker = PlainEngine(root, direct=direct), Breaker(now=lambda: seconds[0])
     megabyte = 1 << 20
     outcomes = []
     for number in range(100):
@@ -70,34 +67,28 @@ def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path,
     assert len(outcomes) > 40
     assert not list(root.rglob("*-partial"))
     assert isinstance(store.get(key(0), pages(size=megabyte)), Hit)
-    assert store.usage_bytes() == store.blocks.refresh_usage()
     # A journal has to fit too; if it does not, it waits.
-    store.synchronize()
+    store.tell()
     assert store.delete(key(0), payload_bytes=megabyte)
     assert store.delete(key(1), payload_bytes=megabyte)
     seconds[0] += 1
     assert breaker.admit(Direction.STORE)
     breaker.record_store(store.put(key(200), payload(200, megabyte)))
     assert breaker.view(Direction.STORE).state is CircuitState.CLOSED
-    assert store.synchronize().problem == ""
+    assert store.tell() == ""
     assert check(root, partial_age_seconds=0) == []
 
 
 def test_an_ext4_that_becomes_read_only_keeps_loads_and_recovers(ext4: Path, root: Path) -> None:
-    store = SharedStore(root)
-    store.synchronize()
-    store.rescan()
+    store = PlainEngine(root)
     store.put(key(1), payload(1))
     assert subprocess.run(["mount", "-o", "remount,ro", str(ext4)], check=False).returncode == 0
     assert store.put(key(2), payload(2)) is StoreFault.READ_ONLY
     assert store.put(key(1), payload(1)) == Present()
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-    assert "Read-only" in store.synchronize().problem
-    started = SharedStore(root)
-    assert started.synchronize().problem == ""
-    assert started.rescan()
-    assert started.state(key(1)) is Presence.PRESENT
+    assert "Read-only" in store.tell()
+    assert PlainEngine(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
     assert subprocess.run(["mount", "-o", "remount,rw", str(ext4)], check=False).returncode == 0
-    assert store.synchronize().problem == ""
+    assert store.tell() == ""
     assert store.put(key(2), payload(2)) == Stored(BLOCK_BYTES)
     assert check(root, partial_age_seconds=0) == []

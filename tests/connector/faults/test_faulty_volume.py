@@ -11,32 +11,29 @@ from pathlib import Path
 
 import pytest
 from faulty_mounts import WAIT_SECONDS, Background, FaultyVolume, wait_for
+from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, key, pages, payload
 
-from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Stored, StoreFault
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.health import Breaker, BreakerLimits, CircuitState, Direction
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.index import Presence
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.shared import SharedStore, Synchronized
 
 CONNECTOR = Path(blockstore.__file__ or "").parents[2]
 STORE_TESTS = Path(__file__).parents[1] / "store"
 
 
-def tier(volume: FaultyVolume) -> SharedStore:
+def tier(volume: FaultyVolume) -> PlainEngine:
     """Return an engine's store on the volume, with blocks 0 to 4 there."""
     root = volume.path / "d1gest"
     claim(root, {}, "d1gest")
-    store = SharedStore(root)
+    store = PlainEngine(root)
     for number in range(5):
         assert store.put(key(number), payload(number)) == Stored(BLOCK_BYTES)
-    assert store.synchronize().problem == ""
-    store.rescan()
+    assert store.tell() == ""
     return store
 
 
@@ -64,9 +61,6 @@ def test_a_load_that_hangs_holds_up_nobody_else_and_ends_when_the_volume_answers
     into = pages()
     with faulty_volume.hanging(call):
         load = Background(lambda: store.get(key(1), into))
-        # The scheduler's questions are answered from memory meanwhile.
-        assert store.state(key(1)) is Presence.PRESENT
-        assert store.state(key(9)) is Presence.ABSENT
         if call == "read":
             # Another thread's write does not wait for the read that hangs.
             assert Background(lambda: store.blocks.put(key(8), payload(8))).result() == Stored(BLOCK_BYTES)
@@ -87,30 +81,10 @@ def test_a_store_that_hangs_leaves_loads_alone_and_ends_when_the_volume_answers(
         writing = Background(lambda: store.put(key(7), payload(7)))
         if reads_go_on:
             assert Background(lambda: store.get(key(1), pages())).result() == Hit(BLOCK_BYTES)
-        assert store.state(key(7)) is Presence.ABSENT
         assert writing.is_running
     assert writing.result() == Stored(BLOCK_BYTES)
     assert store.get(key(7), pages()) == Hit(BLOCK_BYTES)
     assert_sound(faulty_volume)
-
-
-@pytest.mark.parametrize("call", ["lookup", "list"])
-def test_a_mount_that_hangs_at_the_start_holds_up_the_walk_and_no_question(
-    faulty_volume: FaultyVolume, call: str
-) -> None:
-    tier(faulty_volume)
-    starting = SharedStore(faulty_volume.path / "d1gest")
-    with faulty_volume.hanging(call):
-        walk = Background(starting.rescan)
-        following = Background(starting.synchronize)
-        assert starting.state(key(1)) is Presence.UNKNOWN
-        probe = Background(lambda: starting.probe([key(1)])) if call == "lookup" else None
-        assert walk.is_running
-    assert walk.result()
-    assert following.result().problem == ""
-    assert probe is None or probe.result() is None
-    assert starting.state(key(1)) is Presence.PRESENT
-    assert starting.state(key(9)) is Presence.ABSENT
 
 
 def test_a_time_out_opens_the_breaker_and_an_attempt_closes_it_when_the_volume_is_back(
@@ -144,9 +118,9 @@ EXITS = """
 import atexit, sys, threading
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-from kvtier_connector.store.shared import SharedStore, Synchronized
+from plain_engine import PlainEngine
 from store_contract import key, pages, payload
-store = SharedStore(Path(sys.argv[1]))
+store = PlainEngine(Path(sys.argv[1]))
 call = lambda: store.get(key(1), pages())
 for thread in (threading.Thread(target=call, daemon=True) for _ in range(3)):
     thread.start()
@@ -176,7 +150,6 @@ def test_reads_that_fail_are_faults_that_open_the_breaker_for_loads_only(
             outcome = store.get(key(number), pages())
             assert outcome is Fault.IO
             breaker.record_load(outcome)
-            assert store.state(key(number)) is Presence.ABSENT
     assert breaker.view(Direction.LOAD).state is CircuitState.OPEN
     assert breaker.view(Direction.STORE).state is CircuitState.CLOSED
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
@@ -204,7 +177,7 @@ def test_a_write_into_what_was_replaced_on_the_server_is_made_again(faulty_volum
     faulty_volume.fail_once(errno.ESTALE, call)
     assert store.put(key(9), payload(9)) == Stored(BLOCK_BYTES)
     faulty_volume.fail_once(errno.ESTALE, "write" if call == "rename" else call)
-    assert store.synchronize() == Synchronized(written=1, read=0, problem="")
+    assert store.tell() == ""
     assert store.get(key(9), pages()) == Hit(BLOCK_BYTES)
     assert partials(faulty_volume) == []
     assert_sound(faulty_volume)
@@ -226,15 +199,13 @@ def test_writes_that_fail_are_faults_that_leave_nothing_and_keep_loads(
     faulty_volume: FaultyVolume, call: str, number: int, fault: StoreFault, *, opens_at_once: bool
 ) -> None:
     store, breaker = tier(faulty_volume), Breaker()
-    used = store.usage_bytes()
     with faulty_volume.failing(number, call):
         outcome = store.put(key(9), payload(9))
         assert outcome is fault
         breaker.record_store(outcome)
         assert (breaker.view(Direction.STORE).state is CircuitState.OPEN) == opens_at_once
         assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-        assert store.usage_bytes() == used
-        assert store.state(key(9)) is Presence.ABSENT
+        assert store.get(key(9), pages()) == Miss()
     assert partials(faulty_volume) == []
     assert store.put(key(9), payload(9)) == Stored(BLOCK_BYTES)
     assert_sound(faulty_volume)
@@ -243,32 +214,13 @@ def test_writes_that_fail_are_faults_that_leave_nothing_and_keep_loads(
 @pytest.mark.parametrize("call", ["create", "open", "write", "close"])
 def test_a_journal_that_cannot_be_written_waits_and_is_told_later(faulty_volume: FaultyVolume, call: str) -> None:
     store = tier(faulty_volume)
-    other = SharedStore(faulty_volume.path / "d1gest")
-    other.rescan()
     assert store.put(key(9), payload(9)) == Stored(BLOCK_BYTES)
     if call == "create":
         for path in (faulty_volume.path / "d1gest" / "journal").iterdir():
             path.unlink()
     with faulty_volume.failing(errno.EDQUOT, call):
-        assert store.synchronize().problem != ""
-    assert store.synchronize().written == 1
-    other.synchronize()
-    assert other.state(key(9)) is Presence.PRESENT
-
-
-def test_a_volume_that_cannot_be_listed_makes_the_start_wait_and_loads_work(faulty_volume: FaultyVolume) -> None:
-    tier(faulty_volume)
-    store = SharedStore(faulty_volume.path / "d1gest")
-    with faulty_volume.failing(errno.EIO, "list"):
-        with pytest.raises(StoreUnavailable):
-            store.rescan()
-        assert store.synchronize().problem != ""
-        assert store.probe([key(1)]) is None
-        assert store.state(key(1)) is Presence.PRESENT
-        assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-    store.rescan()
-    assert store.synchronize().problem == ""
-    assert store.is_complete
+        assert store.tell() != ""
+    assert store.journal.flush() == 1
 
 
 def test_a_directory_that_is_deleted_while_threads_work_costs_misses_only(faulty_volume: FaultyVolume) -> None:
@@ -294,7 +246,6 @@ def test_a_directory_that_is_deleted_while_threads_work_costs_misses_only(faulty
         thread.result()
     assert [fault for fault in faults if fault not in {Fault.IO, StoreFault.IO}] == []
     claim(faulty_volume.path / "d1gest", {}, "d1gest")
-    store.rescan()
     for path in partials(faulty_volume):
         path.unlink()
     assert_sound(faulty_volume)
@@ -305,5 +256,5 @@ def test_a_mount_whose_server_is_gone_is_a_fault_and_never_an_exception(faulty_v
     subprocess.run(["umount", "--lazy", str(faulty_volume.path)], check=True)
     # The names below the mount point are gone now, as after a network file system was unmounted.
     assert store.get(key(1), pages()) == Miss()
-    assert store.probe([key(2)]) is None
+    assert store.blocks.look_up(key(2)) is False
     assert not (faulty_volume.path / block_path(key(1))).exists()

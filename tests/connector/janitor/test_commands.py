@@ -18,7 +18,7 @@ from kvtier_cli import app
 from kvtier_cli.app import main
 from kvtier_connector.janitor.catalog import CATALOG_FILE
 from kvtier_connector.store.layout import BESIDE_GENERATIONS, Lineage, adapter_name_label, block_path
-from kvtier_connector.store.runtime_settings import BRAKE_FILE
+from kvtier_connector.store.permit import PERMIT_FILE
 from kvtier_connector.store.volume_profile import PROFILE_FILE
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
@@ -170,7 +170,7 @@ def test_a_sweep_by_hand_keeps_the_limits_given(engine: Engine, rig: Rig, capsys
     assert engine.there(range(6)) == list(range(6))
     assert run_json(capsys, "gc", rig.dir, *limits, "--yes")["evicted"] == {"budget": 3}
     assert engine.there(range(6)) == [0, 1, 2]
-    assert not (rig.dir / "brake.json").exists()
+    assert not (rig.dir / PERMIT_FILE).exists()
 
 
 def test_a_sweep_without_limits_removes_no_block(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +208,7 @@ def test_a_tier_without_blocks_is_healthy(
 
 
 def test_the_files_beside_generations_are_all_known() -> None:
-    assert {BRAKE_FILE, PROFILE_FILE, CATALOG_FILE} <= BESIDE_GENERATIONS
+    assert {PERMIT_FILE, PROFILE_FILE, CATALOG_FILE} <= BESIDE_GENERATIONS
 
 
 BLOCKED = """

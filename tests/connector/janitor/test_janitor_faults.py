@@ -22,7 +22,7 @@ from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.runtime_settings import BRAKE_FILE, BrakeFile, Mode
+from kvtier_connector.store.permit import PERMIT_FILE
 
 LIMITS = {"max_bytes": 10 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark": 0.5}
 
@@ -100,23 +100,6 @@ def test_a_block_that_cannot_be_removed_does_not_keep_those_of_other_prefixes(ri
     for _ in range(4):
         sweeper.step()
     assert engine.there(range(10)) == [0, 5, 6, 7, 8, 9]
-
-
-def test_a_full_volume_brakes_the_engines_although_nothing_can_be_written(rig: Rig) -> None:
-    rig.engine().put(1)
-    first = rig.sweeper()
-    rig.sweep(first)
-    fs = Refusing(errno.ENOSPC, "rename")
-    sweeper = rig.sweeper(fs)
-    rig.sweep(sweeper)
-    rig.engine().put(2)
-    rig.clock.move(700)
-    sweeper.step()
-    rig.clock.move(10)
-    sweeper.step()
-    assert sweeper.report is not None
-    assert sweeper.report.usage.store_pause == "the volume has no room left"
-    assert BrakeFile(str(rig.dir / "brake.json"), clock=lambda: rig.clock.ns).refresh() is Mode.READ_ONLY
 
 
 class CrashError(BaseException):
@@ -247,7 +230,7 @@ def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, ki
     engine.put_chain(*range(10))
     plant(kind, engine.root / block_path(key(77)))
     plant(kind, engine.root / block_path(key(3)).replace(key(3).hash.hex(), key(78).hash.hex()))
-    for name in (BRAKE_FILE, CATALOG_FILE):
+    for name in (PERMIT_FILE, CATALOG_FILE):
         plant(kind, engine.root.parent / name)
 
     sweeper = rig.sweeper(**LIMITS)

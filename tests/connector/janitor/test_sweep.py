@@ -261,7 +261,7 @@ def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:
 def test_a_new_volume_is_no_problem(rig: Rig) -> None:
     usage = rig.sweep(rig.sweeper(max_bytes=100))
     assert (usage.blocks, usage.problems) == (0, ())
-    assert (rig.dir / "brake.json").exists()
+    assert (rig.dir / "permit.json").exists()
 
 
 def abandon(engine: Engine, rig: Rig, numbers: range, size: int = BLOCK_BYTES) -> None:

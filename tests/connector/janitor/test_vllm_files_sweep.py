@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Volume:
 
     def __init__(self, tier_dir: Path) -> None:
         self.dir = tier_dir
+        self.seconds = 1000.0
 
     def store(self, number: int, *, age: float, generation: str = CURRENT, read: float | None = None) -> Path:
         name = f"{number:064x}"
@@ -41,10 +43,26 @@ class Volume:
             "tier_dir": str(self.dir),
             "current": CURRENT,
             "layout": VLLM_FS_LAYOUT,
-            "sweep_seconds": 0.01,
+            "sweep_seconds": 10.0,
             **changes,
         }
         return JanitorConfig(**settings)
+
+    def sweeper(
+        self,
+        *,
+        fs: FileSystem = LOCAL,
+        clock: Callable[[], int] = time.time_ns,
+        may_act: Callable[[], bool] = lambda: True,
+        **changes: Any,
+    ) -> VllmFilesSweeper:
+        return VllmFilesSweeper(self.config(**changes), fs=fs, clock=clock, now=lambda: self.seconds, may_act=may_act)
+
+    def sweep(self, sweeper: VllmFilesSweeper) -> None:
+        """Let it walk and remove once; no time goes by meanwhile."""
+        self.seconds += 1000.0
+        while sweeper.step() == 0:
+            pass
 
 
 @pytest.fixture
@@ -52,12 +70,6 @@ def volume(tmp_path: Path) -> Volume:
     directory = tmp_path / "serving.llama"
     directory.mkdir()
     return Volume(directory)
-
-
-def sweep(sweeper: VllmFilesSweeper) -> None:
-    sweeper._next_walk = 0.0
-    while sweeper.step() == 0:
-        pass
 
 
 def test_files_of_vllms_tier_get_the_keeper_that_knows_them(volume: Volume) -> None:
@@ -68,8 +80,8 @@ def test_what_lies_there_is_counted_by_generation(volume: Volume) -> None:
     for number in range(3):
         volume.store(number, age=10)
     volume.store(7, age=20, generation=OLD)
-    sweeper = VllmFilesSweeper(volume.config())
-    sweep(sweeper)
+    sweeper = volume.sweeper()
+    volume.sweep(sweeper)
     assert sweeper.report is not None
     usage = sweeper.report.usage
     assert (usage.is_counted, usage.blocks, usage.used_bytes) == (True, 4, 4 * SIZE)
@@ -81,8 +93,8 @@ def test_the_least_recently_used_go_down_to_the_low_watermark(volume: Volume) ->
     files = [volume.store(number, age=1000 - number) for number in range(20)]
     # Written first of all, and read a moment ago.
     files.append(volume.store(99, age=5000, read=1))
-    sweeper = VllmFilesSweeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5))
-    sweep(sweeper)
+    sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5)
+    volume.sweep(sweeper)
     left = [path for path in files if path.exists()]
     assert left == files[-10:]
     assert sweeper.report is not None
@@ -92,23 +104,23 @@ def test_the_least_recently_used_go_down_to_the_low_watermark(volume: Volume) ->
 
 def test_within_the_budget_nothing_goes(volume: Volume) -> None:
     files = [volume.store(number, age=1000 - number) for number in range(10)]
-    sweeper = VllmFilesSweeper(volume.config(max_bytes=20 * SIZE))
-    sweep(sweeper)
+    sweeper = volume.sweeper(max_bytes=20 * SIZE)
+    volume.sweep(sweeper)
     assert all(path.exists() for path in files)
 
 
 def test_what_is_too_old_goes_however_often_it_is_read(volume: Volume) -> None:
     old, young = volume.store(1, age=7200, read=1), volume.store(2, age=60)
-    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=3600.0))
-    sweep(sweeper)
+    sweeper = volume.sweeper(ttl_seconds=3600.0)
+    volume.sweep(sweeper)
     assert (old.exists(), young.exists()) == (False, True)
 
 
 def test_earlier_generations_go_before_the_current_one(volume: Volume) -> None:
     current = [volume.store(number, age=5000) for number in range(5)]
     earlier = [volume.store(number, age=10, generation=OLD) for number in range(5)]
-    sweeper = VllmFilesSweeper(volume.config(max_bytes=8 * SIZE, high_watermark=0.9, low_watermark=0.7))
-    sweep(sweeper)
+    sweeper = volume.sweeper(max_bytes=8 * SIZE, high_watermark=0.9, low_watermark=0.7)
+    volume.sweep(sweeper)
     assert all(path.exists() for path in current)
     assert not any(path.exists() for path in earlier)
 
@@ -118,8 +130,8 @@ def test_a_generation_that_nobody_keeps_goes_with_its_directories_once_it_is_idl
     volume.store(2, age=4000, generation=OLD)
     volume.store(3, age=9000, generation=OLDER)
     (volume.dir / "notes").mkdir()
-    sweeper = VllmFilesSweeper(volume.config(keep_previous=1, generation_idle_seconds=3600.0))
-    sweep(sweeper)
+    sweeper = volume.sweeper(keep_previous=1, generation_idle_seconds=3600.0)
+    volume.sweep(sweeper)
     assert not list((volume.dir / OLDER).rglob("*"))
     assert list((volume.dir / OLD).rglob("*.bin"))
     assert (volume.dir / "notes").is_dir()
@@ -128,8 +140,8 @@ def test_a_generation_that_nobody_keeps_goes_with_its_directories_once_it_is_idl
 def test_a_generation_in_use_stays(volume: Volume) -> None:
     volume.store(1, age=10)
     path = volume.store(2, age=30, generation=OLD)
-    sweeper = VllmFilesSweeper(volume.config(keep_previous=0, generation_idle_seconds=3600.0))
-    sweep(sweeper)
+    sweeper = volume.sweeper(keep_previous=0, generation_idle_seconds=3600.0)
+    volume.sweep(sweeper)
     assert path.exists()
 
 
@@ -146,8 +158,8 @@ def test_only_what_vllm_names_so_is_touched(volume: Volume) -> None:
     outside.write_text("x")
     link = block.with_name(f"{5:064x}.bin")
     link.symlink_to(outside)
-    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=60.0))
-    sweep(sweeper)
+    sweeper = volume.sweeper(ttl_seconds=60.0)
+    volume.sweep(sweeper)
     assert not block.exists()
     assert not partial.exists()
     assert all(path.exists() for path in (*strange, config, outside))
@@ -162,14 +174,12 @@ def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
             os.utime(path, (time.time(), 0))
             return super().stat(path)
 
-    sweeper = VllmFilesSweeper(
-        volume.config(max_bytes=SIZE // 2 + 1, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile()
-    )
-    sweep(sweeper)
+    sweeper = volume.sweeper(max_bytes=SIZE // 2 + 1, high_watermark=0.9, low_watermark=0.5, fs=ReadMeanwhile())
+    volume.sweep(sweeper)
     assert path.exists()
     assert sweeper.report is not None
     assert sweeper.report.tallies.spared_blocks == 1
-    sweep(sweeper)
+    volume.sweep(sweeper)
     assert not path.exists()
     assert sweeper.report.usage.blocks == 0
 
@@ -184,10 +194,8 @@ def test_others_go_instead_of_files_that_are_read_all_the_time(volume: Volume) -
                 os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
             return super().stat(path)
 
-    sweeper = VllmFilesSweeper(
-        volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5), fs=ReadMeanwhile()
-    )
-    sweep(sweeper)
+    sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5, fs=ReadMeanwhile())
+    volume.sweep(sweeper)
     assert [path for path in files if path.exists()] == [*files[:6], *files[16:]]
 
 
@@ -200,7 +208,7 @@ def test_a_read_keeps_no_file_beyond_its_time_to_live(volume: Volume) -> None:
                 os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
             return super().stat(path)
 
-    sweep(VllmFilesSweeper(volume.config(ttl_seconds=3600.0), fs=ReadMeanwhile()))
+    volume.sweep(volume.sweeper(ttl_seconds=3600.0, fs=ReadMeanwhile()))
     assert not path.exists()
 
 
@@ -210,8 +218,8 @@ def test_the_time_of_the_host_makes_nothing_old(volume: Volume, ahead_seconds: f
     partial = young.with_name(f"{young.name}_123.tmp")
     partial.write_bytes(b"x")
     clock = lambda: time.time_ns() + int(ahead_seconds * 1e9)  # noqa: E731 - one line
-    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=24 * 3600.0), clock=clock)
-    sweep(sweeper)
+    sweeper = volume.sweeper(ttl_seconds=24 * 3600.0, clock=clock)
+    volume.sweep(sweeper)
     assert (young.exists(), partial.exists(), old.exists()) == (True, True, False)
     assert sweeper.report is not None
     assert sweeper.report.problems == {}
@@ -220,8 +228,8 @@ def test_the_time_of_the_host_makes_nothing_old(volume: Volume, ahead_seconds: f
 
 def test_who_may_not_act_removes_nothing(volume: Volume) -> None:
     path = volume.store(1, age=1000)
-    sweeper = VllmFilesSweeper(volume.config(ttl_seconds=60.0), may_act=lambda: False)
-    sweep(sweeper)
+    sweeper = volume.sweeper(ttl_seconds=60.0, may_act=lambda: False)
+    volume.sweep(sweeper)
     assert path.exists()
 
 
@@ -237,12 +245,12 @@ def test_a_volume_that_refuses_is_stated_until_it_answers(volume: Volume) -> Non
             return super().scandir(path)
 
     fs = Refusing()
-    sweeper = VllmFilesSweeper(volume.config(), fs=fs)
+    sweeper = volume.sweeper(fs=fs)
     sweeper.step()
     assert sweeper.report is not None
     assert "Permission denied" in sweeper.report.problems["walk"]
     fs.is_refusing = False
-    sweep(sweeper)
+    volume.sweep(sweeper)
     assert sweeper.report.problems == {}
     assert sweeper.report.usage.blocks == 1
 
@@ -258,29 +266,30 @@ def test_files_that_cannot_be_removed_keep_no_others_from_going(volume: Volume) 
                 raise PermissionError(13, "Permission denied", path)
             super().unlink(path)
 
-    sweeper = VllmFilesSweeper(volume.config(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7), fs=Refusing())
-    sweep(sweeper)
+    sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7, fs=Refusing())
+    volume.sweep(sweeper)
     assert sweeper.report is not None
     assert "Permission denied" in sweeper.report.problems["walk"]
     for _ in range(2):
-        sweep(sweeper)
+        volume.sweep(sweeper)
     assert [path for path in files if path.exists()] == [*files[:12], *files[-2:]]
     assert sweeper.report.usage.used_bytes == 14 * SIZE
-    sweep(sweeper)
+    volume.sweep(sweeper)
     assert sweeper.report.problems == {}  # nothing more is to go
 
 
 def test_a_tier_that_nothing_was_stored_of_is_empty_and_no_problem(tmp_path: Path) -> None:
-    sweeper = VllmFilesSweeper(Volume(tmp_path / "serving.new").config())
-    sweep(sweeper)
+    volume = Volume(tmp_path / "serving.new")
+    sweeper = volume.sweeper()
+    volume.sweep(sweeper)
     assert sweeper.report is not None
     assert (sweeper.report.usage.is_counted, sweeper.report.usage.blocks, sweeper.report.problems) == (True, 0, {})
 
 
 def test_another_budget_is_followed_at_once(volume: Volume) -> None:
     files = [volume.store(number, age=1000 - number) for number in range(10)]
-    sweeper = VllmFilesSweeper(volume.config(), fs=LOCAL)
-    sweep(sweeper)
+    sweeper = volume.sweeper(fs=LOCAL)
+    volume.sweep(sweeper)
     sweeper.configure(volume.config(max_bytes=5 * SIZE))
     while sweeper.step() == 0:
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -14,21 +15,19 @@ from pathlib import Path
 
 import pytest
 from nodes import PATIENCE_SECONDS, Nodes, wait_until
+from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
 
 from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.contract.janitor import JanitorConfig
+from kvtier_connector.janitor.follow import JournalFollower
 from kvtier_connector.janitor.loop import Alone, Loop
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL
+from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, FileSystem
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.index import Presence
 from kvtier_connector.store.journal import JournalWriter, Op
-from kvtier_connector.store.journal_reader import JournalReader
-from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.shared import SharedStore
 
 PATHS = [str(Path(blockstore.__file__ or "").parents[2]), str(Path(__file__).parents[1] / "store")]
 
@@ -50,17 +49,13 @@ else:
 
 
 def test_what_one_node_stores_the_other_knows_and_reads(nodes: Nodes) -> None:
-    writer, reader = SharedStore(nodes.a), SharedStore(nodes.b)
-    assert reader.synchronize().problem == ""
-    assert reader.rescan()
-    assert reader.state(key(1)) is Presence.ABSENT
+    writer, reader = BlockStore(nodes.a), BlockStore(nodes.b)
+    assert reader.look_up(key(1)) is False
     for number in range(10):
         assert writer.put(key(number), payload(number)) == Stored(BLOCK_BYTES)
 
     def is_known() -> bool:
-        writer.synchronize()
-        reader.synchronize()
-        return all(reader.state(key(number)) is Presence.PRESENT for number in range(10))
+        return all(isinstance(reader.get(key(number), pages()), Hit) for number in range(10))
 
     wait_until(is_known, "the other node knows the blocks")
     for number in range(10):
@@ -173,18 +168,22 @@ def test_a_directory_that_the_other_node_claimed_is_refused_to_a_stranger(nodes:
 
 
 def test_what_is_appended_is_read_once_each_and_in_order_by_the_other_node(nodes: Nodes) -> None:
-    writer, reader = JournalWriter(nodes.a), JournalReader(nodes.b)
+    writer = JournalWriter(nodes.a)
+    reader = JournalFollower(str(nodes.b.parent), fs=FileSystem(), now=itertools.count(1000.0, 60.0).__next__)
     writer.flush()
-    reader.start()
     heard: list[bytes] = []
+
+    def read() -> None:
+        heard.extend(record.key.hash for _, records in reader.read([nodes.b.name]) for record in records)
+
     for number in range(50):
         writer.append(Op.STORED, key(number), PAYLOAD_BYTES)
         assert writer.flush() == 1
         # It may read in the middle of everything.
-        heard += [record.key.hash for records in reader.read() for record in records]
+        read()
 
     def is_heard() -> bool:
-        heard.extend(record.key.hash for records in reader.read() for record in records)
+        read()
         return len(heard) >= 50
 
     wait_until(is_heard, "all is heard")
@@ -208,22 +207,20 @@ def test_two_engines_and_a_janitor_on_different_nodes_keep_the_budget_and_serve_
     sweeping = threading.Thread(target=loop.run, daemon=True)
 
     def work(root: Path, first: int) -> set[object]:
-        engine = SharedStore(root, max_bytes=most)
-        assert engine.synchronize().problem == ""
-        assert engine.rescan()
+        engine = PlainEngine(root)
         seen: set[object] = set()
         for turn in range(150):
             number = (first + turn * 7) % 100
             seen.add(type(stored := engine.put(key(number), payload(number))))
-            assert not isinstance(stored, StoreFault) or stored is StoreFault.NO_BUDGET
+            assert not isinstance(stored, StoreFault)
             into = pages()
             found = engine.get(key((number * 3) % 100), into)
             assert not isinstance(found, Fault), found
             assert not isinstance(found, Hit) or into == payload((number * 3) % 100)
             seen.add(type(found))
             if turn % 5 == 0:
-                assert engine.synchronize().problem == ""
-        engine.synchronize()
+                assert engine.tell() == ""
+        engine.tell()
         return seen
 
     sweeping.start()
@@ -248,26 +245,3 @@ def stored_bytes(root: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             found += path.stat().st_size
     return found
-
-
-@pytest.mark.netfs
-def test_nodes_whose_clocks_are_hours_apart_hear_of_each_other_and_remove_nothing(nodes: Nodes) -> None:
-    hour = 3600 * 10**9
-    early = SharedStore(nodes.a, clock=lambda: 1_750_000_000 * 10**9 - 2 * hour)
-    late = SharedStore(nodes.b, clock=lambda: 1_750_000_000 * 10**9 + 2 * hour)
-    for engine in (early, late):
-        assert engine.synchronize().problem == ""
-        assert engine.rescan()
-    early.put(key(1), payload(1))
-    late.put(key(2), payload(2))
-
-    def is_known() -> bool:
-        for engine in (early, late, early, late):
-            engine.synchronize()
-        return early.state(key(2)) is late.state(key(1)) is Presence.PRESENT
-
-    wait_until(is_known, "both are known")
-    assert early.rescan()
-    assert late.rescan()
-    assert (nodes.a / block_path(key(1))).exists()
-    assert early.get(key(2), pages()) == late.get(key(1), pages()) == Hit(BLOCK_BYTES)

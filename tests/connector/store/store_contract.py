@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, checksum, encode_header
 from kvtier_connector.store.identity import claim
@@ -73,8 +73,8 @@ class BlockStoreContract:
     def store(self, root: Path, direct: bool | None) -> BlockStore:
         return self.make(root, direct)
 
-    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
-        return BlockStore(root, direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes)
+    def make(self, root: Path, direct: bool | None) -> BlockStore:
+        return BlockStore(root, direct=direct, clock=lambda: NOW_NS)
 
     damage = Fault.CHECKSUM
     """What a reader says of a changed payload."""
@@ -196,43 +196,6 @@ class BlockStoreContract:
         assert [path.read_bytes() for path in moved] == [bytes(content)]
         moved[0].unlink()
 
-    def test_usage_counts_own_writes_and_deletes_at_once(self, store: BlockStore) -> None:
-        store.put(key(1), payload(1))
-        store.put(key(2), payload(2))
-        store.put(key(2), payload(2))
-        assert store.usage_bytes() == 2 * BLOCK_BYTES
-        store.delete(key(1))
-        assert store.usage_bytes() == BLOCK_BYTES
-
-    def test_usage_learns_of_other_writers_by_a_scan(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), self.whole_file(key(1), payload(1)))
-        assert store.usage_bytes() == 0
-        assert store.refresh_usage() == BLOCK_BYTES
-        assert store.usage_bytes() == BLOCK_BYTES
-
-    def test_a_replaced_file_is_not_counted_twice(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), self.whole_file(key(1), payload(1, 4096)))
-        store.refresh_usage()
-        store.put(key(1), payload(1))
-        assert store.usage_bytes() == store.refresh_usage() == BLOCK_BYTES
-
-    def test_the_limit_is_reached_and_never_exceeded(self, root: Path, direct: bool | None) -> None:
-        store = self.make(root, direct, max_bytes=2 * BLOCK_BYTES)
-        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-        assert store.put(key(2), payload(2)) == Stored(BLOCK_BYTES)
-        assert store.put(key(3), payload(3)) is StoreFault.NO_BUDGET
-        assert store.put(key(2), payload(2)) == Present()
-        store.delete(key(1))
-        assert store.put(key(3), payload(3)) == Stored(BLOCK_BYTES)
-
-    def test_threads_that_put_at_once_do_not_exceed_the_limit(self, root: Path, direct: bool | None) -> None:
-        store = self.make(root, direct, max_bytes=5 * BLOCK_BYTES)
-        with ThreadPoolExecutor(8) as pool:
-            outcomes = list(pool.map(lambda number: store.put(key(number), payload(number)), range(20)))
-        assert outcomes.count(Stored(BLOCK_BYTES)) == 5
-        assert outcomes.count(StoreFault.NO_BUDGET) == 15
-        assert store.refresh_usage() == 5 * BLOCK_BYTES
-
     def test_threads_that_put_one_block_write_it_once(self, store: BlockStore) -> None:
         start = threading.Barrier(8)
 
@@ -244,7 +207,6 @@ class BlockStoreContract:
             outcomes = list(pool.map(put, range(8)))
         assert outcomes.count(Stored(BLOCK_BYTES)) == 1
         assert outcomes.count(Present()) == 7
-        assert store.usage_bytes() == BLOCK_BYTES
 
     def test_threads_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only(self, store: BlockStore) -> None:
         def work(thread: int) -> set[object]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, whole_file
 from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
 
@@ -24,7 +25,6 @@ from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, block_path
-from kvtier_connector.store.shared import SharedStore
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
 
@@ -50,10 +50,8 @@ class TestStoreInMemory(BlockStoreContract):
 class TestStoreWhoseTransfersStopAtPages(BlockStoreContract):
     """The count that the system reports ends inside a page; O_DIRECT cannot continue there."""
 
-    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
-        return BlockStore(
-            root, fs=ShortFs(3 * 4096, unreported=100), direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes
-        )
+    def make(self, root: Path, direct: bool | None) -> BlockStore:
+        return BlockStore(root, fs=ShortFs(3 * 4096, unreported=100), direct=direct, clock=lambda: NOW_NS)
 
 
 class TestStoreWhoseTransfersStopAnywhere(BlockStoreContract):
@@ -61,8 +59,8 @@ class TestStoreWhoseTransfersStopAnywhere(BlockStoreContract):
     def direct(self) -> bool | None:
         return False
 
-    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
-        return BlockStore(root, fs=ShortFs(3001), direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes)
+    def make(self, root: Path, direct: bool | None) -> BlockStore:
+        return BlockStore(root, fs=ShortFs(3001), direct=direct, clock=lambda: NOW_NS)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,6 @@ def test_a_volume_that_refuses_a_write_is_a_value_and_leaves_nothing(
     fs = FailingFs(OSError(number, os.strerror(number)), when=lambda name, path: name == call)
     store = BlockStore(root, fs=fs, direct=False)
     assert store.put(key(1), payload(1)) is fault
-    assert store.usage_bytes() == 0
     assert not [path for path in root.rglob("*") if path.is_file() and path.name not in {"tier.json", PURGES_FILE}]
     assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
 
@@ -131,7 +128,6 @@ def test_an_exception_at_any_step_of_put_leaves_no_partial_file(root: Path, erro
             path.unlink()
         assert len(leftovers) <= 1
         assert not leftovers or fs.failed_call == "unlink"
-        assert store.usage_bytes() in (0, BLOCK_BYTES)
         assert check(root, partial_age_seconds=0) == []
         if not fs.has_failed:
             break
@@ -142,16 +138,6 @@ def test_a_close_that_fails_is_a_failed_write(root: Path) -> None:
     fs = FailingFs(OSError(errno.ENOSPC, "full"), when=lambda name, path: name == "close")
     assert BlockStore(root, fs=fs, direct=False).put(key(1), payload(1)) is StoreFault.NO_SPACE
     assert BlockStore(root).get(key(1), pages()) == Miss()
-
-
-def test_a_failed_write_gives_its_budget_back(root: Path) -> None:
-    failing = [True]
-    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == "pwritev" and failing[0])
-    store = BlockStore(root, fs=fs, max_bytes=BLOCK_BYTES)
-    assert store.put(key(1), payload(1)) is StoreFault.IO
-    failing.clear()
-    failing.append(False)
-    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
 
 
 def test_a_write_that_the_system_takes_nothing_of_is_a_fault(root: Path) -> None:
@@ -211,17 +197,15 @@ def test_a_damaged_block_on_a_read_only_volume_is_a_fault_each_time(root: Path) 
 
 
 def test_no_descriptor_below_the_root_stays_open(root: Path) -> None:
-    store = SharedStore(root)
-    store.rescan()
+    store = PlainEngine(root)
     for number in range(3):
         assert store.put(key(number), payload(number)) == Stored(BLOCK_BYTES)
         assert store.get(key(number), pages()) == Hit(BLOCK_BYTES)
     (root / block_path(key(0))).write_bytes(b"damaged")
     assert store.get(key(0), pages()) is Fault.TRUNCATED
-    store.synchronize()
+    store.tell()
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]  # noqa: PTH115 - of a link that may be gone
     assert [link for link in links if link.startswith(str(root))] == []
-    store.rescan()
     for path in (root / QUARANTINE).iterdir():
         path.unlink()
 
@@ -230,7 +214,6 @@ def test_reading_makes_no_directories(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "nothing")
     assert store.get(key(1), pages()) == Miss()
     assert store.look_up(key(1)) is False
-    assert store.refresh_usage() == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,19 +255,6 @@ def test_a_hit_costs_four_system_calls(root: Path) -> None:
 
     BlockStore(root, fs=Listing(), direct=False).get(key(1), pages())
     assert calls == ["open", "preadv", "fstat", "close"]
-
-
-def test_usage_counts_writes_that_a_scan_may_have_missed(root: Path) -> None:
-    class WritesWhenTheScanHasPassed(FileSystem):
-        def scandir(self, path: str) -> list[os.DirEntry[str]]:
-            entries = super().scandir(path)
-            if path == str(root):
-                store.put(key(1), payload(1))
-            return entries
-
-    store = BlockStore(root, fs=WritesWhenTheScanHasPassed())
-    assert store.refresh_usage() == BLOCK_BYTES
-    assert BlockStore(root).refresh_usage() == BLOCK_BYTES
 
 
 @pytest.mark.parametrize("size", [HEADER_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
@@ -366,7 +336,6 @@ def test_a_volume_that_fills_up_stops_stores_and_keeps_loads(tmp_path: Path) -> 
         assert 10 <= stored < 20
         assert outcomes[stored:] == [StoreFault.NO_SPACE] * (20 - stored)
         assert store.get(key(0), pages()) == Hit(BLOCK_BYTES)
-        assert store.usage_bytes() == store.refresh_usage() == stored * BLOCK_BYTES
         assert check(root, partial_age_seconds=0) == []
         store.delete(key(0))
         assert store.put(key(0), payload(0)) == Stored(BLOCK_BYTES)

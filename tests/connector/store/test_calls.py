@@ -18,7 +18,6 @@ from kvtier_connector.store.fs import ALIGNMENT, FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.identity import RootClaim, RootState, claim
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.store.volume_profile import Mount
 
 
@@ -146,25 +145,6 @@ def test_a_block_that_is_there_costs_four_calls_and_no_write(store: BlockStore, 
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Present()
     assert fs.calls == ["open", "fstat", "preadv", "close"]
-
-
-def test_hearing_of_three_other_engines_costs_a_listing_and_three_calls_for_one_that_has_news(
-    tmp_path: Path, fs: Counting
-) -> None:
-    claim(tmp_path, {}, "d1gest")
-    store = SharedStore(tmp_path, fs=fs)
-    store.synchronize()
-    others = [SharedStore(tmp_path) for _ in range(3)]
-    for other in others:
-        other.synchronize()
-    store.synchronize()
-    for tellers, calls in (((), []), (others[1:2], ["open", "preadv", "close"])):
-        for teller in tellers:
-            teller.put(key(1), payload(1))
-            teller.synchronize()
-        fs.calls.clear()
-        assert store.synchronize().problem == ""
-        assert fs.calls == ["scandir", *calls]
 
 
 def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: Counting) -> None:

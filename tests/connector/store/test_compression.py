@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_engine import PlainEngine
 from store_contract import HOME, NOW_NS, key, pages, payload
 
 from kvtier_connector.contract.engine import COMPRESSIONS
@@ -38,7 +39,6 @@ from kvtier_connector.store.header import (
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import RECORD_BYTES, Op, decode_record
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.shared import SharedStore
 from kvtier_connector.store.volume_profile import PROFILE_FILE
 
 SIZE = PIECE_BYTES + 12288
@@ -291,33 +291,20 @@ def test_a_block_that_is_there_in_either_form_is_not_written_again(root: Path, b
     assert make(root, after).put(key(1), numbers(1)) == Present()
 
 
-def test_what_counts_is_what_the_files_take(root: Path) -> None:
-    store = SharedStore(root, direct=False, max_bytes=10 * SIZE)
-    store.rescan()
-    mover = make(root)
+def test_the_journal_says_what_the_files_take(root: Path) -> None:
+    engine = PlainEngine(root, direct=False, compression="Always")
     for number in range(4):
-        assert store.begin_put(key(number), SIZE) is None
-        store.end_put(key(number), SIZE, mover.put(key(number), numbers(number)))
-    store.synchronize()
+        engine.put(key(number), numbers(number))
+    engine.tell()
     taken = sum(file.stat().st_size for file in root.rglob("*.kvb"))
 
     assert taken < 4 * 0.8 * SIZE
-    assert store.blocks.usage_bytes() == taken
     journals = b"".join(file.read_bytes() for file in root.rglob("*.kvj"))
     decoded = [
         decode_record(journals[at : at + RECORD_BYTES]) for at in range(RECORD_BYTES, len(journals), RECORD_BYTES)
     ]
     stored = [each for each in decoded if each is not None and each.op == Op.STORED]
     assert sum(HEADER_BYTES + each.payload_bytes for each in stored) == taken
-
-
-def test_more_blocks_fit_a_limit_when_they_are_compressed(root: Path) -> None:
-    store = BlockStore(root, direct=False, max_bytes=3 * SIZE, compression="Always")
-    store.refresh_usage()
-    stored = [isinstance(store.put(key(number), numbers(number)), Stored) for number in range(4)]
-    # Room is held for the whole block until it is known how small it gets.
-    assert stored == [True, True, True, False]
-    assert store.usage_bytes() <= 3 * SIZE
 
 
 def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: Path) -> None:

@@ -232,7 +232,6 @@ def test_without_an_active_key_nothing_is_written_and_old_blocks_are_read(
     store = make(root, keys_dir, active)
     assert store.put(key(2), payload(2)) is StoreFault.NO_KEY
     assert not (root / block_path(key(2))).exists()
-    assert store.usage_bytes() == 0
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 
 
@@ -351,10 +350,8 @@ class TestContractWithEncryption(BlockStoreContract):
         report = check_generation(root, partial_age_seconds=0, keyring=Keyring(str(base / "keys")))
         assert (report.problems, report.unverified) == ((), 0)
 
-    def make(self, root: Path, direct: bool | None, max_bytes: int = 0) -> BlockStore:
-        store = BlockStore(
-            root, direct=direct, clock=lambda: NOW_NS, max_bytes=max_bytes, keys_dir=str(root.parents[1] / "keys")
-        )
+    def make(self, root: Path, direct: bool | None) -> BlockStore:
+        store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(root.parents[1] / "keys"))
         assert store.keyring is not None
         store.keyring.activate("k1")
         return store

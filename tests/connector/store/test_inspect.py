@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, key, payload
 from store_faults import FailingFs
 
@@ -20,7 +21,6 @@ from kvtier_connector.store.fsck import check_all, check_generation
 from kvtier_connector.store.identity import claim, find_generations
 from kvtier_connector.store.layout import block_path, partial_path
 from kvtier_connector.store.scan import WalkProgress
-from kvtier_connector.store.shared import SharedStore
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -31,10 +31,10 @@ def volume(tmp_path: Path) -> Path:
     for path, blocks in (("kv/ns.llama/aaa", 3), ("kv/ns.llama/bbb", 2), ("ns.qwen/ccc", 1)):
         root = tmp_path / path
         claim(root, {"model": path}, root.name)
-        store = SharedStore(root)
+        store = PlainEngine(root)
         for number in range(blocks):
             store.put(key(number), payload(number))
-        store.synchronize()
+        store.tell()
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "somebody").write_text("else")
     return tmp_path
@@ -82,7 +82,7 @@ def test_a_check_of_a_volume_verifies_all_its_generations(volume: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads: int) -> None:
     root = volume / "kv/ns.llama/aaa"
-    store = SharedStore(root)
+    store = PlainEngine(root)
     for number in range(100):
         store.put(key(number), payload(number, 4096))
     for number in range(0, 100, 7):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live settings and brake: changed by swapping a link or in place, and never lost to a bad text."""
+"""Live settings: changed by swapping a link, and never lost to a bad text."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from pathlib import Path
 
 import pytest
 from clocks import Clock
-from planted import KINDS, TOO_DEEP, plant
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.contract.engine import LiveSettings, encode_live
-from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.store.runtime_settings import (
-    BRAKE_BYTES,
-    LONGEST_BRAKE_SECONDS,
-    Brake,
-    BrakeFile,
     LiveFile,
     Mode,
-    decode_brake,
-    encode_brake,
-    stricter,
 )
 
 
@@ -149,110 +140,3 @@ def test_the_limit_and_the_active_key_are_live_too(mounted: ConfigMapDirectory, 
 def test_a_field_of_a_later_release_is_ignored(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
     mounted.write(json.dumps({"mode": "ReadOnly", "colour": "blue"}).encode())
     assert live_file.refresh().mode == "ReadOnly"
-
-
-@pytest.mark.parametrize("one", list(Mode))
-@pytest.mark.parametrize("other", list(Mode))
-def test_of_two_modes_the_one_that_allows_less_counts(one: Mode, other: Mode) -> None:
-    chosen = stricter(one, other)
-    assert chosen.may_load == (one.may_load and other.may_load)
-    assert chosen.may_store == (one.may_store and other.may_store)
-
-
-class NsClock:
-    def __init__(self) -> None:
-        self.ns = 1_750_000_000 * 10**9
-
-    def __call__(self) -> int:
-        return self.ns
-
-    def after(self, seconds: float) -> int:
-        return self.ns + int(seconds * 1e9)
-
-
-@pytest.fixture
-def clock() -> NsClock:
-    return NsClock()
-
-
-@pytest.fixture
-def brake_file(tmp_path: Path, clock: NsClock) -> BrakeFile:
-    return BrakeFile(str(tmp_path / "brake.json"), clock=clock)
-
-
-@pytest.mark.parametrize("reason", ["", "full", "é" * 4000, "x" * 100_000, '"' * 2000])
-def test_a_brake_has_one_length_whatever_it_says(reason: str) -> None:
-    content = encode_brake(Brake(Mode.READ_ONLY, reason, 7))
-    assert len(content) == BRAKE_BYTES
-    brake = decode_brake(content)
-    assert (brake.mode, brake.until_ns) == (Mode.READ_ONLY, 7)
-    assert reason.startswith(brake.reason)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\0" * 1024, b"{}", b"[]", b'{"mode": "ReadOnly", "until_ns": "1"}', b"\xff", TOO_DEEP]
-)
-def test_what_is_no_brake_is_refused(content: bytes) -> None:
-    with pytest.raises(ConfigInvalid, match="not a brake"):
-        decode_brake(content)
-
-
-def test_without_a_file_nothing_brakes(brake_file: BrakeFile) -> None:
-    assert brake_file.refresh() is Mode.READ_WRITE
-    assert brake_file.problem == ""
-
-
-def test_a_brake_holds_until_it_expires(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
-    (tmp_path / "brake.json").write_bytes(encode_brake(Brake(Mode.READ_ONLY, "full", clock.after(60))))
-    assert brake_file.refresh() is Mode.READ_ONLY
-    assert brake_file.reason == "full"
-    clock.ns = clock.after(61)
-    assert brake_file.mode is Mode.READ_WRITE
-    assert brake_file.reason == ""
-
-
-def test_a_brake_of_a_wrong_clock_ends_too(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
-    (tmp_path / "brake.json").write_bytes(encode_brake(Brake(Mode.BYPASS, "full", clock.after(1e9))))
-    brake_file.refresh()
-    clock.ns = clock.after(LONGEST_BRAKE_SECONDS - 1)
-    assert brake_file.refresh() is Mode.BYPASS
-    clock.ns = clock.after(2)
-    assert brake_file.refresh() is Mode.READ_WRITE
-
-
-def test_a_brake_ends_although_the_clock_went_back(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
-    (tmp_path / "brake.json").write_bytes(encode_brake(Brake(Mode.READ_ONLY, "full", clock.after(60))))
-    assert brake_file.refresh() is Mode.READ_ONLY
-    clock.ns = clock.after(-86_400)
-    assert brake_file.refresh() is Mode.READ_WRITE
-
-
-def test_half_a_brake_keeps_the_last_one_and_is_reported(brake_file: BrakeFile, tmp_path: Path, clock: NsClock) -> None:
-    path = tmp_path / "brake.json"
-    whole = encode_brake(Brake(Mode.READ_ONLY, "full", clock.after(60)))
-    path.write_bytes(whole)
-    brake_file.refresh()
-    path.write_bytes(whole[:20])
-    assert brake_file.refresh() is Mode.READ_ONLY
-    assert "not a brake" in brake_file.problem
-    path.unlink()
-    assert brake_file.refresh() is Mode.READ_WRITE
-    assert brake_file.problem == ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file_in_the_place_of_a_brake_brakes_nobody_and_holds_nobody_up(
-    brake_file: BrakeFile, tmp_path: Path, kind: str
-) -> None:
-    plant(kind, tmp_path / "brake.json")
-    assert brake_file.refresh() is Mode.READ_WRITE
-    assert "brake.json: cannot be read" in brake_file.problem
-    # A link could lead to anything that this process may read; none of it is told.
-    assert "x:0:0" not in brake_file.problem
-
-
-def test_a_pipe_in_the_place_of_the_live_settings_holds_nobody_up(tmp_path: Path) -> None:
-    plant("pipe", tmp_path / "live.json")
-    live_file = LiveFile(str(tmp_path / "live.json"), seconds=0)
-    assert live_file.refresh() == LiveSettings()
-    assert "cannot be read" in live_file.problem

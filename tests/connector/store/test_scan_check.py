@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
+from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, payload
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_cli.app import main
@@ -21,8 +21,8 @@ from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.fsck import EXPLAINED, FsckProblem, check, check_generation
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import JOURNAL, JournalName, block_path, journal_path, partial_path
-from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, list_journals, remove_old_journals, scan
+from kvtier_connector.store.layout import block_path, partial_path
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
 
 TOKEN = "0123456789abcdef" * 2
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
@@ -119,30 +119,7 @@ def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str) ->
     with pytest.raises(StoreUnavailable, match="broken") as caught:
         list(scan(root, fs=fs))
     assert caught.value.__cause__ is error
-    with pytest.raises(StoreUnavailable):
-        BlockStore(root, fs=fs).refresh_usage()
     assert [problem.kind for problem in check(root, fs=fs)] == ["unreadable"]
-
-
-def test_a_journal_that_somebody_else_removes_is_no_error(root: Path) -> None:
-    (root / JOURNAL).mkdir()
-    (root / journal_path(JournalName("ab" * 16, 1))).touch()
-
-    class Overtaken(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "unlink" and path is not None:
-                Path(path).unlink()
-
-    assert len(list_journals(root)) == 1
-    assert remove_old_journals(root, 0, fs=Overtaken()) == []
-
-
-def test_a_journal_that_cannot_be_removed_is_unavailable(root: Path) -> None:
-    (root / JOURNAL).mkdir()
-    (root / journal_path(JournalName("ab" * 16, 1))).touch()
-    fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name == "unlink")
-    with pytest.raises(StoreUnavailable, match="read-only"):
-        remove_old_journals(root, 0, fs=fs)
 
 
 def test_a_block_that_cannot_be_deleted_is_unavailable(root: Path) -> None:
@@ -150,15 +127,6 @@ def test_a_block_that_cannot_be_deleted_is_unavailable(root: Path) -> None:
     with pytest.raises(StoreUnavailable, match="read-only"):
         BlockStore(root, fs=fs).delete(key(0))
     assert BlockStore(root).look_up(key(0), PAYLOAD_BYTES) is True
-
-
-def test_quarantined_bytes_count_against_the_limit(root: Path) -> None:
-    store = BlockStore(root)
-    assert store.refresh_usage() == 3 * BLOCK_BYTES
-    path = root / block_path(key(0))
-    path.write_bytes(b"x" * BLOCK_BYTES)
-    assert store.get(key(0), pages()) is Fault.MAGIC
-    assert store.usage_bytes() == store.refresh_usage() == 3 * BLOCK_BYTES
 
 
 def test_a_sound_root_has_no_problems(root: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_hash
 
 from kvtier_connector.cascade.requests import Salt, TierRequest
+from kvtier_connector.janitor.follow import JournalFollower
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import Header, decode_header
 from kvtier_connector.store.journal import Op, Record
-from kvtier_connector.store.journal_reader import JournalReader
 from kvtier_connector.store.layout import NO_LINEAGE, Lineage
 
 BLOCK_BYTES = ROW_BYTES + 4096
@@ -95,8 +97,15 @@ def headers(root: Path) -> dict[bytes, Header]:
     return {header.key.hash: header for header in decoded if isinstance(header, Header)}
 
 
-def records(reader: JournalReader) -> list[Record]:
-    return [record for batch in reader.read() for record in batch]
+def following(root: Path) -> JournalFollower:
+    """Return a reader of journals that has read all that there is."""
+    reader = JournalFollower(str(root.parent), fs=FileSystem(), now=itertools.count(1000.0, 60.0).__next__)
+    records(reader, root)
+    return reader
+
+
+def records(reader: JournalFollower, root: Path) -> list[Record]:
+    return [record for _, batch in reader.read([root.name]) for record in batch]
 
 
 def test_a_block_says_on_the_volume_what_comes_before_it(rigs: Rigs) -> None:
@@ -120,41 +129,39 @@ def test_the_parent_is_known_although_only_the_end_of_the_prompt_is_stored(rigs:
     assert headers(rigs.root)[hash_of(3)].lineage == Lineage(hash_of(2), 3)
 
 
-def used(reader: JournalReader) -> list[Record]:
-    return [record for record in records(reader) if record.op == Op.USED]
+def used(reader: JournalFollower, root: Path) -> list[Record]:
+    return [record for record in records(reader, root) if record.op == Op.USED]
 
 
-def wait_for_used(reader: JournalReader) -> list[Record]:
+def wait_for_used(reader: JournalFollower, root: Path) -> list[Record]:
     found: list[Record] = []
-    wait_until(lambda: found.extend(used(reader)) or bool(found), "the use is on the volume")
+    wait_until(lambda: found.extend(used(reader, root)) or bool(found), "the use is on the volume")
     return found
 
 
 def test_a_hit_is_one_record_for_the_end_of_the_prefix(rigs: Rigs) -> None:
     rigs.make().offload(keys(20))
-    reader = JournalReader(rigs.root)
-    reader.start()
+    reader = following(rigs.root)
     user: Rig = rigs.make(refresh_seconds=0.05)
     for number in range(3):
         assert user.serve(keys(20), f"r{number}").hit_blocks == 20
-    assert [(record.key.hash, record.lineage) for record in wait_for_used(reader)] == [
+    assert [(record.key.hash, record.lineage) for record in wait_for_used(reader, rigs.root)] == [
         (hash_of(19), Lineage(hash_of(18), 19))
     ]
     user.close()
-    assert used(reader) == []
+    assert used(reader, rigs.root) == []
 
 
 def test_a_prefix_that_only_the_cpu_tier_served_counts_as_used(rigs: Rigs) -> None:
     rigs.make().offload(keys(5))
     user = rigs.make(refresh_seconds=0.05)
     assert user.serve(keys(5), "from disk").hit_blocks == 5
-    reader = JournalReader(rigs.root)
-    reader.start()
+    reader = following(rigs.root)
     # A part of it only, so that it is another prefix than the one that was noted before.
     assert user.serve(keys(3), "from the CPU tier").hit_blocks == 3
     assert user.metric("vllm:kvtier_disk_read_blocks") == 5
     user.close()
-    assert hash_of(2) in {record.key.hash for record in used(reader)}
+    assert hash_of(2) in {record.key.hash for record in used(reader, rigs.root)}
 
 
 def directories(root: Path) -> dict[str, int]:

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Journals as the janitor reads them: torn, damaged, removed and planted ones lose records and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from clocks import Clock
+from planted import KINDS, plant
+from store_contract import NOW_NS, key
+from store_faults import CrashError, CrashingFs, FailingFs
+
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.janitor.follow import ACTIVE_SECONDS, JournalFollower
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.journal import RECORD_BYTES, JournalLimits, JournalWriter, Op, Record
+from kvtier_connector.store.layout import JournalName, journal_path
+
+WRITER = "0123456789abcdef" * 2
+
+
+class Follower:
+    """Follows the journals of one root; each read comes long after the last one."""
+
+    def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
+        self.now = Clock(1000.0)
+        self.journals = JournalFollower(
+            str(root.parent), fs=fs or FileSystem(), clock=lambda: NOW_NS, now=self.now, taken_ns=NOW_NS
+        )
+        self.digest = root.name
+
+    def read(self) -> list[Record]:
+        self.now.seconds += 60
+        return [record for _, batch in self.journals.read([self.digest]) for record in batch]
+
+    def numbers(self) -> list[int]:
+        return [int.from_bytes(record.key.hash[:4], "little") for record in self.read()]
+
+
+def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> JournalWriter:
+    return JournalWriter(
+        root, fs=fs or FileSystem(), limits=JournalLimits(**limits), clock=lambda: NOW_NS, now=Clock(1000.0)
+    )
+
+
+def note(writer: JournalWriter, *numbers: int, op: Op = Op.STORED) -> None:
+    for number in numbers:
+        writer.append(op, key(number), 4096)
+
+
+def told(writer: JournalWriter, *numbers: int, op: Op = Op.STORED) -> None:
+    note(writer, *numbers, op=op)
+    writer.flush()
+
+
+def only_file(root: Path) -> Path:
+    (path,) = (root / "journal").glob("*.kvj")
+    return path
+
+
+def test_each_record_is_read_once(tmp_path: Path) -> None:
+    writer, follower = make_writer(tmp_path), Follower(tmp_path)
+    note(writer, 1, 2)
+    assert follower.read() == []
+    writer.flush()
+    assert follower.read() == [Record(Op.STORED, key(number), 4096, NOW_NS) for number in (1, 2)]
+    assert follower.read() == []
+    told(writer, 3, op=Op.GONE)
+    assert follower.read() == [Record(Op.GONE, key(3), 4096, NOW_NS)]
+
+
+def test_the_next_janitor_continues_where_the_last_one_ended(tmp_path: Path) -> None:
+    writer, first = make_writer(tmp_path), Follower(tmp_path)
+    told(writer, 1)
+    assert first.numbers() == [1]
+    told(writer, 2)
+    second = JournalFollower(str(tmp_path.parent), fs=FileSystem(), places=first.journals.places())
+    assert [record.key for _, batch in second.read([tmp_path.name]) for record in batch] == [key(2)]
+
+
+def test_a_read_costs_one_listing_and_one_read_for_each_journal(tmp_path: Path) -> None:
+    fs = CrashingFs(10**9)
+    follower = Follower(tmp_path, fs)
+    for number in range(3):
+        told(make_writer(tmp_path), number)
+    follower.read()
+    assert fs.calls == ["scandir", *["open", "preadv", "close"] * 3]
+
+
+def test_a_crash_at_any_step_of_a_flush_loses_that_flush_and_no_earlier_one(tmp_path: Path) -> None:
+    for torn_bytes, step in itertools.product((0, 100, 200), range(8)):
+        root = tmp_path / f"{torn_bytes}-{step}"
+        follower, fs = Follower(root), CrashingFs(10**9)
+        writer = make_writer(root, fs)
+        told(writer, 1, 2)
+        fs.crash_after(step, torn_bytes=torn_bytes)
+        note(writer, 3, 4)
+        try:
+            writer.flush()
+        except CrashError:
+            assert fs.has_crashed
+        found = [number for _ in range(6) for number in follower.numbers()]
+        assert found in ([1, 2], [1, 2, 3], [1, 2, 3, 4])
+        told(make_writer(root), 5)
+        assert follower.numbers() == [5]
+
+
+def test_a_torn_write_of_a_living_process_is_overwritten_by_its_next_one(tmp_path: Path) -> None:
+    class FullAfterSomeBytes(FileSystem):
+        is_full = True
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.is_full:
+                os.pwrite(fd, bytes(buffers[0])[:150], offset)
+                raise OSError(errno.ENOSPC, "full")
+            return super().pwritev(fd, buffers, offset)
+
+    fs = FullAfterSomeBytes()
+    writer, follower = make_writer(tmp_path, fs), Follower(tmp_path)
+    note(writer, 1, 2)
+    with pytest.raises(StoreUnavailable, match="full"):
+        writer.flush()
+    assert follower.read() == []
+    fs.is_full = False
+    told(writer, 3)
+    assert follower.numbers() == [1, 2, 3]
+
+
+def test_a_record_on_its_way_is_read_when_it_has_arrived(tmp_path: Path) -> None:
+    """As an NFS client may show it: the file is as long as it will be, and its last bytes are zeros for a while."""
+    writer, follower = make_writer(tmp_path), Follower(tmp_path)
+    told(writer, 1, 2)
+    path = only_file(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: 2 * RECORD_BYTES] + bytes(RECORD_BYTES))
+    assert follower.numbers() == [1]
+    assert follower.read() == []
+    path.write_bytes(whole)
+    assert follower.numbers() == [2]
+    assert follower.journals.damaged == 0
+
+
+def test_damaged_records_are_skipped_after_a_while_and_counted(tmp_path: Path) -> None:
+    writer, follower = make_writer(tmp_path), Follower(tmp_path)
+    told(writer, 1, 2, 3, 4)
+    content = bytearray(only_file(tmp_path).read_bytes())
+    content[2 * RECORD_BYTES : 4 * RECORD_BYTES] = os.urandom(2 * RECORD_BYTES)
+    only_file(tmp_path).write_bytes(content)
+    assert [follower.numbers() for _ in range(5)] == [[1], [], [], [4], []]
+    assert follower.journals.damaged == 2
+
+
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "notes.txt").write_text("hello")
+    (tmp_path / journal_path(JournalName(WRITER, 0))).write_bytes(b"x" * 10 * RECORD_BYTES)
+    follower = Follower(tmp_path)
+    assert [follower.read() for _ in range(8)] == [[]] * 8
+
+
+def test_a_full_segment_is_followed_by_the_next_and_a_finished_one_is_not_opened_again(tmp_path: Path) -> None:
+    fs = CrashingFs(10**9)
+    writer, follower = make_writer(tmp_path, segment_bytes=3 * RECORD_BYTES), Follower(tmp_path, fs)
+    for number in range(10):
+        told(writer, number)
+    assert follower.numbers() == list(range(10))
+    fs.calls.clear()
+    follower.read()
+    assert fs.calls.count("open") == 1
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "root"])
+def test_a_journal_that_is_removed_under_its_writer_is_begun_anew(tmp_path: Path, what: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    writer, follower = make_writer(root), Follower(root)
+    told(writer, 1)
+    assert follower.numbers() == [1]
+    only_file(root).unlink()
+    if what != "file":
+        shutil.rmtree(root / "journal")
+    if what == "root":
+        root.rmdir()
+    assert follower.read() == []
+    told(writer, 2)
+    assert follower.numbers() == [2]
+
+
+def test_writers_are_those_that_lately_told_of_a_block_that_they_did_not_remove(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    silent, storing, using, removing = (make_writer(tmp_path) for _ in range(4))
+    told(storing, 1)
+    told(using, 1, op=Op.USED)
+    told(removing, 1, op=Op.GONE)
+    silent.flush()
+    follower.read()
+    assert follower.journals.writers == 2
+    follower.now.seconds += ACTIVE_SECONDS + 1
+    assert follower.journals.writers == 0
+
+
+@pytest.mark.parametrize("call", ["scandir", "open", "preadv"])
+def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_path: Path, call: str) -> None:
+    for _ in range(2):
+        told(make_writer(tmp_path), 7)
+    broken = [True]
+
+    def when(name: str, path: str | None) -> bool:
+        return name == call and bool(broken) and broken.pop()
+
+    follower = Follower(tmp_path, FailingFs(OSError(errno.EIO, "broken"), when=when))
+    found: list[Record] = []
+    with pytest.raises(StoreUnavailable, match="broken"):
+        found.extend(record for _, batch in follower.journals.read([tmp_path.name]) for record in batch)
+    assert len(found) == (0 if call == "scandir" else 1)
+    assert len(found) + len(follower.read()) == 2
+
+
+def test_a_journal_that_is_stale_on_the_server_holds_up_no_other(tmp_path: Path) -> None:
+    stale, other = make_writer(tmp_path), make_writer(tmp_path)
+    is_failing = True
+    fs = FailingFs(
+        OSError(errno.ESTALE, "stale"), when=lambda name, path: is_failing and name == "open" and stale.writer in path
+    )
+    follower = Follower(tmp_path, fs)
+    told(stale, 0)
+    told(other, 1)
+    assert follower.numbers() == [1]
+    is_failing = False
+    assert follower.numbers() == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_in_the_place_of_a_journal_holds_up_no_other(tmp_path: Path, kind: str) -> None:
+    follower, writer = Follower(tmp_path), JournalWriter(tmp_path)
+    writer.flush()
+    own = tmp_path / journal_path(JournalName(writer.writer, 0))
+    own.unlink()
+    plant(kind, own)
+    plant(kind, tmp_path / journal_path(JournalName(WRITER, 0)))
+    told(writer, 1, 2)
+    assert follower.numbers() == [1, 2]
+
+
+def test_of_a_journal_of_any_length_without_a_record_little_is_read(tmp_path: Path) -> None:
+    class Counting(FileSystem):
+        count = 0
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            done = super().preadv(fd, buffers, offset)
+            self.count += done
+            return done
+
+    fs = Counting()
+    follower, writer = Follower(tmp_path, fs), JournalWriter(tmp_path)
+    writer.flush()
+    for path in (writer.writer, WRITER):
+        with (tmp_path / journal_path(JournalName(path, 0))).open("ab") as file:
+            # CephFS takes no file of a TiB unless told to.
+            file.truncate(1 << 39)
+    assert [follower.read() for _ in range(10)] == [[]] * 10
+    assert fs.count < 16 << 20
