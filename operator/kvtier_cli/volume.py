@@ -223,7 +223,7 @@ def _do_in_pod(tier: str, where: Where, request: Mapping[str, Any], tell: Tell) 
     if not answer:
         said = " ".join([*stray, complaint]).strip()[-500:] or "nothing"
         raise ClusterUnavailable(
-            f"the janitor of {tier} ({pod['metadata']['name']}) ended with {code} and said {said}; an image of another "
+            f"the janitor of {tier} ({pod['metadata']['name']}) ended with {code} and said {said}. An image of another "
             "release may not know this verb, and one that was killed may need more memory: spec.janitor.resources"
         )
     if "error" in answer:

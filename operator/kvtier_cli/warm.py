@@ -98,8 +98,8 @@ def warm(  # noqa: PLR0913 - options
         if "://" not in target:
             url, least = stack.enter_context(_forwarded(target, where))
             times = times or least
-        engine = Engine(url, key=os.environ.get(key_variable, ""))
-        model = model or engine.served()
+        engine = Endpoint(url, key=os.environ.get(key_variable, ""))
+        model = model or (engine.request("/v1/models", None).get("data") or [{}])[0].get("id", "")
         tell = stack.enter_context(output.progress("prompt"))
         document = send(
             read(file), engine, model=model, times=times or 1, count=count, concurrency=concurrency, tell=tell
@@ -163,36 +163,28 @@ def _parse(number: int, line: str) -> Prompt:
 
 
 def send(  # noqa: PLR0913 - keywords
-    prompts: Iterable[Prompt], engine: Engine, *, model: str, times: int, count: int, concurrency: int, tell: Tell
+    prompts: Iterable[Prompt], engine: Endpoint, *, model: str, times: int, count: int, concurrency: int, tell: Tell
 ) -> dict[str, Any]:
-    """Send `count` prompts and return the totals.
+    """Send `count` prompts, each `times` times over one connection, and return the totals.
 
-    Args:
-        prompts: read as they are sent, so that few are in memory.
-        engine: receives them.
-        model: for prompts that name none.
-        times: requests a prompt, over one connection: a block is stored at the request of this number.
-        count: of the prompts.
-        concurrency: prompts at once.
-        tell: told the share that is done.
+    Prompts are read as they are sent, so that few are in memory.
     """
     result: dict[str, Any] = {"prompts": count, "answered": 0, "failed": 0, "promptTokens": 0, "problem": ""}
     lock, slots = threading.Lock(), threading.Semaphore(concurrency)
 
     def one(prompt: Prompt) -> None:
+        tokens, problem = 0, ""
         try:
             answer = engine.request(prompt.path, {"model": model, **prompt.body}, times=times)
+            tokens = (answer.get("usage") or {}).get("prompt_tokens", 0)
         except click.ClickException as error:
-            answer, problem = None, f"line {prompt.line}: {error.message}"
+            problem = f"line {prompt.line}: {error.message}"
         finally:
             slots.release()
         with lock:
-            if answer is None:
-                result["failed"] += 1
-                result["problem"] = result["problem"] or problem
-            else:
-                result["answered"] += 1
-                result["promptTokens"] += (answer.get("usage") or {}).get("prompt_tokens", 0)
+            result["failed" if problem else "answered"] += 1
+            result["promptTokens"] += tokens
+            result["problem"] = result["problem"] or problem
             done = result["answered"] + result["failed"]
             tell(done / count, done, 0)
 
@@ -203,7 +195,7 @@ def send(  # noqa: PLR0913 - keywords
     return result
 
 
-class Engine:
+class Endpoint:
     """An OpenAI endpoint. Any thread may call it."""
 
     def __init__(self, url: str, *, key: str = "") -> None:
@@ -214,10 +206,6 @@ class Engine:
         self._url, self._parts = url, parts
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
-    def served(self) -> str:
-        """Return the first model that is served."""
-        return str((self.request("/v1/models", None).get("data") or [{}])[0].get("id", ""))
-
     def request(self, path: str, body: Mapping[str, Any] | None, *, times: int = 1) -> dict[str, Any]:
         """Return the answer to a request, which is sent `times` times over one connection.
 
@@ -226,22 +214,20 @@ class Engine:
         """
         data = None if body is None else json.dumps(body).encode()
         problem = ""
-        for attempt in range(1, _TRIES + 1):
+        for attempt in range(_TRIES):
+            time.sleep(RETRY_SECONDS * attempt)
             try:
                 status, reason, text = self._send(path, data, times)
                 if status < _NOT_FINE:
                     answer = json.loads(text)
                     return answer if isinstance(answer, dict) else {}
                 problem = f"{path} answers {status} {reason}"
-                if status in _LOCKED:
-                    raise click.ClickException(f"{problem}: set the variable of --key-variable to the API key")
                 if status not in _BUSY:
-                    raise click.ClickException(problem)
+                    break
             except (OSError, ValueError, http.client.HTTPException) as error:
-                problem = f"no engine answers at {self._url} ({type(error).__name__})"
-            if attempt < _TRIES:
-                time.sleep(RETRY_SECONDS * attempt)
-        raise click.ClickException(problem)
+                status, problem = 0, f"no engine answers at {self._url} ({type(error).__name__})"
+        hint = ": set the variable of --key-variable to the API key" if status in _LOCKED else ""
+        raise click.ClickException(f"{problem}{hint}")
 
     def _send(self, path: str, data: bytes | None, times: int) -> tuple[int, str, bytes]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
