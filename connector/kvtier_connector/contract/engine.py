@@ -56,7 +56,6 @@ REDIS_PASSWORD_VARIABLE = "LMCACHE_RESP_PASSWORD"  # noqa: S105  the name of a v
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 """Releases of vLLM that the connector works with, oldest first; see `vllm_release`."""
 
-MOST_SCAN_THREADS = 256
 MOST_IO_PROCESSES = 256
 MOST_DEFAULT_IO_PROCESSES = 16
 """Most worker processes of an engine whose ``io_processes`` is null."""
@@ -99,11 +98,6 @@ class ConnectorConfig:
 
     refresh_seconds: float = 1.0
     """Delay until blocks of other pods are known without asking the volume, at most twice this."""
-    rescan_seconds: float = 1800.0
-    """After which the whole root is walked again, which finds what no pod told of; a million files take half a minute.
-    Each later walk comes after twice as long, a day at most."""
-    scan_threads: int = 4
-    """Directories that a walk reads at once."""
     direct_io: bool | None = None
     """Whether to bypass the page cache; None asks the volume."""
     keys_dir: str = ""
@@ -113,10 +107,6 @@ class ConnectorConfig:
     """One of `COMPRESSIONS`, of what is written."""
     tenant_from: str = "None"
     """One of `TENANT_SOURCES`."""
-    tenant_quotas: Mapping[str, int] = field(default_factory=dict)
-    """By tenant, the bytes that its blocks may take on the volume."""
-    default_quota_bytes: int = 0
-    """Quota of each tenant that ``tenant_quotas`` does not name; 0 means no limit."""
     live_file: str = ""
     """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
     ever."""
@@ -152,23 +142,9 @@ class ConnectorConfig:
             ),
             (self.load_deadline_seconds > 0, "load_deadline_seconds", "must be more than 0"),
             (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
-            (self.rescan_seconds > 0, "rescan_seconds", "must be more than 0"),
-            (1 <= self.scan_threads <= MOST_SCAN_THREADS, "scan_threads", f"must be between 1 and {MOST_SCAN_THREADS}"),
             (self.keys_dir == "" or self.keys_dir.startswith("/"), "keys_dir", "must be an absolute path"),
             (self.compression in COMPRESSIONS, "compression", f"must be one of {', '.join(COMPRESSIONS)}"),
             (self.tenant_from in TENANT_SOURCES, "tenant_from", f"must be one of {', '.join(TENANT_SOURCES)}"),
-            (
-                not self.tenant_quotas or self.tenant_from != "None",
-                "tenant_quotas",
-                "needs tenant_from to be CacheSalt or Parameter",
-            ),
-            (
-                all(re.fullmatch(TENANT_PATTERN, tenant, re.ASCII) for tenant in self.tenant_quotas),
-                "tenant_quotas",
-                f"must name tenants that match {TENANT_PATTERN}",
-            ),
-            (all(quota > 0 for quota in self.tenant_quotas.values()), "tenant_quotas", "must all be more than 0"),
-            (self.default_quota_bytes >= 0, "default_quota_bytes", "must be 0 (no limit) or more"),
             (self.min_tokens >= 0, "min_tokens", "must be 0 (no limit) or more"),
             (1 <= self.min_reuse <= MOST_REUSE, "min_reuse", f"must be between 1 and {MOST_REUSE}"),
             (self.live_file == "" or self.live_file.startswith("/"), "live_file", "must be an absolute path"),

@@ -22,9 +22,6 @@ def test_a_document_without_the_stores_settings_is_read_and_written_back() -> No
     [
         ("refresh_seconds", 0),
         ("refresh_seconds", -1.0),
-        ("rescan_seconds", 0),
-        ("scan_threads", 0),
-        ("scan_threads", 257),
         ("min_tokens", -1),
         ("min_reuse", 0),
         ("min_reuse", 101),
