@@ -9,6 +9,8 @@ does nothing uses vLLM's public interface of connectors only.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -16,10 +18,18 @@ from vllm.distributed.kv_transfer.kv_connector import v1
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.logger import init_logger
 
+from kvtier_connector.contract.engine import decode
+from kvtier_connector.pod_tools.ready import StartupReport
 from kvtier_connector.vllm_adapter import supported
 from kvtier_connector.vllm_adapter.supported import Support
 
 logger = init_logger("vllm.kvtier.connector")
+
+NO_PREFIX_CACHING = (
+    "prefix caching is off, because vLLM cannot compute from a cached prefix of this model (MLA on the CPU build) or "
+    "because of --no-enable-prefix-caching"
+)
+_WITHOUT = "kvtier serves WITHOUT the shared volume and without its CPU tier"
 
 
 def choose() -> type:
@@ -27,12 +37,22 @@ def choose() -> type:
     found = supported.check()
     if not found.problem:
         return _reporting(importlib.import_module(supported.CONNECTOR_MODULE).KVTierConnector, found)
-    logger.error("kvtier serves WITHOUT the shared volume and without its CPU tier: %s", found.problem)
-    return _reporting(idle_connector(), found)
+    logger.error("%s: %s", _WITHOUT, found.problem)
+    return _reporting(idle_connector(found.problem), found)
 
 
-def idle_connector() -> type:
-    """Return a connector that answers every call of vLLM and changes nothing."""
+def idle_connector(problem: str, make_orders: Callable[[], Any] = KVConnectorMetadata) -> type:
+    """Return a connector that answers every call of vLLM and changes nothing.
+
+    Args:
+        problem: Reason for the startup probe, which lets an engine serve without the volume.
+        make_orders: Makes the orders of a step to the workers, which may have another connector.
+    """
+
+    def init(self: Any, vllm_config: Any, role: Any, *args: Any, **kwargs: Any) -> None:
+        v1.KVConnectorBase_V1.__init__(self, vllm_config, role, *args, **kwargs)
+        if role is v1.KVConnectorRole.SCHEDULER:
+            _report_startup(vllm_config, problem)
 
     def nothing(*_: Any, **__: Any) -> None:
         """Do nothing."""
@@ -44,13 +64,14 @@ def idle_connector() -> type:
         return False, None
 
     def no_orders(*_: Any, **__: Any) -> Any:
-        return KVConnectorMetadata()
+        return make_orders()
 
     # vLLM refuses hybrid models without SupportsHMA, which a connector that moves nothing supports trivially.
     bases = (v1.KVConnectorBase_V1, *filter(None, [getattr(v1, "SupportsHMA", None)]))
     # Includes methods that a later release has made abstract.
     abstract = {name: nothing for base in bases for name in getattr(base, "__abstractmethods__", ())}
     answers = {
+        "__init__": init,
         "requires_kv_delivery": False,
         "get_num_new_matched_tokens": no_tokens,
         "build_connector_meta": no_orders,
@@ -60,15 +81,37 @@ def idle_connector() -> type:
     return type("IdleConnector", bases, {**abstract, **answers})
 
 
+def _report_startup(vllm_config: Any, problem: str) -> None:
+    """Write the report that the startup probe of the pod waits for."""
+    try:
+        for tier in vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers", ()):
+            config = decode(Path(tier["config_file"]).read_text(encoding="utf-8"))
+            report = StartupReport(config.state_dir, config.tier)
+            report.begin(problem)
+            report.serve_without(problem)
+    except Exception:
+        logger.exception("The startup probe cannot be told that this engine serves without the volume")
+
+
 def _reporting(connector: Any, found: Support) -> type:
     class KVTierConnector(connector):
+        def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            """Make an idle connector where requests cannot go on from loaded blocks."""
+            if found.problem or vllm_config.cache_config.enable_prefix_caching:
+                return super().__new__(cls)
+            logger.error("%s: %s", _WITHOUT, NO_PREFIX_CACHING)
+            orders = importlib.import_module("kvtier_connector.vllm_adapter.worker").no_orders
+            return idle_connector(NO_PREFIX_CACHING, orders)(vllm_config, *args, **kwargs)
+
         @classmethod
         def build_prom_metrics(
             cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
         ) -> Any:
             """Declare the metrics in the API server, where ours has its value already."""
             try:
-                _report(found, metric_types, labelnames, per_engine_labelvalues)
+                has_prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
+                label = found.label if found.problem or has_prefix_caching else "no_prefix_caching"
+                _report(found.version, label, metric_types, labelnames, per_engine_labelvalues)
             except Exception:
                 logger.exception("No %s: this vLLM declares metrics in another way", supported.RELEASE_METRIC)
             return super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -76,7 +119,7 @@ def _reporting(connector: Any, found: Support) -> type:
     return KVTierConnector
 
 
-def _report(found: Support, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+def _report(version: str, label: str, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
     gauge = metric_types[prometheus_client.Gauge](
         name=supported.RELEASE_METRIC,
         documentation=supported.RELEASE_DOCUMENTATION,
@@ -84,7 +127,7 @@ def _report(found: Support, metric_types: Any, labelnames: list[str], per_engine
         multiprocess_mode="mostrecent",
     )
     for values in per_engine_labelvalues.values():
-        gauge.labels(*values, found.version, found.label).set(1)
+        gauge.labels(*values, version, label).set(1)
 
 
 def _register() -> None:

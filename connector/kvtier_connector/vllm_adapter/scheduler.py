@@ -115,7 +115,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
         self._chunks_being_loaded = None
         self._is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
-        self._is_sharing = bool(vllm_config.cache_config.enable_prefix_caching)
         self._loading: dict[OffloadKey, Load] = {}
         """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
         self._loads: dict[str, Load] = {}
@@ -217,8 +216,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         assert isinstance(target, GPULoadStoreSpec)
         load.aim(target, self.config.blocks_per_chunk)
         self._loads[name] = load
-        if self._is_sharing:
-            self._loading.update(dict.fromkeys(load.keys, load))
+        self._loading.update(dict.fromkeys(load.keys, load))
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:

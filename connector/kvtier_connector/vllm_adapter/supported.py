@@ -16,8 +16,9 @@ from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
 RELEASE_METRIC = "vllm:kvtier_vllm_release"
 RELEASE_LABELS = ("version", "support")
 RELEASE_DOCUMENTATION = (
-    "1, with the version of vLLM and whether kvtier supports it: supported, or unsupported, where the engine serves "
-    "without the volume and without the CPU tier."
+    "1, with the version of vLLM and whether kvtier supports it: supported, unsupported, or no_prefix_caching (a "
+    "supported one that has it off). In the last two cases the engine serves without the volume and without the CPU "
+    "tier."
 )
 
 CONNECTOR_MODULE = "kvtier_connector.vllm_adapter.offloading_connector"

@@ -42,6 +42,11 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """Number of the question for the declarations; 0 if they arrived before the first step."""
 
 
+def no_orders() -> KVTierMetadata:
+    """Return the orders of a step that moves no block."""
+    return KVTierMetadata({}, {}, set())
+
+
 @dataclass
 class KVTierWorkerMetadata(OffloadingWorkerMetadata):
     """vLLM's reports of one step, with those about weights and adapters."""

@@ -12,7 +12,7 @@ from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerCo
 
 def engine_config(shape: Shape, config_file: Path) -> VllmConfig:
     """Return what vLLM knows of an engine of this shape, whose tier has the settings of a file."""
-    cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=shape.prefix_caching)
+    cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
     cache.num_gpu_blocks = shape.gpu_blocks
     model = model_config()
     return VllmConfig(

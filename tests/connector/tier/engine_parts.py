@@ -102,7 +102,6 @@ class Shape:
     most_tokens: int = 4096
     """That one step computes."""
     prompt_only: bool = True
-    prefix_caching: bool = True
     load_failure_policy: str = "recompute"
 
 

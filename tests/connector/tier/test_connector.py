@@ -6,11 +6,14 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
+from rig import Rigs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, supports_hma
@@ -18,15 +21,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.utils.func_utils import supports_kw
 
 from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
+from kvtier_connector.pod_tools.ready import why_not_decided
 from kvtier_connector.vllm_adapter import connector, supported
 from kvtier_connector.vllm_adapter.connector import choose, idle_connector
 from kvtier_connector.vllm_adapter.offloading_connector import KVTierConnector
+from kvtier_connector.vllm_adapter.worker import KVTierMetadata
 
 MODULE = "kvtier_connector.vllm_adapter.connector"
 CONFIG = KVTransferConfig(kv_connector="KVTierConnector", kv_connector_module_path=MODULE, kv_role="kv_both")
 
 
-def reported(connector: type[Any]) -> dict[tuple[str, ...], float]:
+def engine_config(*, prefix_caching: bool = True, config_file: str = "") -> Any:
+    """Return the part of vLLM's configuration that the choice depends on."""
+    transfer = CONFIG
+    if config_file:
+        transfer = replace(CONFIG, kv_connector_extra_config={"secondary_tiers": [{"config_file": config_file}]})
+    return SimpleNamespace(
+        kv_transfer_config=transfer, cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)
+    )
+
+
+def reported(connector: type[Any], config: Any = None) -> dict[tuple[str, ...], float]:
     """Return the labels and the value of the release metric, as an API server shows it."""
     registry = prometheus_client.CollectorRegistry()
 
@@ -39,7 +54,7 @@ def reported(connector: type[Any]) -> dict[tuple[str, ...], float]:
         prometheus_client.Counter: prometheus_client.Counter,
         prometheus_client.Histogram: prometheus_client.Histogram,
     }
-    connector.build_prom_metrics(SimpleNamespace(kv_transfer_config=CONFIG), kinds, ["engine"], {0: ["0"]})
+    connector.build_prom_metrics(config or engine_config(), kinds, ["engine"], {0: ["0"]})
     return {
         tuple(sample.labels.values()): sample.value
         for family in registry.collect()
@@ -100,8 +115,8 @@ def test_a_build_that_the_connector_cannot_be_imported_with_serves_without_kvtie
 
 
 def test_a_vllm_that_declares_metrics_otherwise_serves_without_the_metric(caplog: pytest.LogCaptureFixture) -> None:
-    assert idle_connector().build_prom_metrics(None, {}, [], {}) is None
-    chosen = connector._reporting(idle_connector(), supported.Support("1", "another"))
+    assert idle_connector("another release").build_prom_metrics(None, {}, [], {}) is None
+    chosen = connector._reporting(idle_connector("another release"), supported.Support("1", "another"))
     assert chosen.build_prom_metrics(None, {}, [], {}) is None
     assert supported.RELEASE_METRIC in caplog.records[-1].message
 
@@ -120,8 +135,25 @@ def test_vllm_loads_the_chosen_class_by_name() -> None:
     assert issubclass(loaded, KVTierConnector)
 
 
+def test_an_engine_without_prefix_caching_serves_without_kvtier_and_tells_its_startup_probe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, rigs: Rigs
+) -> None:
+    # vLLM switches it off for models whose attention cannot go on from a cached prefix, as MLA on the CPU build.
+    file = rigs.config_file(state_dir=str(tmp_path / "s"))
+    config = engine_config(prefix_caching=False, config_file=str(file))
+    chosen = choose()
+    made = chosen(config, KVConnectorRole.SCHEDULER, None)
+    assert not isinstance(made, KVTierConnector)
+    assert isinstance(made.build_connector_meta("output"), KVTierMetadata), "its worker may have found it on"
+    assert why_not_decided(tmp_path / "s") == ""
+    assert "MLA on the CPU build" in caplog.text
+    monkeypatch.setattr(KVTierConnector, "build_prom_metrics", lambda *_: None)
+    ((labels, value),) = reported(chosen, config).items()
+    assert (labels[-1], value) == ("no_prefix_caching", 1.0)
+
+
 def make_idle(role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any:
-    return idle_connector()(SimpleNamespace(kv_transfer_config=CONFIG), role, None)
+    return idle_connector("another release")(engine_config(), role, None)
 
 
 def test_an_idle_connector_looks_nothing_up_and_holds_no_block() -> None:
@@ -154,9 +186,9 @@ def test_an_idle_worker_takes_every_call_of_a_step() -> None:
 
 
 def test_vllm_takes_an_idle_connector_for_models_with_several_groups() -> None:
-    assert supports_hma(idle_connector())
-    assert supports_kw(idle_connector(), "kv_cache_config")
-    assert not inspect.isabstract(idle_connector())
+    assert supports_hma(idle_connector("another release"))
+    assert supports_kw(idle_connector("another release"), "kv_cache_config")
+    assert not inspect.isabstract(idle_connector("another release"))
 
 
 def test_an_idle_connector_implements_abstract_methods_of_a_later_release(monkeypatch: pytest.MonkeyPatch) -> None:

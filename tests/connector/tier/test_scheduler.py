@@ -389,7 +389,7 @@ def test_answers_are_right_where_the_gpu_is_so_small_that_requests_preempt_each_
 def test_what_waits_for_a_row_comes_for_the_others_when_the_first_who_asked_ends(
     engines: Engines, writer: SimulatedEngine
 ) -> None:
-    reader = restart(engines, Shape(cpu_chunks=4, prefix_caching=False))
+    reader = restart(engines, Shape(cpu_chunks=4))
     reader.copies.lag = math.inf
     for name in ("a", "b"):
         reader.add(name, PROMPT)

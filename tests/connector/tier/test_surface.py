@@ -54,6 +54,7 @@ def names_used_by(ours: type) -> set[str]:
         node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
+        and node.attr != "__new__"
         and (
             (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
             or (
