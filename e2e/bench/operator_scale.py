@@ -208,7 +208,7 @@ def _settings(config: Json) -> str:
     if "connector.json" in data:
         return digest_text(data["connector.json"])
     told = json.loads(data["janitor.json"])
-    return digest({field: told[field] for field in ("version", *janitor.FIXED_FIELDS)})
+    return digest({field: told[field] for field in ("version", *janitor.FIXED_FIELDS) if field in told})
 
 
 def uids_in(body: Json) -> set[str]:

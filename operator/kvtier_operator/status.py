@@ -41,6 +41,8 @@ _NORMAL: Final = frozenset(
         Reason.CLAIM_ALONE,
         Reason.BUDGETS_FIT,
         Reason.ROUTER_STARTING,
+        Reason.STORE_READY,
+        Reason.STORE_STARTING,
     )
 )
 """Reasons that a healthy tier passes through; every other one is a Warning."""

@@ -123,7 +123,7 @@ def conditions(view: Progress, previous: dict[str, Any] | None = None) -> dict[s
     found = {each["type"]: each for each in status.report(view, previous or {}, now=NOON)["conditions"]}
     summaries = {"Ready", "Reconciling", "Stalled"}
     for kind in found.keys() - summaries:
-        assert Reason(found[kind]["reason"]) in {*REASONS[kind], Reason.NOT_CHECKED}
+        assert Reason(found[kind]["reason"]) in {*REASONS[kind], Reason.NOT_CHECKED, Reason.NOT_APPLICABLE}
     return found
 
 

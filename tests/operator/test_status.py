@@ -50,6 +50,7 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
         "DiskHealthy": "True",
         "JanitorHealthy": "True",
         "RoutingReady": "True",
+        "StoreReady": "Unknown",
         "SharedCacheVerified": "Unknown",
         "DiskEffective": "Unknown",
         "UpToDate": "True",

@@ -27,6 +27,12 @@ class Reason(enum.Enum):
 
     READY = "Ready", "Every engine serves and shares the volume."
     NOT_CHECKED = "NotChecked", "Something that stands before this check already failed."
+    STORE_READY = "StoreReady", "The server that the operator makes for the connector answers."
+    STORE_STARTING = "StoreStarting", "The server of the connector is on its way."
+    STORE_IMAGE_PULL_FAILED = "StoreImagePullFailed", "The image of the server of the connector cannot be pulled."
+    STORE_FAILING = "StoreFailing", "The server of the connector does not stay up."
+    STORE_NOT_SCHEDULED = "StoreNotScheduled", "No node takes the server of the connector."
+    STORE_REFUSED = "StoreRefused", "The pod of the server cannot be created (quota or admission)."
     STORE_UNREACHABLE = "StoreUnreachable", "Engines found no Redis when they started, and serve without it."
     NOT_APPLICABLE = "NotApplicable", "The connector of the tier leaves nothing to judge here."
     BOUND = "Bound", "The claim is bound."
@@ -178,6 +184,7 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "JanitorHealthy": "The janitor runs and can do its work. Unknown until it has reported.",
     "RoutingReady": "Requests come to the engines as `spec.routing` says: the router serves, the `InferencePool` that "
     "was asked for is there.",
+    "StoreReady": "The server that the operator makes for another connector runs: a Redis, or Mooncake's master.",
     "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
     "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
     "depend on it.",
@@ -215,6 +222,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         "RoutingReady": "RoutedByService RoutedByClient RouterReady RouterStarting NoRoute ScaledToZero "
         "RouterImagePullFailed RouterFailing RouterNotScheduled RouterRefused PoolKindMissing "
         "PoolFailed",
+        "StoreReady": "StoreReady StoreStarting StoreImagePullFailed StoreFailing StoreNotScheduled StoreRefused",
         "SharedCacheVerified": "CanaryLoaded CanaryFound CanaryPending CanaryMissed CanaryNotStored CanaryBusy "
         "CanaryUnanswered CanaryLocked CanaryOff SingleReplica StoreUnreachable",
         "DiskEffective": "LoadingPays LoadingLoses NoDiskHits NotMeasured EffectPending",

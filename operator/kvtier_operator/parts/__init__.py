@@ -14,7 +14,7 @@ from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import claim, engine_checks, engine_config, janitor, observations, preflight, routing
-from kvtier_operator.parts.connectors.stores import servers
+from kvtier_operator.parts.connectors import stores
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
 from kvtier_operator.parts.part import Part, Work
 from kvtier_operator.plan import TierPlan
@@ -75,7 +75,8 @@ PARTS: Final = (
         keys=lambda tier: tuple(
             key for name in (names.redis, names.mooncake_master) for key in _keys(name(tier), _SERVICE, _DEPLOYMENT)
         ),
-        wants=lambda work: servers(work.plan),
+        wants=stores.wanted,
+        conditions=(stores.STORE_READY,),
     ),
     Part(
         name="preflight",

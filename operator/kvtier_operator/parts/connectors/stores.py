@@ -3,19 +3,91 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api.connector_spec import LMCacheRedis, MooncakeMaster
-from kvtier_operator.names import Manifest
+from kvtier_operator.api.parse import read_leniently
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import ConditionRule, Problem, ReadStage, Status, met, unknown
+from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import pods
+from kvtier_operator.parts.part import Component, Work, component_problem
 from kvtier_operator.plan import TierPlan
+from kvtier_operator.plan.rendered import decode_rendered, make_rendered
 
 ANNOTATION_GENERATION: Final = f"{names.GROUP}/generation"
 """On the pod: LMCache's keys name neither revision nor weights, so another generation must find an empty Redis."""
 
 _FIRST_PORT: Final = 10_000
 _PORTS: Final = 50_000
+
+
+def wanted(work: Work) -> tuple[Manifest, ...]:
+    """Return the servers. One that runs keeps its pod while the spec still asks for it: its data are in memory."""
+    if not work.plan.is_recorded:
+        return servers(work.plan)
+    return tuple(_kept(each, work) if each["kind"] == "Deployment" else each for each in servers(work.plan))
+
+
+def _kept(made: Manifest, work: Work) -> Manifest:
+    """Return a Deployment with the template of its pod, where today's code renders the same of the spec it is from."""
+    plan, key = work.plan, names.key_of(made)
+    live, template = work.snapshot.live.get(key), made["spec"]["template"]
+    annotations = {} if live is None else live.content["metadata"].get("annotations") or {}
+    note = decode_rendered(annotations.get(names.ANNOTATION_RENDERED, ""))
+    spec = None if note is None else read_leniently(note.spec, instead={})
+    if note is not None and spec is not None and note.generation == plan.generation.digest:
+        before = {names.key_of(each): each for each in servers(replace(plan, spec=spec))}.get(key)
+        if before is not None and before["spec"]["template"] == template:
+            template = dict(note.template)
+    config = json.dumps({"digest": plan.generation.digest})
+    rendered = make_rendered(plan.spec, restart="", config=config, template=template).encode()
+    return {
+        **made,
+        "metadata": {**made["metadata"], "annotations": {names.ANNOTATION_RENDERED: rendered}},
+        "spec": {**made["spec"], "template": template},
+    }
+
+
+_OF_MESSAGES: Final = Component(
+    name="store",
+    effect=", so engines serve without the blocks of others",
+    pull_failed=Reason.STORE_IMAGE_PULL_FAILED,
+    failing=Reason.STORE_FAILING,
+    not_scheduled=Reason.STORE_NOT_SCHEDULED,
+    refused=Reason.STORE_REFUSED,
+    image_fields="the image of the store in spec.connector",
+    resources_field="the memory of the store in spec.connector",
+)
+
+
+def _judge(stage: ReadStage, _previous: Status) -> Problem:
+    """The servers that the operator makes for the connector run."""
+    spec, tier = stage.spec, stage.tier
+    lmcache, mooncake = spec.connector.used_lmcache, spec.connector.mooncake
+    names_of = [
+        *([names.redis(tier)] if lmcache is not None and lmcache.redis is not None and lmcache.redis.trial else []),
+        *([names.mooncake_master(tier)] if mooncake is not None and mooncake.master is not None else []),
+    ]
+    if not names_of:
+        return unknown(Reason.NOT_APPLICABLE, "the connector needs no server that the operator makes")
+    (name,) = names_of
+    live = stage.snapshot.live.get(ObjectKey(api_version="apps/v1", kind="Deployment", name=name))
+    found = component_problem(_OF_MESSAGES, stage.snapshot.stores, None if live is None else live.content)
+    if found is not None:
+        return found
+    if any(pod.is_ready and not pod.is_terminating for pod in stage.snapshot.stores):
+        return met(Reason.STORE_READY, f"Service/{name} answers")
+    return Problem(
+        reason=Reason.STORE_STARTING,
+        message=f"no pod of Deployment/{name} is ready yet: `kubectl describe deployment/{name}` says why",
+    )
+
+
+STORE_READY: Final = ConditionRule(kind="StoreReady", needs=ReadStage, judge=_judge)
 
 
 def servers(plan: TierPlan) -> tuple[Manifest, ...]:
