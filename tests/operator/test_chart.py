@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,21 @@ def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(api: Api
     until(lambda: api.get("deployments.apps", NAMESPACE, name) is None)
     assert cluster_roles() == before
     assert len(api.list("kvcachetiers.kvtier.dev")) == 1
+
+
+def test_a_crd_that_was_applied_by_hand_is_taken_over_as_the_page_says(api: ApiServerThread, tmp_path: Path) -> None:
+    config = api.write_kubeconfig(tmp_path / "k")
+    environment = {**os.environ, "KUBECONFIG": str(config), "HELM_CACHE_HOME": str(tmp_path)}
+    kubectl = tools.binary("kubectl")
+    crd = ROOT / "crds" / "kvcachetier.yaml"
+    subprocess.run([kubectl, "apply", "--server-side", f"--filename={crd}"], check=True, env=environment)
+    where = ["kvtier", f"--namespace={NAMESPACE}", str(CHART), "--create-namespace"]
+    with pytest.raises(HelmFailed, match="invalid ownership metadata"):
+        helm("install", *where, environment=environment)
+    words = "--take-ownership --force-conflicts"
+    assert words in (ROOT / "docs" / "install.md").read_text()
+    helm("install", *where, *words.split(), environment=environment)
+    assert api.get("deployments.apps", NAMESPACE, "kvtier-operator") is not None
 
 
 def older(folder: Path, values: dict[str, Any]) -> Path:
