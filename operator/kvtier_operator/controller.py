@@ -237,4 +237,4 @@ class Operator:
         if outcome.failure is not None:
             ended = "failed"
         kinds = tuple(key.kind for key in (*outcome.written, *(each.key for each in outcome.deleted)))
-        self._metrics.count_pass(outcome=ended, seconds=seconds, written_kinds=kinds)
+        self._metrics.count_reconcile(outcome=ended, seconds=seconds, written_kinds=kinds)

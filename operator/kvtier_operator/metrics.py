@@ -31,7 +31,7 @@ Served at `/metrics` on the port that `KVTIER_METRICS_PORT` or `--metrics-port` 
 operator that waits for the lead serves them, too, and `process_*` of itself. Dashboards and alerts made of them:
 [monitoring.md](monitoring.md). Written by `make generate`; do not edit.
 
-At rest the operator looks at each tier once in 600 s (`settings.resyncSeconds` of the chart), in memory: it sends the
+At rest the operator reconciles each tier once in 600 s (`settings.resyncSeconds` of the chart), in memory: it sends the
 API server nothing but the renewals of its Lease. It learns of changes by watching.
 
 | Metric | Kind | Labels | Meaning |
@@ -52,11 +52,11 @@ class MetricSpec:
 RECONCILES: Final = MetricSpec(
     name="kvtier_operator_reconcile",
     kind="counter",
-    help="Passes over a tier, by how they ended: ok, failed, gone, left (to another operator).",
+    help="Reconciles of a tier, by result: ok, failed, gone, left (to another operator).",
     labels=("outcome",),
 )
 SECONDS: Final = MetricSpec(
-    name="kvtier_operator_reconcile_duration_seconds", kind="histogram", help="How long a pass over a tier took."
+    name="kvtier_operator_reconcile_duration_seconds", kind="histogram", help="Duration of a reconcile."
 )
 WRITES: Final = MetricSpec(
     name="kvtier_operator_writes",
@@ -67,7 +67,7 @@ WRITES: Final = MetricSpec(
 LAST_SUCCESS: Final = MetricSpec(
     name="kvtier_operator_last_success_timestamp_seconds",
     kind="gauge",
-    help="When a pass last ended without a failure.",
+    help="When a reconcile last ended without a failure.",
 )
 QUEUE_DEPTH: Final = MetricSpec(
     name="kvtier_operator_queue_depth", kind="gauge", help="Tiers that are due and wait for a worker."
@@ -176,7 +176,7 @@ class OperatorMetrics:
     def __init__(self) -> None:
         """Declare the metrics; nothing is served yet."""
         self.registry = CollectorRegistry()
-        self._passes = self._counter(RECONCILES)
+        self._reconciles = self._counter(RECONCILES)
         self._seconds = Histogram(
             SECONDS.name, SECONDS.help, buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100), registry=self.registry
         )
@@ -188,7 +188,7 @@ class OperatorMetrics:
         self._leader = self._gauge(LEADER)
         self._gauge(BUILD).labels(version=__version__).set(1)
         for outcome in ("ok", "failed", "gone", "left"):
-            self._passes.labels(outcome=outcome)
+            self._reconciles.labels(outcome=outcome)
         self._by_reason, self._by_tier, self._engines = (
             _Samples(metric, self.registry) for metric in (TIERS, TIER_CONDITION, TIER_ENGINES)
         )
@@ -200,9 +200,9 @@ class OperatorMetrics:
     def _gauge(self, metric: MetricSpec) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
 
-    def count_pass(self, *, outcome: str, seconds: float, written_kinds: tuple[str, ...]) -> None:
-        """Count one pass over a tier."""
-        self._passes.labels(outcome=outcome).inc()
+    def count_reconcile(self, *, outcome: str, seconds: float, written_kinds: tuple[str, ...]) -> None:
+        """Count one reconcile of a tier."""
+        self._reconciles.labels(outcome=outcome).inc()
         self._seconds.observe(seconds)
         for kind in written_kinds:
             self._writes.labels(kind=kind).inc()

@@ -14,7 +14,7 @@ def test_passes_and_writes_are_served_until_stopped() -> None:
     port = free_port()
     metrics = OperatorMetrics()
     stop = metrics.serve(port)
-    metrics.count_pass(outcome="ok", seconds=0.2, written_kinds=("Service", "Service"))
+    metrics.count_reconcile(outcome="ok", seconds=0.2, written_kinds=("Service", "Service"))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         text = response.read().decode()
     stop()

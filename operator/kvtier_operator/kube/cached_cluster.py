@@ -115,7 +115,7 @@ class CachedCluster:
         return found
 
     def _confirm(self) -> None:
-        """See that the tier is still what this pass takes it for."""
+        """Check that the tier is still as this reconcile has read it."""
         if self._is_confirmed:
             return
         found = self.refresh(self._tier_key, self._tier.namespace)

@@ -39,8 +39,12 @@ def _ours(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _covers(live: Any, wanted: Any, fields: Mapping[str, Any] | None) -> bool:
     """Tell whether everything wanted is there and ours; others may have added to it.
 
-    A map or list that the API server takes for one value is not ours any more once another writer has changed it.
-    `fields` are our fields in it; None where it is part of such a value.
+    A map or list that the API server takes for one value is not ours once another writer has changed it.
+
+    Args:
+        live: the object, or a part of it.
+        wanted: the same part, as we apply it.
+        fields: our fields in it; None where it is part of such a value.
     """
     if isinstance(wanted, dict):
         return isinstance(live, dict) and all(

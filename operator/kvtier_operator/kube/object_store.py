@@ -2,8 +2,8 @@
 """The objects of one kind in memory: compressed, grouped by tier, each in its newest known version.
 
 Objects are stored trimmed to the fields we read, and compressed against others of their kind: all objects of a tier
-take some kilobytes. The result of a write is entered at once and stays until the watch has caught up with it, so a
-reconcile never reads a state from before its own write.
+take some kilobytes. The result of a write is entered at once and stays until the watch has caught up. So a reconcile
+never reads a state from before its own write.
 
 Thread-safe: informers write, workers read and write.
 """

@@ -114,7 +114,7 @@ class WorkQueue(Generic[Key]):
             thread.start()
 
     def close(self, *, timeout: float) -> bool:
-        """Stop taking keys, let running passes end, and tell whether they did within the time-out."""
+        """Stop taking keys, let running reconciles end, and tell whether they did within the time-out."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self._is_closed = True
@@ -155,7 +155,7 @@ class WorkQueue(Generic[Key]):
         return min((due.at for due in self._due.values()), default=now)
 
     def _schedule(self, key: Key, due: _Due) -> None:
-        """Make the key due, or due earlier; a running one when its pass has ended. Caller holds the condition."""
+        """Make the key due, or due earlier; a running one when its run has ended. Caller holds the condition."""
         before = self._running[key] if key in self._running else self._due.get(key)
         if before is not None and before.at <= due.at and before.priority <= due.priority:
             return
