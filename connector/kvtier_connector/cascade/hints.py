@@ -47,7 +47,7 @@ _SHOWN = re.compile(r"(kv[._-]|kvtier_|max_)[A-Za-z0-9_.-]{0,24}", re.ASCII)
 """Names like ours, so that whoever mistypes one can see it; any other may be a secret in the wrong place."""
 
 
-class Problem(NamedTuple):
+class HintProblem(NamedTuple):
     """Something that was ignored."""
 
     cause: str
@@ -70,7 +70,7 @@ class Hints(NamedTuple):
     may_load: bool = True
     may_store: bool = True
     retained: Retention | None = None
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[HintProblem, ...] = ()
 
     @property
     def taken(self) -> Iterator[str]:
@@ -146,7 +146,7 @@ class _Parser:
     def __init__(self) -> None:
         self._may = {LOAD_PARAMETER: True, STORE_PARAMETER: True}
         self._retained: Retention | None = None
-        self._problems: list[Problem] = []
+        self._problems: list[HintProblem] = []
 
     def hints(self) -> Hints:
         return Hints(
@@ -158,7 +158,7 @@ class _Parser:
 
     def ignore(self, cause: str, name: Any) -> None:
         is_shown = isinstance(name, str) and _SHOWN.fullmatch(name)
-        self._problems.append(Problem(cause, str(name) if is_shown else "(not shown)"))
+        self._problems.append(HintProblem(cause, str(name) if is_shown else "(not shown)"))
 
     def take_params(self, params: Mapping[Any, Any]) -> None:
         for key, value in params.items():

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier_connector.cascade.admission import Verdict
-from kvtier_connector.cascade.hints import NO_HINTS, Hints, Problem
+from kvtier_connector.cascade.hints import NO_HINTS, HintProblem, Hints
 from kvtier_connector.contract.engine import TENANT_PARAMETER
 from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
@@ -306,7 +306,7 @@ class TierRequests:
         self._locality = locality
         self._adapters = adapters
         self._stats = stats
-        self._told: set[Problem] = set()
+        self._told: set[HintProblem] = set()
         self._ended: list[ReqContext] = []
         """Those with something to tell the janitor, whose blocks may still be written."""
 

@@ -14,8 +14,8 @@ from kvtier_connector.cascade.hints import (
     LONGEST_RETENTION_SECONDS,
     MOST_ACTIONS,
     NO_HINTS,
+    HintProblem,
     Hints,
-    Problem,
     Retention,
     parse_hints,
     understood,
@@ -135,17 +135,17 @@ def test_vllms_own_envelope_says_the_same_as_an_object() -> None:
 )
 def test_what_is_not_understood_is_ignored_and_named(params: Any, cause: str, name: str) -> None:
     hints = parse_hints(params, None)
-    assert hints == Hints(problems=(Problem(cause, name),))
+    assert hints == Hints(problems=(HintProblem(cause, name),))
     assert list(hints.taken) == []
 
 
 @pytest.mark.parametrize("value", ["false", "true", "no", 0, 1, None, [], {}])
 def test_a_prompt_is_public_only_if_its_client_says_so_or_nothing(value: Any) -> None:
     assert parse_hints({"kvtier_store": value}, None) == Hints(
-        may_store=False, problems=(Problem("value", "kvtier_store"),)
+        may_store=False, problems=(HintProblem("value", "kvtier_store"),)
     )
     assert parse_hints({"kvtier_load": value}, None) == Hints(
-        may_load=False, problems=(Problem("value", "kvtier_load"),)
+        may_load=False, problems=(HintProblem("value", "kvtier_load"),)
     )
 
 
