@@ -17,7 +17,7 @@ from kvtier_connector.contract.errors import ConfigInvalid
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ConnectorConfig(
-    tier="default/llama", root="/var/lib/kvtier/default.llama/0a1b", digest="0a1b", identity={"version": 1}, max_bytes=0
+    tier="default/llama", root="/var/lib/kvtier/default.llama/0a1b", digest="0a1b", identity={"version": 1}
 )
 
 
@@ -53,7 +53,7 @@ def test_a_document_reads_back_as_it_was_written() -> None:
     [
         ({"version": 2}, "run the connector image of the same release"),
         ({"colour": "blue"}, "unknown field 'colour'"),
-        ({"max_bytes": -1}, "max_bytes=-1 must be 0"),
+        ({"min_tokens": -1}, "min_tokens=-1 must be 0"),
         ({"root": "relative/0a1b"}, "root='relative/0a1b' must be an absolute path"),
         ({"io_processes": 0}, "io_processes=0 must be between"),
     ],

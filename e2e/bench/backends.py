@@ -111,7 +111,7 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
         digest=digest,
         identity=identity,
         # The cost of a disk hit is measured, so each hit is loaded.
-        **{"max_bytes": 0, "cost_aware": False, **offload.kvtier},
+        **{"cost_aware": False, **offload.kvtier},
     )
     path = directory / CONFIG_FILE
     path.write_text(encode(config), encoding="utf-8")

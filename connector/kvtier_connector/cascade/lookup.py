@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from kvtier_connector.cascade.attach import Attachment
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.io_workers.lookups import MOST_CALLS, Found, Question
+from kvtier_connector.io_workers.lookups import MOST_CALLS, BlockQuery, Found
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.memory import Presence
 
@@ -148,7 +148,7 @@ class Lookups:
         self._open[self._next] = _Lookup(request, keys, names, is_prefix)
         request.lookups[self._next] = keys
         self._attachment.note_use()
-        self._attachment.lookups.submit(self._next, Question(names, is_prefix, self._is_exact))
+        self._attachment.lookups.submit(self._next, BlockQuery(names, is_prefix, self._is_exact))
 
     def _settle(self, lookup: _Lookup, number: int, found: Found | None) -> None:
         """Note what was found for the request; without an answer its chunks count as absent."""

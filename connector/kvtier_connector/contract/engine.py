@@ -88,8 +88,6 @@ class ConnectorConfig:
     """Generation digest: lower-case hex, the last component of ``root``."""
     identity: Mapping[str, Any]
     """The fields that ``digest`` was computed from; written to ``tier.json`` and compared at every start."""
-    max_bytes: int
-    """Stores stop when the blocks of the tier take this many bytes on the volume; 0 means no limit."""
     io_processes: int | None = None
     """Worker processes that read and write blocks; each takes about 20 MB of memory, a block, and page tables. None
     means one for each CPU, and up to 16 where the volume answers slowly."""
@@ -97,7 +95,7 @@ class ConnectorConfig:
     """A load that has not finished by then is answered as a miss and recomputed."""
 
     refresh_seconds: float = 1.0
-    """Delay until blocks of other pods are known without asking the volume, at most twice this."""
+    """Least delay between two looks at the directory, the store permit and the live settings, in seconds."""
     direct_io: bool | None = None
     """Whether to bypass the page cache; None asks the volume."""
     keys_dir: str = ""
@@ -122,7 +120,7 @@ class ConnectorConfig:
     min_tokens: int = 0
     """Hits of fewer tokens are computed; 0 is no such limit."""
     min_reuse: int = 1
-    """A block is written when the engine offers it for this many-th time; 1 writes every block."""
+    """A block is written once so many requests have asked for it; 1 writes every block."""
 
     def __post_init__(self) -> None:
         """Raise ConfigInvalid naming the first field that cannot be used."""
@@ -134,7 +132,6 @@ class ConnectorConfig:
                 f"must match {GENERATION_PATTERN}",
             ),
             (self.root.rstrip("/").endswith("/" + self.digest), "digest", "must end root"),
-            (self.max_bytes >= 0, "max_bytes", "must be 0 (no limit) or more"),
             (
                 self.io_processes is None or 1 <= self.io_processes <= MOST_IO_PROCESSES,
                 "io_processes",

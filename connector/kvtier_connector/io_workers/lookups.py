@@ -56,7 +56,7 @@ Look = Callable[[BlockKey], bool | Fault]
 """Says whether the volume has a block; `BlockStore.look_up`."""
 
 
-class Question(NamedTuple):
+class BlockQuery(NamedTuple):
     """Blocks of one KV group that a request would load."""
 
     keys: tuple[BlockKey, ...]
@@ -85,7 +85,7 @@ class Answer(NamedTuple):
 
 
 def find(
-    question: Question,
+    question: BlockQuery,
     look_at: Callable[[Sequence[BlockKey]], Sequence[bool | Fault]],
     *,
     now: Callable[[], float] = time.monotonic,
@@ -107,7 +107,7 @@ class _FaultError(Exception):
 class _Search:
     def __init__(
         self,
-        question: Question,
+        question: BlockQuery,
         look_at: Callable[[Sequence[BlockKey]], Sequence[bool | Fault]],
         now: Callable[[], float],
     ) -> None:
@@ -167,7 +167,7 @@ def _spread(low: int, high: int, most: int) -> list[int]:
 
 
 def serve(
-    look: Look, receive: Callable[[], tuple[int, Question] | None], send: Callable[[int, Found | Fault], None]
+    look: Look, receive: Callable[[], tuple[int, BlockQuery] | None], send: Callable[[int, Found | Fault], None]
 ) -> None:
     """Answer questions until `receive` returns None: the loop of a worker."""
     send(_READY, Found(0, ()))
@@ -179,7 +179,7 @@ def serve(
         def look_at(keys: Sequence[BlockKey]) -> Sequence[bool | Fault]:
             return [look(keys[0])] if len(keys) == 1 else list(calls.map(look, keys))
 
-        def answer(number: int, question: Question) -> None:
+        def answer(number: int, question: BlockQuery) -> None:
             try:
                 found = find(question, look_at)
             except Exception:
@@ -195,7 +195,7 @@ def serve(
 class _Worker(Protocol):
     """A worker as the engine sees it. Nothing waits."""
 
-    def send(self, number: int, question: Question) -> None:
+    def send(self, number: int, question: BlockQuery) -> None:
         """Hand a question over."""
 
     def receive(self) -> list[tuple[int, Found | Fault]]:
@@ -263,7 +263,7 @@ class LookupWorker:
         """Whether the worker has begun to work."""
         return self._worker is not None and self._is_ready
 
-    def submit(self, number: int, question: Question) -> None:
+    def submit(self, number: int, question: BlockQuery) -> None:
         """Ask; `collect` returns the answer under the same number, which is more than 0."""
         self._try_to_start()
         if self._worker is None:
@@ -342,7 +342,7 @@ class _Process:
         self._unsent = bytearray()
         self._received = bytearray()
 
-    def send(self, number: int, question: Question) -> None:
+    def send(self, number: int, question: BlockQuery) -> None:
         keys = [tuple(key) for key in question.keys]
         data = marshal.dumps((number, keys, question.is_prefix, question.is_exact))
         self._unsent += _LENGTH.pack(len(data)) + data
@@ -397,7 +397,7 @@ class _Thread:
     """A worker on threads of this process, for tests with file systems of their own."""
 
     def __init__(self, store: BlockStore) -> None:
-        self._questions: queue.SimpleQueue[tuple[int, Question] | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[int, BlockQuery] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, Found | Fault]] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=serve,
@@ -407,7 +407,7 @@ class _Thread:
         )
         self._thread.start()
 
-    def send(self, number: int, question: Question) -> None:
+    def send(self, number: int, question: BlockQuery) -> None:
         self._questions.put((number, question))
 
     def receive(self) -> list[tuple[int, Found | Fault]]:
@@ -430,14 +430,14 @@ def main(parent: int, reader: int, writer: int, settings: PoolSettings) -> None:
     received = bytearray()
     sending = threading.Lock()
 
-    def receive() -> tuple[int, Question] | None:
+    def receive() -> tuple[int, BlockQuery] | None:
         while (message := _cut(received)) is None:
             data = os.read(reader, _READ_BYTES)
             if not data:
                 return None
             received.extend(data)
         number, keys, is_prefix, is_exact = marshal.loads(message)  # noqa: S302 - our own engine
-        return number, Question(tuple(BlockKey(*key) for key in keys), is_prefix, is_exact)
+        return number, BlockQuery(tuple(BlockKey(*key) for key in keys), is_prefix, is_exact)
 
     def send(number: int, found: Found | Fault) -> None:
         fields = (0, (), 0, found.value) if isinstance(found, Fault) else (*found, "")

@@ -336,10 +336,17 @@ class BlockStore:
     def look_up(self, key: BlockKey, payload_bytes: int | None = None) -> bool | Fault:
         """Return whether the volume has a file for the block, of the right size if the payload's length is given.
 
-        One system call, and the bytes are not verified: `get` may still answer otherwise.
+        One system call, and the bytes are not verified: `get` may still answer otherwise. A client of NFS remembers for
+        half a minute that a name was absent, so it is made to ask for the names of the directory, and asked again.
         """
+        path = self._path(key)
         try:
-            status = self._fs.stat(self._path(key))
+            try:
+                status = self._fs.stat(path)
+            except FileNotFoundError:
+                if not self._access.ask_for_names(key):
+                    return False
+                status = self._fs.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:

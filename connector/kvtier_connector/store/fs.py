@@ -25,7 +25,6 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, Self
 
 from kvtier_connector.store.layout import ALIGNMENT, partial_path
-from kvtier_connector.store.statx import State, state_at_server
 
 FILE_MODE = 0o640
 """The group is that of the pods of one tier: engines and the janitor may run as different users."""
@@ -146,10 +145,6 @@ class FileSystem:
         """Describe a path without following a link."""
         with self._at(path) as (directory, name):
             return os.stat(name, dir_fd=directory, follow_symlinks=False)
-
-    def stat_at_server(self, path: str) -> State:
-        """Describe a path as its server has it, whatever the node has in mind, without following a link."""
-        return state_at_server(path)
 
     def look_again(self, path: str) -> None:
         """Have the node ask the server whether a name still means the file that it remembers.

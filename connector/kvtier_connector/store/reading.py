@@ -396,9 +396,9 @@ class Access:
             with contextlib.suppress(OSError):
                 self._fs.look_again(self._path(key))
             return True
-        return reason == errno.ENOENT and self._ask_for_names(key)
+        return reason == errno.ENOENT and self.ask_for_names(key)
 
-    def _ask_for_names(self, key: BlockKey) -> bool:
+    def ask_for_names(self, key: BlockKey) -> bool:
         """Have the node ask the server which names there are above a block; return whether there are directories.
 
         A client of NFS asks whenever a directory is opened, and forgets then what was absent if anything has changed.

@@ -210,8 +210,6 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             root=generation.root,
             digest=generation.digest,
             identity=generation.identity,
-            # Live: what stands here would restart every engine when it changes.
-            max_bytes=0,
             keys_dir="" if encryption is None else names.KEYS_MOUNT,
             compression=spec.disk.compression,
             tenant_from=spec.disk.tenants.source,

@@ -11,9 +11,7 @@ import pytest
 from kvtier_connector.contract import engine, janitor
 from kvtier_connector.contract.errors import ConfigInvalid
 
-CONNECTOR = engine.encode(
-    engine.ConnectorConfig(tier="ns/llama", root="/kv/0a1b", digest="0a1b", identity={}, max_bytes=0)
-)
+CONNECTOR = engine.encode(engine.ConnectorConfig(tier="ns/llama", root="/kv/0a1b", digest="0a1b", identity={}))
 JANITOR = janitor.encode(janitor.JanitorConfig(tier="ns/llama", tier_dir="/kv", current="0a1b"))
 
 
@@ -50,9 +48,8 @@ def test_what_json_writes_in_another_way_is_read(change: dict[str, object]) -> N
 
 
 _ALWAYS_WRITTEN = {
-    CONNECTOR: "attach_grace_seconds cost_aware digest direct_io identity io_processes "
-    "keys_dir live_file load_deadline_seconds max_bytes min_reuse min_tokens refresh_seconds root "
-    "state_dir tenant_from tier version",
+    CONNECTOR: "attach_grace_seconds cost_aware digest direct_io identity io_processes keys_dir live_file "
+    "load_deadline_seconds min_reuse min_tokens refresh_seconds root state_dir tenant_from tier version",
     JANITOR: "current default_quota_bytes generation_idle_seconds high_watermark http_port identity "
     "journal_age_seconds keep_previous lease_name lease_namespace low_watermark max_bytes min_bytes min_free_bytes "
     "min_free_fraction partial_age_seconds quarantine_age_seconds quotas sweep_seconds threads tier tier_dir "

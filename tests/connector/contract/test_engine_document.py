@@ -8,7 +8,7 @@ import pytest
 from kvtier_connector.contract.engine import ConnectorConfig, decode, encode
 from kvtier_connector.contract.errors import ConfigInvalid
 
-REQUIRED = {"tier": "ns/name", "root": "/kv/abc", "digest": "abc", "identity": {}, "max_bytes": 0}
+REQUIRED = {"tier": "ns/name", "root": "/kv/abc", "digest": "abc", "identity": {}}
 
 
 def test_a_document_without_the_stores_settings_is_read_and_written_back() -> None:

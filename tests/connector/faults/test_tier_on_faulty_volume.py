@@ -157,7 +157,7 @@ def test_a_volume_that_hangs_at_the_start_holds_up_no_request(
 ) -> None:
     monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
     with faulty_volume.hanging(call):
-        rig = engines.make(load_deadline_seconds=DEADLINE_SECONDS, max_bytes=1 << 20)
+        rig = engines.make(load_deadline_seconds=DEADLINE_SECONDS)
         assert rig.serve(keys(2), "before").hit_blocks == 0
         rig.offload(keys(2), "before too")
     wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is open")

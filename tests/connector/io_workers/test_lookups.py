@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pools import children, key, payload, wait_until
 
-from kvtier_connector.io_workers.lookups import MOST_CALLS, Answer, Found, LookupWorker, Question, find
+from kvtier_connector.io_workers.lookups import MOST_CALLS, Answer, BlockQuery, Found, LookupWorker, find
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
@@ -45,7 +45,7 @@ def names(count: int) -> tuple[BlockKey, ...]:
 
 
 def ask(volume: Volume, count: int, *, is_prefix: bool = True, is_exact: bool = False) -> Found:
-    found = find(Question(names(count), is_prefix, is_exact), volume.look_at, now=volume.now)
+    found = find(BlockQuery(names(count), is_prefix, is_exact), volume.look_at, now=volume.now)
     assert isinstance(found, Found)
     return found
 
@@ -94,7 +94,7 @@ def test_blocks_that_are_no_prefix_are_all_looked_at(present: set[int], count: i
 
 
 def test_a_volume_that_fails_is_a_fault() -> None:
-    assert find(Question(names(3), is_prefix=True), lambda keys: [Fault.IO] * len(keys)) is Fault.IO
+    assert find(BlockQuery(names(3), is_prefix=True), lambda keys: [Fault.IO] * len(keys)) is Fault.IO
 
 
 class HangingFs(FileSystem):
@@ -155,8 +155,8 @@ def end_of(worker: LookupWorker, number: int) -> Answer:
     return answer
 
 
-def question(*numbers: int) -> Question:
-    return Question(tuple(map(key, numbers)), is_prefix=True)
+def question(*numbers: int) -> BlockQuery:
+    return BlockQuery(tuple(map(key, numbers)), is_prefix=True)
 
 
 def test_a_worker_answers_about_what_is_on_the_volume_at_once(lookups: Lookups) -> None:

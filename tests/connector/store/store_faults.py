@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.statx import State
 
 
 class CrashError(BaseException):
@@ -51,10 +50,6 @@ class WatchedFs(FileSystem):
     def stat(self, path: str) -> os.stat_result:
         self.before("stat", path)
         return super().stat(path)
-
-    def stat_at_server(self, path: str) -> State:
-        self.before("stat", path)
-        return super().stat_at_server(path)
 
     def touch(self, path: str) -> None:
         self.before("touch", path)

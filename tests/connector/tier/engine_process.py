@@ -25,7 +25,6 @@ def write_config(directory: Path, volume: Path, **settings: Any) -> Path:
         root=str(volume / DIGEST),
         digest=DIGEST,
         identity={"model_name": "small-llama"},
-        max_bytes=1 << 30,
         **settings,
     )
     path = directory / engine.CONFIG_FILE

@@ -307,7 +307,6 @@ class Rigs:
                 "root": str(self.root),
                 "digest": DIGEST,
                 "identity": {"model_name": "org/model"},
-                "max_bytes": 0,
                 "io_processes": IO_THREADS,
                 "load_deadline_seconds": 20.0,
                 **changes,
