@@ -213,7 +213,8 @@ class Catalog:
     def update(self, row: int, *, size: int, created_ns: int) -> None:
         """Take over the size and time of a block's file."""
         each = self._rows[row]
-        self._count_in(int(each["generation"]), int(each["tenant"]), 0, size - int(each["size"]))
+        if change := size - int(each["size"]):
+            self._count_in(int(each["generation"]), int(each["tenant"]), 0, change)
         each["size"], each["created"] = size, created_ns
         self.largest_bytes = max(self.largest_bytes, size)
         self.changes += 1

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from typing import NamedTuple
@@ -27,9 +27,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvtier_connector.contract.errors import ConnectorError
-from kvtier_connector.contract.usage import MOST_ENTRIES, USAGE_PATH, GenerationUsage, TenantUsage, Usage, encode
+from kvtier_connector.contract.usage import MOST_ENTRIES, USAGE_PATH, TenantUsage, Usage, encode
 from kvtier_connector.janitor.catalog import Catalog, Sum, sum_of
-from kvtier_connector.janitor.policy import EvictionReason, Space
+from kvtier_connector.janitor.policy import EvictionReason
 
 logger = logging.getLogger(__name__)
 
@@ -166,72 +166,45 @@ class JanitorReport:
         return dict.fromkeys(self.problems, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepState:
-    """Input of a report besides catalog and counters."""
+def report_of(
+    catalog: Catalog, tallies: Tallies, base: JanitorReport, *, last_used_ns: Mapping[int, int]
+) -> JanitorReport:
+    """Return a report with the sums of the catalog.
 
-    tier: str
-    is_counted: bool
-    space: Space
-    store_pause: str
-    quarantined: Sum
-    damaged_records: int
-    created: Mapping[str, int]
-    """Nanoseconds since 1970 by generation."""
-    problems: Mapping[str, str]
-    max_bytes: int
-    oldest_ns: int | None
-    last_used_ns: Mapping[int, int]
-    """By number of the generation."""
-
-
-def report_of(catalog: Catalog, state: SweepState, tallies: Tallies) -> JanitorReport:
-    """Return the report on a tier."""
+    Args:
+        catalog: All blocks.
+        tallies: The counters.
+        base: All that neither catalog nor counters tell; its generations have only their times of creation.
+        last_used_ns: Nanoseconds since 1970 by number of the generation.
+    """
     sums = catalog.sums()
     by_generation, by_tenant = _fold(sums, 0), _fold(sums, 1)
     numbers = {digest: number for number, digest in enumerate(catalog.generations)}
     generations = []
-    for digest, created_ns in sorted(state.created.items()):
-        number = numbers.get(digest, -1)
-        each = by_generation.get(number, Sum())
-        generations.append(
-            GenerationUsage(
-                digest=digest,
-                used_bytes=each.bytes,
-                blocks=each.blocks,
-                created=created_ns / 1e9,
-                last_used=state.last_used_ns.get(number, 0) / 1e9,
-            )
-        )
+    for each in base.usage.generations:
+        number = numbers.get(each.digest, -1)
+        blocks, size = by_generation.get(number, Sum())
+        last_used = last_used_ns.get(number, 0) / 1e9
+        generations.append(replace(each, used_bytes=size, blocks=blocks, last_used=last_used))
     # Clients may name any number of tenants.
     largest = heapq.nlargest(MOST_ENTRIES, by_tenant.items(), key=lambda item: (item[1].bytes, -item[0]))
     total, listed = catalog.total, sum_of(each for _, each in largest)
-    usage = Usage(
-        tier=state.tier,
-        is_active=True,
-        is_counted=state.is_counted,
+    usage = replace(
+        base.usage,
         used_bytes=total.bytes,
         blocks=total.blocks,
-        volume_bytes=state.space.total_bytes,
-        volume_free_bytes=state.space.free_bytes,
-        oldest=(state.oldest_ns or 0) / 1e9,
         evicted_blocks=tallies.evicted_for_room,
-        store_pause=state.store_pause,
-        quarantined=state.quarantined.blocks,
         generations=tuple(generations),
         tenants=tuple(
             TenantUsage(tenant=catalog.tenants[number], used_bytes=each.bytes, blocks=each.blocks)
             for number, each in largest
         ),
-        problems=tuple(state.problems.values()),
+        problems=tuple(base.problems.values()),
     )
-    return JanitorReport(
+    return replace(
+        base,
         usage=usage,
         tallies=tallies.copy(),
-        problems=state.problems,
-        max_bytes=state.max_bytes,
-        quarantined_bytes=state.quarantined.bytes,
-        damaged_records=state.damaged_records,
         tenants=len(by_tenant),
         other_tenants=Sum(total.blocks - listed.blocks, total.bytes - listed.bytes),
     )

@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier_connector.contract.janitor import JanitorConfig
+from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_connector.janitor.catalog import Catalog, SavedCatalog, load, save, sum_of
 from kvtier_connector.janitor.cleanup import Cleanup
 from kvtier_connector.janitor.evict import ActiveFileSystem, Eviction
 from kvtier_connector.janitor.follow import JournalFollower
-from kvtier_connector.janitor.metrics import JanitorReport, Problems, SweepState, Tallies, report_of
+from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies, report_of
 from kvtier_connector.janitor.permit import (
     TTL_HELD,
     PermitWriter,
@@ -403,18 +404,27 @@ class Sweeper:
         if not is_time and self._eviction is None and self.report is not None:
             return
         self._look_at_extremes()
-        state = SweepState(
-            tier=self.config.tier,
-            is_counted=self._scrub.is_counted,
-            space=self._space,
-            store_pause=self._permit.reason,
-            quarantined=sum_of(self._cleanup.quarantined.values()),
-            damaged_records=self._journals.damaged,
-            created={each.digest: each.created_ns for each in self._cleanup.generations},
-            problems=dict(self._problems.messages),
+        quarantined = sum_of(self._cleanup.quarantined.values())
+        base = JanitorReport(
+            usage=Usage(
+                tier=self.config.tier,
+                is_active=True,
+                is_counted=self._scrub.is_counted,
+                volume_bytes=self._space.total_bytes,
+                volume_free_bytes=self._space.free_bytes,
+                oldest=(self._oldest_ns or 0) / 1e9,
+                store_pause=self._permit.reason,
+                quarantined=quarantined.blocks,
+                generations=[
+                    GenerationUsage(digest=each.digest, created=each.created_ns / 1e9)
+                    for each in sorted(self._cleanup.generations, key=lambda each: each.digest)
+                ],
+            ),
             max_bytes=self.config.max_bytes,
-            oldest_ns=self._oldest_ns,
-            # A retained block counts as used when its time is over.
-            last_used_ns={at: min(used, self._clock()) for at, used in self._last_used_ns.items()},
+            quarantined_bytes=quarantined.bytes,
+            damaged_records=self._journals.damaged,
+            problems=dict(self._problems.messages),
         )
-        self.report = report_of(self.catalog, state, self._tallies)
+        # A retained block counts as used when its time is over.
+        last_used_ns = {number: min(used, self._clock()) for number, used in self._last_used_ns.items()}
+        self.report = report_of(self.catalog, self._tallies, base, last_used_ns=last_used_ns)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ from kvtier_connector.store.layout import (
 from kvtier_connector.store.volume_profile import mount_of
 
 _FILES_AT_ONCE = 512
+_BUNDLE = 32
+"""Files that one thread looks at in a row."""
 _PIECES_AT_ONCE = 64
 _PIECES_PER_SECOND = 6.0
 """Upper bound for walks after the first, however long they take then."""
@@ -58,6 +60,7 @@ _CACHED_SECONDS = 120.0
 _PIECE = re.compile("[0-9a-f]{3}")
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE})
 
+Looked = TypeVar("Looked")
 Place = tuple[str, BlockKey]
 """A block with the digest of its generation."""
 
@@ -524,9 +527,17 @@ class Scrub:
     def _stat(
         self, digest: str, keys: Sequence[BlockKey]
     ) -> Iterator[tuple[BlockKey, os.stat_result | OSError | None]]:
-        root = f"{self._tier_dir}/{digest}"
         for some in _parts(keys):
-            yield from zip(some, self._pool.map(lambda key: stat_block(self._fs, root, key), some), strict=True)
+            yield from zip(some, self._at_once(stat_block, digest, some), strict=True)
+
+    def _at_once(
+        self, look: Callable[[FileSystem, str, BlockKey], Looked], digest: str, keys: Sequence[BlockKey]
+    ) -> Iterator[Looked]:
+        """Look at several blocks at once, a bundle a thread, since handing over work takes time, too."""
+        root = f"{self._tier_dir}/{digest}"
+        bundles = [keys[start : start + _BUNDLE] for start in range(0, len(keys), _BUNDLE)]
+        for found in self._pool.map(lambda bundle: [look(self._fs, root, key) for key in bundle], bundles):
+            yield from found
 
     def _take(self, generation: int, record: Record, found: os.stat_result) -> None:
         """Take in a block that a journal names. A file from the future must not stay for ever."""
@@ -544,9 +555,8 @@ class Scrub:
 
     def _open(self, digest: str, keys: Sequence[BlockKey]) -> list[Opened]:
         """Open unknown blocks, several at once, and take them in; return those that exist."""
-        root = f"{self._tier_dir}/{digest}"
         opened = []
-        for key, found in zip(keys, self._pool.map(lambda key: open_block(self._fs, root, key), keys), strict=True):
+        for key, found in zip(keys, self._at_once(open_block, digest, keys), strict=True):
             if isinstance(found, OSError):
                 self._fail(BlockDirectory(digest, block_path(key).rpartition("/")[0]), found)
             elif found is not None:

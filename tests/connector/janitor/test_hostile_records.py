@@ -107,6 +107,17 @@ def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Ri
     assert sweeper.catalog.total.bytes == BLOCKS * BLOCK_BYTES
 
 
+class OpeningFs(FileSystem):
+    """Counts the block files that are opened."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def open(self, path: str, flags: int) -> int:
+        self.opened += path.endswith(".kvb")
+        return super().open(path, flags)
+
+
 class CountingFs(FileSystem):
     """Counts the files that are looked at."""
 
@@ -116,6 +127,19 @@ class CountingFs(FileSystem):
     def stat(self, path: str) -> os.stat_result:
         self.looked += path.endswith(".kvb")
         return super().stat(path)
+
+
+def test_uses_of_blocks_that_do_not_exist_cost_one_look_each(rig: Rig) -> None:
+    engine, fs = rig.engine(), OpeningFs()
+    engine.put(0)
+    sweeper = rig.sweeper(fs)
+    rig.sweep(sweeper)
+    plant(engine, *(raw(Op.USED, number, time_ns=rig.clock.ns) for number in range(1000, 3000)))
+    fs.opened = 0
+    for _ in range(3):
+        sweep(rig, sweeper)
+    assert fs.opened == 2000
+    assert sweeper.catalog.total.blocks == 1
 
 
 @pytest.mark.parametrize(("low", "looks"), [(0.7, 1), (0.2, 2)])

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from prometheus_client.parser import text_string_to_metric_families
 from tier_dir import BLOCK_BYTES, Rig
 
-from kvtier_connector.janitor.catalog import Catalog, Sum
+from kvtier_connector.contract.usage import GenerationUsage, Usage
+from kvtier_connector.janitor.catalog import Catalog
 from kvtier_connector.janitor.metrics import (
     MOST_TENANTS,
     OTHER,
     JanitorReport,
-    SweepState,
     Tallies,
     exposition,
     report_of,
@@ -31,20 +31,8 @@ def report_on(count: int) -> JanitorReport:
     for number in range(count):
         key = BlockKey(number.to_bytes(8, "big"), 0, f"t{number}")
         catalog.add(generation, key, size=4096 + number, created_ns=1, used_ns=1)
-    look = SweepState(
-        tier="ns/llama",
-        is_counted=True,
-        space=Space(),
-        store_pause="",
-        quarantined=Sum(),
-        damaged_records=0,
-        created={"aa": 1},
-        problems={},
-        max_bytes=0,
-        oldest_ns=None,
-        last_used_ns={},
-    )
-    return report_of(catalog, look, Tallies())
+    base = JanitorReport(usage=Usage(tier="ns/llama", generations=(GenerationUsage(digest="aa", created=1.0),)))
+    return report_of(catalog, Tallies(), base, last_used_ns={})
 
 
 def samples_of(report: JanitorReport, name: str) -> dict[str, float]:
