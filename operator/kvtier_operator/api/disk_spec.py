@@ -306,7 +306,7 @@ class Janitor(ApiModel):
     """The process that keeps the volume inside its budget: one small pod per tier."""
 
     enabled: StrictBool = True
-    """Whether it runs. Without it nothing is ever removed from the volume, and engines stop storing at `maxBytes`."""
+    """Whether it runs. Without it nothing is ever removed from the volume, and `disk.budget` bounds nothing."""
     image: Word | None = None
     """Image with the janitor in it; the operator's own choice if left out."""
     resources: JanitorResources = JanitorResources()
