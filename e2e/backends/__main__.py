@@ -346,7 +346,8 @@ def main() -> None:
         with redis(run, options.redis):
             wave(run, cases[at : at + options.at_a_time], options.work)
     run.keep()
-    print((options.out / "backends.md").read_text())
+    for result in run.results:
+        print(f"{result['title']}: {short(result)} {result.get('problem', '')}")
     left_out = {case["title"] for case in cases} - {result["title"] for result in run.results}
     wrong = [*problems(run.results), *(f"{title}: there was no time for it" for title in sorted(left_out))]
     if options.must_hit and wrong:
