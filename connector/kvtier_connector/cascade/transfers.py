@@ -344,7 +344,7 @@ class Transfers:
             self._deferred.pop(key, None)
         if not transfer.is_retry:
             # Once for each chunk, however often it is tried.
-            self._stats.count(metrics.SHED_STORES, cause=cause)
+            self._stats.count(metrics.SKIPPED_STORES, cause=cause)
             self._retry_at = max(self._retry_at, time.monotonic() + RETRY_SECONDS)
 
     def _close(self, transfer: _Transfer) -> None:

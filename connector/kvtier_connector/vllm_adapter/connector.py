@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector that vLLM loads by name (``kv_connector_module_path``), or one that does nothing.
 
-Apart from `offloading_connector`, which imports what another release of vLLM may lack. The scheduler, every worker and
-the API server import this module and must choose alike, so the choice depends on nothing but vLLM. The connector that
-does nothing uses vLLM's public interface of connectors only.
+The connector derives from classes of vLLM that have no stable interface, so kvtier supports an exact list of releases.
+The tests of the surface (tests/connector/tier/test_surface.py) hold every name and parameter that it uses against each.
+Any other release serves without kvtier, with a connector that uses vLLM's public interface only. This module imports
+nothing else of vLLM before the check. The scheduler, every worker and the API server import it and must choose alike,
+so the choice depends on nothing but vLLM.
 """
 
 from __future__ import annotations
@@ -11,19 +13,27 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector import v1
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.logger import init_logger
 
-from kvtier_connector.contract.engine import decode
+from kvtier_connector.contract.engine import SUPPORTED_VLLM, decode, vllm_release
 from kvtier_connector.pod_tools.ready import StartupReport
-from kvtier_connector.vllm_adapter import supported
-from kvtier_connector.vllm_adapter.supported import Support
 
 logger = init_logger("vllm.kvtier.connector")
+
+RELEASE_METRIC = "vllm:kvtier_vllm_release"
+RELEASE_LABELS = ("version", "support")
+RELEASE_DOCUMENTATION = (
+    "1, with the version of vLLM and whether kvtier supports it: supported, unsupported, or no_prefix_caching (a "
+    "supported one that has it off). In the last two cases the engine serves without the volume and without the CPU "
+    "tier."
+)
+
+CONNECTOR_MODULE = "kvtier_connector.vllm_adapter.offloading_connector"
 
 NO_PREFIX_CACHING = (
     "prefix caching is off, because vLLM cannot compute from a cached prefix of this model (MLA on the CPU build) or "
@@ -32,11 +42,37 @@ NO_PREFIX_CACHING = (
 _WITHOUT = "kvtier serves WITHOUT the shared volume and without its CPU tier"
 
 
+class Support(NamedTuple):
+    """The installed vLLM, and why kvtier cannot be used with it."""
+
+    version: str
+    problem: str
+    """Empty for a supported release."""
+
+    @property
+    def label(self) -> str:
+        """Value of the label ``support``."""
+        return "unsupported" if self.problem else "supported"
+
+
+def check_release() -> Support:
+    """Compare the version of vLLM with the supported ones, and import the connector."""
+    version = str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
+    if vllm_release(version) not in SUPPORTED_VLLM:
+        return Support(version, f"kvtier supports vLLM {' and '.join(SUPPORTED_VLLM)}, and this is {version}")
+    try:
+        importlib.import_module(CONNECTOR_MODULE)
+    except (ImportError, AttributeError, TypeError) as error:
+        # A build of a supported release that lacks a name, or a class that cannot be derived from any more.
+        return Support(version, f"the connector cannot be imported with this build of vLLM {version}: {error}")
+    return Support(version, "")
+
+
 def choose() -> type:
     """Return the connector for this vLLM; either has a metric that tells the version and the support."""
-    found = supported.check()
+    found = check_release()
     if not found.problem:
-        return _reporting(importlib.import_module(supported.CONNECTOR_MODULE).KVTierConnector, found)
+        return _reporting(importlib.import_module(CONNECTOR_MODULE).KVTierConnector, found)
     logger.error("%s: %s", _WITHOUT, found.problem)
     return _reporting(idle_connector(found.problem), found)
 
@@ -113,7 +149,7 @@ def _reporting(connector: Any, found: Support) -> type:
                 label = found.label if found.problem or has_prefix_caching else "no_prefix_caching"
                 _report(found.version, label, metric_types, labelnames, per_engine_labelvalues)
             except Exception:
-                logger.exception("No %s: this vLLM declares metrics in another way", supported.RELEASE_METRIC)
+                logger.exception("No %s: this vLLM declares metrics in another way", RELEASE_METRIC)
             return super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     return KVTierConnector
@@ -121,9 +157,9 @@ def _reporting(connector: Any, found: Support) -> type:
 
 def _report(version: str, label: str, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
     gauge = metric_types[prometheus_client.Gauge](
-        name=supported.RELEASE_METRIC,
-        documentation=supported.RELEASE_DOCUMENTATION,
-        labelnames=[*labelnames, *supported.RELEASE_LABELS],
+        name=RELEASE_METRIC,
+        documentation=RELEASE_DOCUMENTATION,
+        labelnames=[*labelnames, *RELEASE_LABELS],
         multiprocess_mode="mostrecent",
     )
     for values in per_engine_labelvalues.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier's metrics as data, and what observes them.
+"""The tier's metrics as data, with the classes that observe them.
 
 vLLM carries them from the scheduler to ``/metrics``, adds its own labels (model, engine), and ends the engine's API
 server at the first name that was not declared. So names exist here only, and observing another one fails here. The
@@ -45,23 +45,20 @@ PRESENT_BLOCKS = Metric(
 )
 MISSES = Metric(
     "vllm:kvtier_disk_misses",
-    "Blocks that a lookup or a load could not serve, by cause: absent, late_probe (no answer in time), stuck (the "
-    "volume holds up every worker), no_workers (no process could be started), "
-    "breaker (the volume fails), budget (no room in the CPU tier), cost (computing is "
-    "quicker), min_tokens (the hit is too short), tenant (whose request it is cannot be told), media (the name of a "
-    "picture, sound or video does not stand for one content), adapter (what its LoRA adapter holds cannot be told), "
-    "unwanted (the request does without), weights (they may have been replaced, and no "
-    "worker has looked yet), mode, inert, deadline (a load took too long), shutdown, or what was wrong with the file.",
+    "Blocks that a lookup or a load could not serve, by cause. Of the request: min_tokens (the hit is too short), cost "
+    "(computing is quicker), unwanted (its own parameters), tenant (unknown). Of its contents: media (a name of "
+    "several pictures, sounds or videos), adapter (its weights are unknown or were replaced), weights (not compared "
+    "yet since a reset). Of the engine: budget (no room in the CPU tier), inert, mode, no_workers, shutdown. Of the volume: absent, late_probe (no answer in time), deadline (a load took too long), "
+    "stuck (it holds up every worker), breaker (it fails), or the fault of the file.",
     ("cause",),
 )
-SHED_STORES = Metric(
+SKIPPED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
-    "Blocks that were not written, by cause: tenant (whose request it is cannot be told), media and adapter (as "
-    "above), weights (as above), inert, mode, queue_full (too much waits to be written), min_reuse (too few requests "
-    "asked for them yet), no_key (blocks are to be encrypted, and there is no active key), no_permit (the janitor has "
-    "not renewed its permit), no_budget (the permit allows no more for now), no_quota (the tenant's is used up), "
-    "purged (a purge came while they waited), "
-    "breaker (the volume fails), stuck, no_workers, deadline, shutdown, or what the volume said.",
+    "Blocks that were not written, by cause. Tenant, media, adapter, weights, inert, mode, no_workers, stuck, breaker, "
+    "deadline and shutdown are as for misses. Of the engine: queue_full (too much waits to be written), min_reuse (too "
+    "few requests asked for them yet), no_key (no active key to encrypt with). Of the volume: no_permit (not renewed "
+    "by the janitor), no_budget (the permit is used up), no_quota (the tenant's is used up), purged (a purge came "
+    "first), or its error.",
     ("cause",),
 )
 SAVED_SECONDS = Metric(
@@ -72,8 +69,8 @@ SAVED_SECONDS = Metric(
 )
 DRAINED_BLOCKS = Metric(
     "vllm:kvtier_disk_drained_blocks",
-    "Blocks that were to be written when the engine was told to end, or since, by what became of them: written, or "
-    "lost, which the log says, too, since nobody may ask any more.",
+    "Blocks whose store was open when the engine was told to end, or began later, by outcome: written or lost. The log "
+    "says so, too, since Prometheus may not scrape the engine any more.",
     ("outcome",),
 )
 ACTIVE = Metric(
@@ -81,9 +78,8 @@ ACTIVE = Metric(
 )
 REFUSED = Metric(
     "vllm:kvtier_disk_refused",
-    "1 when the directory on the shared volume belongs to another model or layout, by the first field of tier.json "
-    "that differs, or `generation`, or `replaced weights` while the engine's "
-    "weights are not those of its start. The engine then serves without the volume.",
+    "1 while the engine serves without the volume because the directory has another identity, by the first field of "
+    "tier.json that differs. Or `generation`, or `replaced weights` while the weights are not those of the start.",
     ("field",),
     is_gauge=True,
 )
@@ -125,9 +121,8 @@ REFUSED_PROMOTIONS = Metric(
 
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
-    "Requests that found blocks on the shared volume, by what was decided: load, compute (sooner, by what was measured "
-    "and is queued), load_probe and compute_probe (the other way, to measure it), short (fewer tokens than "
-    "configured).",
+    "Requests that found blocks on the shared volume, by decision: load, compute (quicker, as measured), short (fewer "
+    "tokens than configured). The opposite, to measure it, is load_probe or compute_probe.",
     ("verdict",),
 )
 LOAD_PACE = Metric(
@@ -149,8 +144,8 @@ BREAK_EVEN_TOKENS = Metric(
 
 FIRST_TOKENS = Metric(
     "vllm:kvtier_first_tokens",
-    "Requests that got their first token, by where the beginning of their prompt came from: disk (at least in part), "
-    "memory (the CPU tier or the GPU), nothing (all of it was computed).",
+    "Requests that got their first token, by the source of the beginning of their prompt: disk (at least in part), "
+    "memory (the CPU tier or the GPU), nothing (computed).",
     ("found",),
 )
 FIRST_TOKEN_SECONDS = Metric(
@@ -169,8 +164,8 @@ HINTS = Metric(
 )
 IGNORED_HINTS = Metric(
     "vllm:kvtier_ignored_request_hints",
-    "What was ignored in kv_transfer_params and kv_hints of requests, by what is wrong: key (it is not known), value, "
-    "action (it is not known), version, payload.",
+    "Ignored entries of kv_transfer_params and kv_hints of requests, by cause: key (unknown), value, action (unknown), "
+    "version, payload.",
     ("cause",),
 )
 
@@ -220,13 +215,13 @@ _LABELS = {metric.name: len(metric.labels) for metric in METRICS}
 
 
 class Stats:
-    """What was observed since the last `take`. Scheduler thread only."""
+    """Observations since the last `take`. Scheduler thread only."""
 
     def __init__(self) -> None:
         """Start empty."""
         self._stats = OffloadingConnectorStats()
         self.has_counted = False
-        """Whether a counter was added to since the last `take`."""
+        """True if a counter grew since the last `take`."""
 
     def count(self, metric: Metric, amount: float = 1, *, cause: str | None = None) -> None:
         """Add to a counter."""
@@ -239,7 +234,7 @@ class Stats:
         self._stats.set_gauge(self._checked(metric, label), value, () if label is None else (label,))
 
     def take(self) -> OffloadingConnectorStats:
-        """Return what was observed and start over."""
+        """Return the observations and start over."""
         taken, self._stats, self.has_counted = self._stats, OffloadingConnectorStats(), False
         return taken
 
@@ -253,8 +248,8 @@ class Stats:
 class Savings:
     """Seconds of computing that loads made needless, by tenant. Scheduler thread only.
 
-    A label of a metric stays for as long as the engine runs: of more tenants than `MOST_TENANTS`, those that come last
-    are counted together, as `OTHERS`, which is no tenant's name.
+    A label of a metric stays for as long as the engine runs. So tenants beyond `MOST_TENANTS` are counted together, as
+    `OTHERS`, which is no tenant's name.
     """
 
     def __init__(self, stats: Stats) -> None:
@@ -282,7 +277,7 @@ class FirstTokens:
     """
 
     def __init__(self, stats: Stats, clock: Callable[[], float] = time.time) -> None:
-        """Store what counts; the clock is the one that vLLM stamps arrivals with."""
+        """Store the counters; the clock is the one that vLLM stamps arrivals with."""
         self._stats = stats
         self._clock = clock
         self._waiting: dict[str, tuple[Request, str]] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtier_connector.contract import generated_page
 from kvtier_connector.janitor.metrics import METRICS as JANITOR_METRICS
-from kvtier_connector.vllm_adapter import supported
+from kvtier_connector.vllm_adapter import connector
 from kvtier_connector.vllm_adapter.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[2] / "METRICS.md"
@@ -17,8 +17,8 @@ REFERENCE = Path(__file__).parents[2] / "METRICS.md"
 _HEAD = """\
 # Metrics of the disk tier
 
-vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engine`) added; whoever scrapes adds
-`namespace` and `tier`, as the chart's monitors do ([docs/monitoring.md](../docs/monitoring.md)). Written by
+vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engine`) added. The chart's monitors add
+`namespace` and `tier` ([docs/monitoring.md](../docs/monitoring.md)). Written by
 `python -m kvtier_connector.vllm_adapter.metrics_reference --write`; do not edit.
 
 | Metric | Kind | Labels | Meaning |
@@ -38,7 +38,7 @@ labels `namespace` and `tier`, the name of the KVCacheTier.
 
 def render() -> str:
     """Return the document."""
-    release = _row(supported.RELEASE_METRIC, supported.RELEASE_DOCUMENTATION, supported.RELEASE_LABELS, is_gauge=True)
+    release = _row(connector.RELEASE_METRIC, connector.RELEASE_DOCUMENTATION, connector.RELEASE_LABELS, is_gauge=True)
     of_tier = "".join(_row(each.name, each.documentation, each.labels, is_gauge=each.is_gauge) for each in METRICS)
     of_janitor = "".join(
         _row(each.name, each.documentation, (each.label,) if each.label else (), is_gauge=each.is_gauge)

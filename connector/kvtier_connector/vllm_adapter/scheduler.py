@@ -39,7 +39,7 @@ from kvtier_connector.vllm_adapter.lora import Lora
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.media import KnownMedia, Media
 from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens
-from kvtier_connector.vllm_adapter.worker import KVTierMetadata, Question
+from kvtier_connector.vllm_adapter.worker import KVTierMetadata, WorkerQuestion
 
 
 def filtered_output(output: SchedulerOutput, settled: set[str]) -> SchedulerOutput:
@@ -132,7 +132,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens = FirstTokens(self.manager.tier.stats)
         self._adapters = self.manager.tier.adapters
         self._known_media = KnownMedia()
-        self._weights, self._declared = Question(self.config.num_workers), Question(self.config.num_workers)
+        self._weights, self._declared = WorkerQuestion(self.config.num_workers), WorkerQuestion(self.config.num_workers)
         self._is_reset = False
         """True from a reset of the caches until a step has the workers compare all weights."""
         self._arriving: set[str] = set()

@@ -76,7 +76,7 @@ class KVTierWorkerMetadata(OffloadingWorkerMetadata):
         )
 
 
-class Question:
+class WorkerQuestion:
     """A question to all workers, asked with a step and answered with a later one. The scheduler's thread."""
 
     def __init__(self, workers: int) -> None:

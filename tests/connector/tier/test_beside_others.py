@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvtier_connector.vllm_adapter.connector import KVTierConnector
 from kvtier_connector.vllm_adapter.fingerprint import Declared
-from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata, Question
+from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata, WorkerQuestion
 
 FIRST = Declared(("attention",), "one", "weights of the first")
 SECOND = Declared(("attention",), "one", "weights of the second")
@@ -20,7 +20,7 @@ def test_vllm_finds_the_class_by_its_name_alone() -> None:
 
 
 def test_workers_are_asked_with_the_steps_until_each_has_answered_and_in_the_order_of_their_ranks() -> None:
-    question = Question(2)
+    question = WorkerQuestion(2)
     asked = question.ask()
     assert asked
     assert question.take({}) is None
@@ -32,7 +32,7 @@ def test_workers_are_asked_with_the_steps_until_each_has_answered_and_in_the_ord
 
 
 def test_answers_to_a_question_that_was_dropped_count_for_nothing() -> None:
-    question = Question(1)
+    question = WorkerQuestion(1)
     dropped = question.ask()
     question.drop()
     assert question.take({0: (dropped, FIRST)}) is None
