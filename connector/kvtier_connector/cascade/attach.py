@@ -28,6 +28,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier_connector.cascade.admission import Admission
+from kvtier_connector.cascade.memory import BlockMemory
 from kvtier_connector.contract import engine
 from kvtier_connector.contract.engine import CONFIG_FILE, MOST_DEFAULT_IO_PROCESSES, REPLACED_WEIGHTS, ConnectorConfig
 from kvtier_connector.contract.errors import ConfigInvalid, IdentityMismatch, StoreUnavailable
@@ -44,9 +45,7 @@ from kvtier_connector.store.fs import FileSystem, new_token
 from kvtier_connector.store.health import Breaker, CircuitState, Direction
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, NO_LINEAGE, BlockKey, Home, Lineage
-from kvtier_connector.store.memory import BlockMemory
-from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
-from kvtier_connector.store.runtime_settings import LiveFile, Mode
+from kvtier_connector.store.permit import PERMIT_FILE, Mode, RuntimeSettings, StorePermit, VolumeClock
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared, engine_facts
 
@@ -159,7 +158,7 @@ class Attachment:
         """True if the last reset of the caches left nothing of earlier weights on the GPU."""
         self._look_seconds = config.refresh_seconds
         self._live_seconds = min(LIVE_SECONDS, config.refresh_seconds)
-        self._live_file = LiveFile(config.live_file, seconds=self._live_seconds)
+        self._live_file = RuntimeSettings(config.live_file, seconds=self._live_seconds)
         self._problems: dict[str, str] = {}
         """By topic, the message that was logged last."""
         self.is_readable = False

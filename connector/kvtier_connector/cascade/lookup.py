@@ -14,10 +14,10 @@ from typing import NamedTuple
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from kvtier_connector.cascade.attach import Attachment
+from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.io_workers.lookups import MOST_CALLS, BlockQuery, Found
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.memory import Presence
 
 MOST_WAIT_SECONDS = 2.0
 """A request waits for a lookup no longer than this, also where nobody knows yet how long computing takes."""

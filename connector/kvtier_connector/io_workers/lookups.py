@@ -67,7 +67,7 @@ class BlockQuery(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a lookup found."""
+    """Result of a lookup."""
 
     present: int
     """Of a prefix, how many blocks from the first on are there; else how many of the blocks."""
@@ -327,9 +327,9 @@ class _Process:
     def __init__(self, settings: PoolSettings) -> None:
         reader, self._writer = os.pipe()
         self._reader, writer = os.pipe()
-        told = json.dumps([os.getpid(), reader, writer, asdict(settings)])
+        arguments = json.dumps([os.getpid(), reader, writer, asdict(settings)])
         try:
-            self._process = start_process("kvtier_connector.io_workers.lookups", told, [reader, writer])
+            self._process = start_process("kvtier_connector.io_workers.lookups", arguments, [reader, writer])
         except OSError:
             os.close(self._writer)
             os.close(self._reader)

@@ -33,7 +33,7 @@ from kvtier_connector.store.crypto import Keyring
 from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import find_generations, is_new_tier
-from kvtier_connector.store.journal import JournalWriter, Op
+from kvtier_connector.store.journal import JournalWriter, Op, Purge, record_purge
 from kvtier_connector.store.layout import (
     BLOCKS,
     TENANTS,
@@ -44,7 +44,6 @@ from kvtier_connector.store.layout import (
     parse_earlier_block_path,
     tenant_of,
 )
-from kvtier_connector.store.purges import Purge, record_purge
 from kvtier_connector.store.scan import (
     PARTIAL_AGE_SECONDS,
     BlockEntry,
@@ -150,7 +149,7 @@ def _check_tenant(directory: Path, roots: Iterable[Path], tenant: str, *, fs: Fi
 class _Purging:
     """The purge of one generation. One thread, except for reading headers.
 
-    Engines may store meanwhile: a mark (see `store.purges`) keeps the blocks that they queued before from landing.
+    Engines may store meanwhile: the purge log (see `store.journal`) keeps blocks that they queued before from landing.
     """
 
     def __init__(  # noqa: PLR0913 - keywords

@@ -32,8 +32,8 @@ from kvtier_connector.store.fs import (
     write_block,
 )
 from kvtier_connector.store.header import CHECKSUM_BYTES, HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
+from kvtier_connector.store.journal import PurgeLog
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
-from kvtier_connector.store.purges import PurgeLog
 from kvtier_connector.store.reading import Access, Handing, Read, Take, mapped_verified, read_whole, stream_verified
 from kvtier_connector.store.volume_profile import read_profile
 

@@ -2,8 +2,7 @@
 """The owner of a directory of blocks: ``tier.json`` at its root, written once and compared at every start.
 
 KV bytes are meaningless to any other model or layout, and nothing in them would show it. So a directory that does not
-say exactly what the caller expects is refused.
-`find_generations` searches such directories by names only, below a
+say exactly what the caller expects is refused. The search for such directories reads names only. It starts at a
 generation, a tier or the root of a volume. No thread lives here.
 """
 

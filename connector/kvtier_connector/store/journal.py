@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that share a root tell each other what they stored, used and removed, in one append-only file each.
+"""Journals and purge log: append-only files by which the processes of a root report what they did to its blocks.
 
-What a journal says is news, not truth: the files are. A record that is lost costs a block computed again, or a miss,
-until the next walk of the root. Nothing here runs by itself: a background thread of the caller flushes and reads.
+Each writer has a journal: a head, then records of one length, each with its own checksum. A record is a hint. Its
+reader looks at the block before it relies on the record, and a lost record costs a block computed again. FORMAT.md
+beside the package documents every offset; the two change together. Nothing here runs by itself: a thread of the caller
+flushes.
 
-The bytes of a journal: one head, then records of the same length, each with its own checksum.
-
-Pure: bytes in, values out. FORMAT.md beside the package documents every offset; the two change together.
+The purge log is one file in each generation that tells writers of purges, so that no queued block lands afterwards. The
+purger appends a line, then removes files until a pass over the directory finds none. A writer reads the log between
+writing a block aside and renaming it; a block queued before the writer saw a purge of it gets no name. So a block
+either is renamed before a pass begins, which finds it, or is refused. No clocks of two machines are compared. A writer
+that looks late refuses one store more than needed, which costs a recompute.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import json
 import math
+import os
 import struct
 import threading
 import time
@@ -27,13 +33,16 @@ from typing import NamedTuple
 
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.fs import (
+    CREATE_FLAGS,
     FIRST_WRITE_FLAGS,
     LOCAL,
     NEXT_WRITE_FLAGS,
     NO_FILE,
+    READ_FLAGS,
     FileSystem,
     make_directories,
     new_token,
+    replacing,
     write_all,
 )
 from kvtier_connector.store.layout import (
@@ -41,6 +50,7 @@ from kvtier_connector.store.layout import (
     MAX_HASH_BYTES,
     MAX_TENANT_CHARACTERS,
     NO_LINEAGE,
+    PURGES_FILE,
     BlockKey,
     JournalName,
     Lineage,
@@ -50,13 +60,13 @@ from kvtier_connector.store.layout import (
 )
 
 RECORD_BYTES = 128
-"""Of a record, and of the head: so a record's place says its number, and a torn tail is what does not fill one."""
+"""Length of a record and of the head. A tail that does not fill one is torn."""
 JOURNAL_MAGIC = b"KVTJ"
 JOURNAL_VERSION = 2
 MAX_PAYLOAD_BYTES = 1 << 40
-"""Of one block, in a record; a larger number is damage."""
+"""Largest length of a block in a record; a larger number is damage."""
 MAX_TIME_NS = (1 << 63) - 1
-"""Of a record: the year 2262. Readers keep times in signed numbers of 64 bits."""
+"""Latest time in a record: the year 2262. Readers keep times in signed numbers of 64 bits."""
 
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = RECORD_BYTES - _CRC.size
@@ -84,14 +94,14 @@ DEFAULT_LIMITS = JournalLimits()
 
 
 class Op(enum.IntEnum):
-    """What a process did with a block."""
+    """An operation of a process on a block."""
 
     STORED = 1
     """It wrote the block."""
     USED = 2
     """It used the prefix that ends with the block: one record for the whole chain, at most one in a while.
 
-    Whoever makes room treats the blocks before it, which its parents name, as used at the same time.
+    Eviction treats the blocks before it, which its parents name, as used at the same time.
     """
     GONE = 3
     """It removed the block, or moved it to quarantine."""
@@ -106,12 +116,12 @@ class Record(NamedTuple):
     """An `Op`, or a number of a later release, to be ignored."""
     key: BlockKey
     payload_bytes: int
-    """Of the block, at most `MAX_PAYLOAD_BYTES`. With GONE, what was freed: 0 if the file was only moved."""
+    """Length of the block, at most `MAX_PAYLOAD_BYTES`. With GONE, bytes freed: 0 if the file was only moved."""
     time_ns: int
     """Nanoseconds since 1970 by the writer's clock, at most `MAX_TIME_NS`; hosts may disagree, so it is for recency
     and nothing else. With RETAINED it lies ahead."""
     lineage: Lineage = NO_LINEAGE
-    """Of the block; with GONE there is none."""
+    """Lineage of the block; with GONE there is none."""
 
 
 def encode_record(record: Record) -> bytes:
@@ -164,7 +174,7 @@ def encode_head(writer: str, created_ns: int) -> bytes:
 
 
 def is_head(data: bytes | memoryview) -> bool:
-    """Say whether a journal that begins so can be read by this release."""
+    """Return whether a journal that begins so can be read by this release."""
     if len(data) < RECORD_BYTES or _CRC.unpack_from(data, _CRC_OFFSET)[0] != zlib.crc32(data[:_CRC_OFFSET]):
         return False
     magic, version, record_bytes, flags, _, _ = _HEAD.unpack_from(data)
@@ -172,14 +182,14 @@ def is_head(data: bytes | memoryview) -> bool:
 
 
 LOST = frozenset({errno.ENOENT, errno.ESTALE, *NO_FILE})
-"""What the system says of a journal that somebody removed, or put something else in the place of."""
+"""Errors of a journal that was removed, or replaced by something else."""
 
 
 class JournalWriter:
     """Appends to the journal of this process.
 
-    `append` may be called from any thread and only touches memory. `flush` makes the system calls: one thread at a time
-    gets in, and `_flushing` is held meanwhile; `_lock` guards what both touch and is never held over a system call.
+    Any thread may call `append`, which only touches memory. The system calls are in `flush`, for one thread at a time,
+    which holds `_flushing` meanwhile. The lock `_lock` guards the fields of both and is never held over a system call.
     """
 
     def __init__(
@@ -268,8 +278,8 @@ class JournalWriter:
     def show_life(self) -> None:
         """Have the volume note that this process is there, although it may store nothing; now and then, if it can.
 
-        Whoever gives up generations that nobody uses goes by when their journals were last written to. So an empty one
-        is begun where there is none, and later only its time is renewed.
+        The janitor retires old generations by the last writes to their journals. So an empty journal is begun where
+        there is none, and later only its time is renewed.
         """
         with self._flushing:
             self._show_life()
@@ -285,13 +295,13 @@ class JournalWriter:
                     self._fs.touch(self._path(self._number))
                     self.written_at = self._now()
                 except FileNotFoundError:
-                    # Somebody took it for a dead process's.
+                    # The journal was removed as a dead process's.
                     self._begin_segment()
             if not self._offset:
                 self._write(b"")
 
     def _was_seen(self, key: BlockKey) -> bool:
-        """Note the block as used now, and say whether it had been already; the caller holds `_lock`."""
+        """Note the block as used now; return whether it had been already; the caller holds `_lock`."""
         now = self._now()
         is_over = now - self._turned_at >= self._limits.used_window_seconds / 2
         if is_over or len(self._recent) >= self._limits.buffered_records:
@@ -314,7 +324,7 @@ class JournalWriter:
         except OSError as error:
             if error.errno not in LOST:
                 raise
-            # Somebody took this segment for a dead process's, put something in its place, or removed the tree under us.
+            # The segment was removed as a dead process's, or replaced, or the tree was removed.
             if self._offset:
                 self._begin_segment()
             make_directories(self._fs, f"{self._root}/{JOURNAL}")
@@ -345,3 +355,169 @@ class JournalWriter:
 
     def _path(self, number: int) -> str:
         return f"{self._root}/{journal_path(JournalName(self.writer, number))}"
+
+
+_MOST_READ_BYTES = 1 << 16
+"""News longer than this is taken for a purge of everything."""
+_MOST_KEPT = 256
+"""Purges that a writer remembers one by one; when there are more, they count as a purge of everything."""
+_TRIES = 8
+_APPEND_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Purge(NamedTuple):
+    """Selection of a purge; None stands for all."""
+
+    tenant: str | None = None
+    adapter: str | None = None
+    """As `layout.adapter_name_label`."""
+
+    def matches(self, key: BlockKey, lineage: Lineage) -> bool:
+        """Return whether a block is among it."""
+        is_tenant = self.tenant is None or key.tenant == self.tenant
+        return is_tenant and (self.adapter is None or lineage.adapter.startswith(self.adapter))
+
+
+_EVERYTHING = Purge()
+
+
+def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
+    """Tell writers of a purge; raise OSError if the volume does not take it."""
+    path = f"{root}/{PURGES_FILE}"
+    line = (json.dumps(purge._asdict()) + "\n").encode()
+    _make(fs, path)
+    for _ in range(_TRIES):
+        try:
+            fd = fs.open(path, _APPEND_FLAGS)
+        except PermissionError:
+            _replace(fs, path, line)
+            return
+        try:
+            end = fs.fstat(fd).st_size
+            write_all(fs, fd, memoryview(line), end)
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)
+        # Another purger may have written at the same place.
+        fd = fs.open(path, READ_FLAGS)
+        try:
+            found = memoryview(bytearray(len(line)))
+            fs.preadv(fd, [found], end)
+        finally:
+            fs.release(fd)
+        if bytes(found) == line:
+            return
+    raise OSError(errno.EIO, "another purge overwrites the mark again and again; try again", path)
+
+
+def _make(fs: FileSystem, path: str) -> None:
+    """Make an empty file. It has to be there before a purge: a node may remember for a while that a name is absent."""
+    try:
+        fd = fs.open(path, CREATE_FLAGS)
+    except FileExistsError:
+        return
+    # Engines and the janitor may run as different users of one group.
+    fs.share(fd)
+    fs.close(fd)
+
+
+def _replace(fs: FileSystem, path: str, line: bytes) -> None:
+    """Add a line to a file of another user, on a volume that keeps the mode of files as it likes."""
+    fd = fs.open(path, READ_FLAGS)
+    try:
+        content = memoryview(bytearray(fs.fstat(fd).st_size))
+        fs.preadv(fd, [content], 0)
+    finally:
+        fs.release(fd)
+    with replacing(fs, path) as new:
+        fs.share(new)
+        write_all(fs, new, memoryview(bytes(content) + line))
+        fs.fsync(new)
+
+
+class PurgeLog:
+    """The purges of one root as far as a writer knows them. Any thread may call; `look` waits for the volume."""
+
+    def __init__(self, fs: FileSystem, root: str, *, now: Callable[[], float] = time.monotonic) -> None:
+        """Store the settings; nothing is read yet.
+
+        Args:
+            fs: The system calls.
+            root: The generation.
+            now: Seconds of a clock that all processes of the machine share and that never goes back.
+        """
+        self._fs = fs
+        self._path = f"{root}/{PURGES_FILE}"
+        self._now = now
+        self._lock = threading.Lock()
+        self._size = -1
+        """Bytes known; -1 before the first look."""
+        self._seen: list[tuple[float, Purge]] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `look` has succeeded once."""
+        return self._size >= 0
+
+    def look(self, *, may_write: bool = True) -> None:
+        """Learn of new purges; raise OSError if the volume does not answer. One open, one fstat and one close.
+
+        With `may_write` the file is made where there is none.
+        """
+        fd = self._open(may_write=may_write)
+        if fd is None:
+            with self._lock:
+                self._size = max(self._size, 0)
+            return
+        try:
+            size = self._fs.fstat(fd).st_size
+            with self._lock:
+                known = self._size
+            found = [] if size == known else self._read(fd, known, size)
+        finally:
+            self._fs.release(fd)
+        if size == known:
+            return
+        with self._lock:
+            # Another thread may have read the same: twice costs nothing.
+            now = self._now()
+            self._seen += [(now, purge) for purge in found]
+            if len(self._seen) > _MOST_KEPT:
+                self._seen = [(now, _EVERYTHING)]
+            self._size = size if size < known or self._size == known else max(self._size, size)
+
+    def is_purged(self, key: BlockKey, lineage: Lineage, queued: float) -> bool:
+        """Return whether a block that was queued at a time of `now` was purged since, as far as is known."""
+        with self._lock:
+            return any(queued <= seen and purge.matches(key, lineage) for seen, purge in self._seen)
+
+    def _open(self, *, may_write: bool) -> int | None:
+        try:
+            return self._fs.open(self._path, READ_FLAGS)
+        except FileNotFoundError:
+            if not may_write:
+                return None
+            _make(self._fs, self._path)
+            return self._fs.open(self._path, READ_FLAGS)
+
+    def _read(self, fd: int, known: int, size: int) -> list[Purge]:
+        start = max(0, known)
+        if size < start or size - start > _MOST_READ_BYTES:
+            # The directory was made anew, or this process has not looked for long.
+            return [_EVERYTHING]
+        buffer = memoryview(bytearray(size - start))
+        done = 0
+        while done < buffer.nbytes and (count := self._fs.preadv(fd, [buffer[done:]], start + done)):
+            done += count
+        return [_parse(line) for line in bytes(buffer[:done]).splitlines()]
+
+
+def _parse(line: bytes) -> Purge:
+    """Read a line; one that is damaged counts as a purge of everything."""
+    try:
+        document = json.loads(line)
+        tenant, adapter = document["tenant"], document["adapter"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return _EVERYTHING
+    is_sound = all(each is None or isinstance(each, str) for each in (tenant, adapter))
+    return Purge(tenant, adapter) if is_sound else _EVERYTHING

@@ -30,8 +30,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.cascade.admission import Verdict
 from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
+from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.store.memory import Presence
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier

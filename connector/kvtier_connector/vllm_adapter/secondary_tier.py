@@ -35,6 +35,7 @@ from kvtier_connector.cascade.admission import Admission
 from kvtier_connector.cascade.attach import Attachment, Backlog, CpuRows, read_config
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.lookup import Lookups
+from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.requests import TierRequest, TierRequests
 from kvtier_connector.cascade.reuse import ReuseFilter
 from kvtier_connector.cascade.transfers import POLL_SECONDS, Transfers
@@ -43,7 +44,6 @@ from kvtier_connector.io_workers.buffers import shape_of_rows
 from kvtier_connector.io_workers.tasks import Lane
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.health import Breaker, Direction
-from kvtier_connector.store.memory import Presence
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.lora import Adapters

@@ -40,7 +40,7 @@ def quick_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "kvtier_connector.vllm_adapter.secondary_tier.Breaker", functools.partial(Breaker, limits=limits)
     )
-    monkeypatch.setattr("kvtier_connector.store.memory.ASIDE_SECONDS", 0.1)
+    monkeypatch.setattr("kvtier_connector.cascade.memory.ASIDE_SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from tier_dir import BLOCK_BYTES, Rig, key, payload
 from kvtier_connector.janitor.commands import Criteria, purge_blocks
 from kvtier_connector.store.blockstore import BlockStore, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.journal import Purge, PurgeLog, record_purge
 from kvtier_connector.store.layout import NO_LINEAGE, PURGES_FILE, BlockKey, Lineage, adapter_name_label, block_path
-from kvtier_connector.store.purges import Purge, PurgeLog, record_purge
 
 QUEUED = 2000
 WRITERS = 4

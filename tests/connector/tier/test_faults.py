@@ -102,7 +102,7 @@ def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied
 def test_input_output_errors_are_misses_and_the_blocks_are_tried_again_after_a_while(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.store.memory.ASIDE_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier_connector.cascade.memory.ASIDE_SECONDS", 0.2)
     rigs.write(keys(3))
     fs = FailingFs(OSError(errno.EIO, "broken"), lambda call, _: call == "preadv")
     fs.is_failing = False
@@ -175,7 +175,7 @@ def test_a_probe_that_never_answers_is_a_miss(rigs: Rigs) -> None:
 def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_back(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_connector.store.memory.ASIDE_SECONDS", 0.2)
+    monkeypatch.setattr("kvtier_connector.cascade.memory.ASIDE_SECONDS", 0.2)
     rigs.write(keys(8))
     fs = GatedFs(lambda call, path: call == "preadv" and "blocks" in path)
     rig = rigs.make(fs=fs, load_deadline_seconds=0.2)

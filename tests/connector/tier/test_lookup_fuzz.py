@@ -132,7 +132,7 @@ def test_engines_find_what_is_there_on_a_volume_that_changes(
     rigs: Rigs, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for constant in ("ASIDE_SECONDS", "DAMAGED_SECONDS"):
-        monkeypatch.setattr(f"kvtier_connector.store.memory.{constant}", 0.05)
+        monkeypatch.setattr(f"kvtier_connector.cascade.memory.{constant}", 0.05)
     fuzz = Fuzz(rigs, seed)
     for _ in range(STEPS):
         fuzz.step()

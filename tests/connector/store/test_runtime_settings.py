@@ -12,10 +12,7 @@ from clocks import Clock
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.contract.engine import LiveSettings, encode_live
-from kvtier_connector.store.runtime_settings import (
-    LiveFile,
-    Mode,
-)
+from kvtier_connector.store.permit import Mode, RuntimeSettings
 
 
 def said(mode: Mode) -> bytes:
@@ -47,20 +44,20 @@ def mounted(tmp_path: Path) -> ConfigMapDirectory:
 
 
 @pytest.fixture
-def live_file(tmp_path: Path) -> LiveFile:
-    return LiveFile(str(tmp_path / "mode"), seconds=0)
+def live_file(tmp_path: Path) -> RuntimeSettings:
+    return RuntimeSettings(str(tmp_path / "mode"), seconds=0)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("end", ["", "\n", "  \r\n"])
-def test_each_mode_is_understood(mounted: ConfigMapDirectory, live_file: LiveFile, mode: Mode, end: str) -> None:
+def test_each_mode_is_understood(mounted: ConfigMapDirectory, live_file: RuntimeSettings, mode: Mode, end: str) -> None:
     mounted.write(said(mode) + end.encode())
     assert live_file.refresh().mode == mode.value
     assert live_file.mode is mode
     assert live_file.problem == ""
 
 
-def test_a_swap_is_seen_at_the_next_refresh(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
+def test_a_swap_is_seen_at_the_next_refresh(mounted: ConfigMapDirectory, live_file: RuntimeSettings) -> None:
     mounted.write(said(Mode.READ_ONLY))
     live_file.refresh()
     mounted.write(said(Mode.BYPASS))
@@ -75,7 +72,7 @@ def test_a_swap_is_seen_at_the_next_refresh(mounted: ConfigMapDirectory, live_fi
     + [b'{"mode": "Bypass", "active_key": %s}' % value for value in (b"1", b'"../x"', b'""a')],
 )
 def test_what_cannot_be_understood_keeps_the_last_mode_and_is_reported(
-    mounted: ConfigMapDirectory, live_file: LiveFile, content: bytes | None
+    mounted: ConfigMapDirectory, live_file: RuntimeSettings, content: bytes | None
 ) -> None:
     mounted.write(said(Mode.READ_ONLY))
     live_file.refresh()
@@ -88,7 +85,7 @@ def test_what_cannot_be_understood_keeps_the_last_mode_and_is_reported(
 
 
 def test_a_file_that_is_not_there_leaves_the_volume_in_use(tmp_path: Path) -> None:
-    live_file = LiveFile(str(tmp_path / "mode"), seconds=0)
+    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=0)
     assert live_file.refresh().mode == "ReadWrite"
     assert "cannot be read" in live_file.problem
 
@@ -97,7 +94,7 @@ def test_a_file_that_is_not_there_leaves_the_volume_in_use(tmp_path: Path) -> No
 def test_a_file_that_cannot_be_read_is_reported(mounted: ConfigMapDirectory, tmp_path: Path, call: str) -> None:
     mounted.write(said(Mode.BYPASS))
     fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == call)
-    live_file = LiveFile(str(tmp_path / "mode"), seconds=0, fs=fs)
+    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=0, fs=fs)
     assert live_file.refresh().mode == "ReadWrite"
     assert "broken" in live_file.problem
 
@@ -112,7 +109,7 @@ def test_the_file_is_read_at_most_every_so_many_seconds(mounted: ConfigMapDirect
 
     clock = Clock(1000.0)
     mounted.write(said(Mode.READ_WRITE))
-    live_file = LiveFile(str(tmp_path / "mode"), seconds=5, fs=Counting(), now=clock)
+    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=5, fs=Counting(), now=clock)
     for _ in range(11):
         live_file.refresh()
         clock.seconds += 1
@@ -120,7 +117,7 @@ def test_the_file_is_read_at_most_every_so_many_seconds(mounted: ConfigMapDirect
 
 
 def test_without_a_file_the_volume_is_in_use_for_ever() -> None:
-    live_file = LiveFile("")
+    live_file = RuntimeSettings("")
     assert live_file.refresh().mode == "ReadWrite"
     assert live_file.problem == ""
 
@@ -130,13 +127,13 @@ def test_what_each_mode_allows() -> None:
     assert allowed == {Mode.READ_WRITE: (True, True), Mode.READ_ONLY: (True, False), Mode.BYPASS: (False, False)}
 
 
-def test_the_limit_and_the_active_key_are_live_too(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
+def test_the_limit_and_the_active_key_are_live_too(mounted: ConfigMapDirectory, live_file: RuntimeSettings) -> None:
     mounted.write(encode_live("ReadWrite", needs_permit=True, active_key="k1").encode())
     assert live_file.refresh() == LiveSettings(mode="ReadWrite", needs_permit=True, active_key="k1")
     mounted.write(encode_live("ReadWrite").encode())
     assert live_file.refresh() == LiveSettings(mode="ReadWrite")
 
 
-def test_a_field_of_a_later_release_is_ignored(mounted: ConfigMapDirectory, live_file: LiveFile) -> None:
+def test_a_field_of_a_later_release_is_ignored(mounted: ConfigMapDirectory, live_file: RuntimeSettings) -> None:
     mounted.write(json.dumps({"mode": "ReadOnly", "colour": "blue"}).encode())
     assert live_file.refresh().mode == "ReadOnly"

@@ -31,7 +31,7 @@ that costs a miss."""
 
 
 class Presence(enum.Enum):
-    """What is known about a block."""
+    """Knowledge about a block."""
 
     PRESENT = "present"
     ABSENT = "absent"

@@ -8,8 +8,8 @@ import hashlib
 import pytest
 from clocks import Clock
 
+from kvtier_connector.cascade.memory import ASIDE_SECONDS, DAMAGED_SECONDS, TRUST_SECONDS, BlockMemory, Presence
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.memory import ASIDE_SECONDS, DAMAGED_SECONDS, TRUST_SECONDS, BlockMemory, Presence
 
 
 def key(number: int, tenant: str = "", group: int = 0) -> BlockKey:
