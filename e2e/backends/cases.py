@@ -114,7 +114,8 @@ def body(device: str, connector: dict[str, Any], name: str) -> dict[str, Any]:
         "connector": connector,
         "cpu": {"size": _memory(connector) if is_cpu else "8Gi"},
         # Loading is to be measured, also on a machine where it does not pay.
-        **({"disk": {"admission": {"costAware": False}}} if is_ours else {}),
+        # No janitor runs here whose permit engines would store by.
+        **({"disk": {"admission": {"costAware": False}}, "janitor": {"enabled": False}} if is_ours else {}),
     }
     if is_ours or connector["type"] == "VLLMTiering":
         spec["volume"] = {"claim": {"size": "100Gi", "accessModes": ["ReadWriteOnce"]}}

@@ -249,6 +249,8 @@ def tier_spec(model: ModelClass, place: Path, device: str, args: Sequence[str]) 
         "cpu": {"size": "256Mi"},
         "volume": {"existingClaim": "blocks"},
         "disk": {"admission": {"costAware": False}},
+        # No janitor runs here whose permit engines would store by.
+        "janitor": {"enabled": False},
         **model.spec,
     }
 
