@@ -25,6 +25,8 @@ _MOST_READS = 512
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 10.0
 """A journal without new records is opened again after a pause that doubles up to this."""
+_LONGEST_IDLE_PAUSE_SECONDS = 60.0
+"""The same for a journal without new records for `ACTIVE_SECONDS`: its process is idle or dead."""
 _MOST_STALLS = 3
 """Reads after which a record that stays unreadable is skipped; before, it may be in the middle of being written."""
 _MISSING_SECONDS = 24 * 3600.0
@@ -40,6 +42,8 @@ class _Segment:
 
     offset: int
     listed_at: float
+    active_at: float
+    """When it had new records; in the beginning, when it was first listed."""
     next_at: float = 0.0
     pause: float = _FIRST_PAUSE_SECONDS
     stalls: int = 0
@@ -158,7 +162,7 @@ class JournalFollower:
         now, known, places = self._now(), self._segments.setdefault(digest, {}), self._places.get(digest, {})
         for name in names:
             if name not in known:
-                known[name] = _Segment(places.get(journal_path(name), 0), now)
+                known[name] = _Segment(places.get(journal_path(name), 0), now, now)
             known[name].listed_at = now
         for name in [name for name, segment in known.items() if now - segment.listed_at > _MISSING_SECONDS]:
             del known[name]
@@ -187,8 +191,14 @@ class JournalFollower:
         # Of a file of any length without a record, one piece is read at a time.
         is_more = count == _READ_BYTES and not segment.stalls and self.damaged == damaged
         segment.is_over = not is_last and not segment.stalls and count < _READ_BYTES
-        segment.pause = _FIRST_PAUSE_SECONDS if records else min(2 * segment.pause, _LONGEST_PAUSE_SECONDS)
-        segment.next_at = self._now() + (0.0 if records else segment.pause)
+        now = self._now()
+        if records:
+            segment.active_at, segment.next_at, segment.pause = now, now, _FIRST_PAUSE_SECONDS
+        else:
+            is_idle = now - segment.active_at > ACTIVE_SECONDS
+            longest = _LONGEST_IDLE_PAUSE_SECONDS if is_idle else _LONGEST_PAUSE_SECONDS
+            segment.pause = min(2 * segment.pause, longest)
+            segment.next_at = now + segment.pause
         return records, is_more
 
     def _decode(self, segment: _Segment, data: memoryview) -> list[Record]:

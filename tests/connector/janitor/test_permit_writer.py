@@ -16,10 +16,19 @@ from tier_dir import BLOCK_BYTES, Rig
 from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, PermitWriter, share_of
 from kvtier_connector.janitor.policy import Room
 from kvtier_connector.janitor.sweep import Sweeper
+from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.fs import LOCAL, new_token
 from kvtier_connector.store.journal import encode_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path
-from kvtier_connector.store.permit import PERMIT_BYTES, PERMIT_FILE, UNLIMITED_BYTES, Permit, decode_permit
+from kvtier_connector.store.permit import (
+    PERMIT_BYTES,
+    PERMIT_FILE,
+    UNLIMITED_BYTES,
+    Permit,
+    StorePermit,
+    VolumeClock,
+    decode_permit,
+)
 
 GIB = 1 << 30
 
@@ -67,8 +76,7 @@ def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig)
         writer = new_token()
         (directory.parent / journal_path(JournalName(writer, 0))).write_bytes(encode_head(writer, 1))
     sweeper = rig.sweeper(max_bytes=GIB)
-    for _ in range(15):
-        rig.sweep(sweeper)
+    rig.sweep(sweeper)
     assert permit_of(rig).bytes == GIB // 4
 
 
@@ -204,3 +212,26 @@ def test_a_permit_replaces_whatever_is_no_file(tmp_path: Path, kind: str) -> Non
     writer = PermitWriter(str(tmp_path), fs=LOCAL)
     writer.renew(Room(0, "full"), used_bytes=0, writers=0, largest_bytes=0, tenants=())
     assert decode_permit((tmp_path / PERMIT_FILE).read_bytes()).reason == "full"
+
+
+def test_an_engine_stores_as_much_as_the_permit_says_and_nothing_once_the_janitor_is_gone(rig: Rig) -> None:
+    rig.engine().put(0)
+    sweeper = rig.sweeper(max_bytes=82 * BLOCK_BYTES)
+    rig.sweep(sweeper)
+    path, now = rig.dir / PERMIT_FILE, lambda: rig.clock.seconds
+    clock = VolumeClock(now)
+    clock.set(path.stat().st_mtime_ns)
+    permit = StorePermit(str(path), clock, now=now)
+    permit.refresh()
+    granted = 0
+    while permit.reserve(BLOCK_BYTES) is None:
+        permit.end(BLOCK_BYTES, BLOCK_BYTES)
+        granted += 1
+    assert (granted, permit.reserve(BLOCK_BYTES)) == (81 // 4, StoreFault.NO_BUDGET)
+    rig.clock.move(RENEW_SECONDS)
+    rig.sweep(sweeper)
+    permit.refresh()
+    assert permit.refusal() is None
+    rig.clock.move(PERMIT_SECONDS + 1)
+    permit.refresh()
+    assert permit.refusal() is StoreFault.NO_PERMIT
