@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tier and the shared volume under one roof: which chunks a request finds, and what its load may copy.
+"""Lookups and loads over the CPU tier and the shared volume together.
 
 A chunk that the volume is known to have counts as found at once. When vLLM orders a load, each such chunk gets a row of
-the CPU tier and is read into it, and the load tells chunk by chunk what is ready, so that the worker copies the first
-ones to the GPU while the next are still being read. Chunks that another request already has fetched are joined.
+the CPU tier and is read into it. The load knows chunk by chunk which rows are ready, so the worker copies the first
+ones to the GPU while the next are being read. A chunk that is being read for one request serves others, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Match(NamedTuple):
 
     chunks: int
     unknown: OffloadKey | None
-    """The first of them that nobody can tell of yet; ask again when `KVTierManager.is_known`."""
+    """The first of them whose presence is unknown; ask again when `KVTierManager.is_known`."""
 
 
 class KVTierManager(TieringOffloadingManager):
@@ -185,7 +185,7 @@ class KVTierManager(TieringOffloadingManager):
             return
         on_volume = self.request(req_context).on_volume
         wanted = [key for key in keys[:count] if key in on_volume]
-        # The movers begin with the first ones while the others are still being noted.
+        # The I/O workers begin with the first ones while the others are still being noted.
         for first in range(0, len(wanted), AT_ONCE):
             leased = self._fetches.lease(wanted[first : first + AT_ONCE], req_context)
             self._note_source(leased, req_context)
@@ -207,7 +207,7 @@ class KVTierManager(TieringOffloadingManager):
         load = self._loads[req_context.req_id] = Load(req_context, list(keys))
         ready: list[OffloadKey] = []
         fetched: list[OffloadKey] = []
-        hastened: list[OffloadKey] = []
+        promoted: list[OffloadKey] = []
         for number, key in enumerate(load.keys):
             chunk = self._chunks(key)
             if chunk is not None and chunk.is_ready:
@@ -216,14 +216,14 @@ class KVTierManager(TieringOffloadingManager):
                 continue
             fetched.append(key)
             if self._fetches.ask(key, load, number):
-                hastened.append(key)
+                promoted.append(key)
         if ready:
             self.primary_tier.prepare_load(ready, req_context)
         self._note_source(fetched, req_context)
         self._fetches.end_lease(req_context)
         self.request(req_context).verdict = None
-        if hastened:
-            self.tier.transfers.promote(hastened)
+        if promoted:
+            self.tier.transfers.promote(promoted)
         self._serve()
         return CPULoadStoreSpec(load.rows)
 
@@ -236,7 +236,7 @@ class KVTierManager(TieringOffloadingManager):
         self._copying += chunks
 
     def release_load(self, name: str, *, is_handed_over: bool = False) -> None:
-        """Forget the load of a request: nothing more of it goes to the GPU. What was handed over stays pinned."""
+        """Forget the load of a request: nothing more of it goes to the GPU. Handed-over chunks stay pinned."""
         load = self._loads.pop(name)
         handed = set(range(len(load.keys))) if is_handed_over else load.handed
         self._count_saved(load, handed)
@@ -348,7 +348,7 @@ class KVTierManager(TieringOffloadingManager):
     ) -> bool:
         """Have the volume read chunks into their rows; return whether they are urgent.
 
-        While little is read, what is read ahead keeps nobody waiting, and is spared being made urgent later.
+        While little is read, chunks that are read ahead delay no request, so they are urgent from the start.
         """
         is_urgent = is_waited_for or self.tier.transfers.loading < URGENT_AHEAD
         order = TransferJob(

@@ -48,8 +48,9 @@ MISSES = Metric(
     "Blocks that a lookup or a load could not serve, by cause. Of the request: min_tokens (the hit is too short), cost "
     "(computing is quicker), unwanted (its own parameters), tenant (unknown). Of its contents: media (a name of "
     "several pictures, sounds or videos), adapter (its weights are unknown or were replaced), weights (not compared "
-    "yet since a reset). Of the engine: budget (no room in the CPU tier), inert, mode, no_workers, shutdown. Of the volume: absent, late_probe (no answer in time), deadline (a load took too long), "
-    "stuck (it holds up every worker), breaker (it fails), or the fault of the file.",
+    "yet since a reset). Of the engine: budget (no room in the CPU tier), inert, mode, no_workers, shutdown. Of the "
+    "volume: absent, late_probe (no answer in time), deadline (a load took too long), stuck (it holds up every "
+    "worker), breaker (it fails), or the fault of the file.",
     ("cause",),
 )
 SKIPPED_STORES = Metric(

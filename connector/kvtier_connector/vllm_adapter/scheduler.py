@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of the connector: what each request finds, what goes to the GPU with each step, what is stored.
+"""The scheduler's side of the connector: lookups, loads and stores of each request.
 
-vLLM's own side, with these differences. A load is handed to the worker in pieces, each step what has come into its rows
-since the last one, in the order of the prompt; the request runs when the last piece is on the GPU. What cannot be read
-ends the load there, and vLLM computes from that chunk on. A request that waits for something is asked again when that
-is there, and costs a step nothing meanwhile. Reading begins when a request arrives. And requests whose prompt is stored
-are left out of vLLM's two walks over everything that runs, since they have nothing to offer until they end.
+It differs from vLLM's own side in four ways. The worker gets a load in pieces: with each step the chunks that have
+come into their rows since the last one, in the order of the prompt. The request runs when the last piece is on the GPU;
+a chunk that cannot be read ends the load, and vLLM computes from there on. A waiting request costs a step nothing until
+its condition is met. Reading begins when a request arrives. Requests whose prompt is stored stay out of vLLM's two
+walks over all running requests, because they have nothing to store until they end.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTo
 from kvtier_connector.vllm_adapter.worker import KVTierMetadata, WorkerQuestion
 
 
-def filtered_output(output: SchedulerOutput, settled: set[str]) -> SchedulerOutput:
-    """Return the output without the settled requests that got no block: nothing of them changed.
+def filtered_output(output: SchedulerOutput, complete: set[str]) -> SchedulerOutput:
+    """Return the output without the complete requests that got no block: nothing of them changed.
 
-    Requests that begin anew in this step are removed from `settled`.
+    Requests that begin anew in this step are removed from `complete`.
     """
     cached = output.scheduled_cached_reqs
-    settled.difference_update(cached.resumed_req_ids)
-    settled.difference_update(request.req_id for request in output.scheduled_new_reqs)
+    complete.difference_update(cached.resumed_req_ids)
+    complete.difference_update(request.req_id for request in output.scheduled_new_reqs)
     kept = [
         number
         for number, (name, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        if blocks is not None or name not in settled
+        if blocks is not None or name not in complete
     ]
     if len(kept) == len(cached.req_ids):
         return output
@@ -118,16 +118,16 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._loading: dict[OffloadKey, Load] = {}
         """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
         self._loads: dict[str, Load] = {}
-        """Of which there is more to hand over."""
+        """Loads that are not handed over yet."""
         self._ended: dict[str, list[int]] = {}
-        """What the next step tells the workers of loads that have ended."""
+        """Loads that end with the next step, with the GPU blocks that stay unwritten."""
         self._ending: dict[str, Load] = {}
-        """Of which the workers have not told yet that all is on the GPU."""
+        """Loads that the workers have not reported as ended."""
         self._waits: dict[str, Callable[[], bool]] = {}
-        """By request that waits for something, what says that it is there."""
+        """By waiting request, the condition that it waits for."""
         self._stale_jobs: dict[int, int] = {}
         """Pieces and stores of before the cache was reset, with the workers that may still read or write their rows."""
-        self._settled: set[str] | None = set() if self.config.offload_prompt_only else None
+        self._complete: set[str] | None = set() if self.config.offload_prompt_only else None
         """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.tier.stats)
         self._adapters = self.manager.tier.adapters
@@ -247,11 +247,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        told = connector_output.kv_connector_worker_meta
+        reports = connector_output.kv_connector_worker_meta
         # Before what was computed with them counts as stored.
-        self._take_weights(getattr(told, "weights", {}))
-        self._adapters.take(getattr(told, "adapters", {}))
-        for name in getattr(told, "replaced", ()):
+        self._take_weights(getattr(reports, "weights", {}))
+        self._adapters.take(getattr(reports, "adapters", {}))
+        for name in getattr(reports, "replaced", ()):
             if (status := self._req_status.get(name)) is not None:
                 _drop_output_in_flight(status.req)
         super().update_connector_output(connector_output)
@@ -262,17 +262,17 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                     if self._loading.get(key) is load:
                         del self._loading[key]
         if self._stale_jobs:
-            self._forget_stale(getattr(told, "completed_jobs", {}))
-        if (declared := self._declared.take(getattr(told, "declared", {}))) is not None:
+            self._forget_stale(getattr(reports, "completed_jobs", {}))
+        if (declared := self._declared.take(getattr(reports, "declared", {}))) is not None:
             # Requests wait for this step.
             self.manager.tier.open(declared, 0.0)
 
-    def _take_weights(self, told: Mapping[int, tuple[int, bool]]) -> None:
+    def _take_weights(self, reports: Mapping[int, tuple[int, bool]]) -> None:
         """Take in comparisons of the weights, by rank."""
         attachment = self.manager.tier.attachment
-        for _, is_original in told.values():
+        for _, is_original in reports.values():
             attachment.note_weights(is_original=is_original)
-        if (answers := self._weights.take(told)) is not None:
+        if (answers := self._weights.take(reports)) is not None:
             attachment.note_all_weights(are_original=all(answers))
 
     @override
@@ -288,7 +288,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._adapters.end(name)
         self._waits.pop(name, None)
         if name in self._loads:
-            # Nobody wants it any more. vLLM frees the blocks when the workers have finished with them.
+            # vLLM frees the blocks when the workers have finished with them.
             self._end(name, unwritten=[])
         elif name in self._ended:
             self._ended[name] = []
@@ -300,8 +300,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         for name, load in list(self._loads.items()):
             self._end(name, unwritten=load.unwritten)
         self._waits.clear()
-        if self._settled is not None:
-            self._settled.clear()
+        if self._complete is not None:
+            self._complete.clear()
         self._stale_jobs.update({job_id: job.pending_count for job_id, job in self._jobs.items() if job.pending_count})
         # vLLM does not expect to be asked again before a step has told the workers what to wait for.
         flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
@@ -349,8 +349,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
-        settled = self._settled
-        super()._update_req_states(filtered_output(scheduler_output, settled) if settled else scheduler_output)
+        complete = self._complete
+        super()._update_req_states(filtered_output(scheduler_output, complete) if complete else scheduler_output)
 
     @override
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -359,14 +359,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        settled = self._settled
-        if settled is None:
+        complete = self._complete
+        if complete is None:
             return dict(super()._build_store_jobs(scheduler_output))
-        settled.difference_update(scheduler_output.finished_req_ids or ())
+        complete.difference_update(scheduler_output.finished_req_ids or ())
         scheduled = scheduler_output.num_scheduled_tokens
-        wanted = {name: tokens for name, tokens in scheduled.items() if name not in settled}
+        wanted = {name: tokens for name, tokens in scheduled.items() if name not in complete}
         jobs = super()._build_store_jobs(replace(scheduler_output, num_scheduled_tokens=wanted))
-        settled.update(name for name in wanted if self._is_settled(name))
+        complete.update(name for name in wanted if self._is_complete(name))
         return dict(jobs)
 
     def _look_up(self, status: RequestOffloadState) -> None:
@@ -455,7 +455,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self.manager.go_on()
 
     def _cancel_sync_load(self, name: str, tokens: int) -> None:
-        """Take back that the step waits for a load, as vLLM 0.33 may: not for one that the volume is asked for."""
+        """Have the step not wait for a load from the volume, as vLLM 0.33 may order."""
         if name in getattr(self, "_current_batch_sync_loads", ()):
             self._current_batch_sync_loads.discard(name)
             self._current_batch_sync_load_bytes -= tokens * self.config.kv_bytes_per_token
@@ -464,7 +464,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status = self._req_status.get(name)
         return status is not None and (status.max_offload_tokens is None or token <= status.max_offload_tokens)
 
-    def _is_settled(self, name: str) -> bool:
+    def _is_complete(self, name: str) -> bool:
         """Say whether every chunk that the request may ever offer while it runs has been offered."""
         status = self._req_status.get(name)
         if status is None:
@@ -477,7 +477,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
 
 def _drop_output_in_flight(request: Request) -> None:
-    """Have vLLM ignore what steps under way sample for a request whose blocks are being taken back.
+    """Have vLLM ignore the output in flight of a request whose blocks are reported as load errors.
 
     vLLM does the same to a request that it preempts; for blocks that could not be loaded it does not, and asynchronous
     scheduling has begun the next step by now.

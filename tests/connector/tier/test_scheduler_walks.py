@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our scheduler stores and flushes the same, whether or not settled requests are left out of its walks."""
+"""Our scheduler stores and flushes the same, whether or not complete requests are left out of its walks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def make_side(
         )
     )
     if is_plain:
-        side.scheduler._settled = None
+        side.scheduler._complete = None
     return side
 
 
@@ -269,27 +269,27 @@ class Traffic:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_leaving_settled_requests_out_changes_no_store_and_no_flush(
+def test_leaving_complete_requests_out_changes_no_store_and_no_flush(
     monkeypatch: pytest.MonkeyPatch, rigs: Rigs, shape: str, seed: int
 ) -> None:
     groups = SHAPES[shape]
     sides = [make_side(monkeypatch, rigs, groups, is_plain=is_plain) for is_plain in (False, True)]
     traffic = Traffic(sides, len(groups), random.Random(seed))
-    stored = flushed = most_settled = 0
+    stored = flushed = most_complete = 0
     for ours, plain in traffic.steps():
         assert ours == plain
         stored += len(plain[0])
         flushed += len(plain[1])
-        most_settled = max(most_settled, len(sides[0].scheduler._settled or ()))
+        most_complete = max(most_complete, len(sides[0].scheduler._complete or ()))
     assert stored > STEPS / 8
     assert flushed > 3
-    assert most_settled > 1
-    assert (sides[0].scheduler._settled or set()) <= set(traffic.computed) | set(traffic.preempted)
+    assert most_complete > 1
+    assert (sides[0].scheduler._complete or set()) <= set(traffic.computed) | set(traffic.preempted)
 
 
 def test_an_engine_that_stores_answers_too_leaves_nobody_out(monkeypatch: pytest.MonkeyPatch, rigs: Rigs) -> None:
     groups = SHAPES["full attention"]
     side = make_side(monkeypatch, rigs, groups, is_plain=False, prompt_only=False)
-    assert side.scheduler._settled is None
+    assert side.scheduler._complete is None
     stored = sum(len(jobs) for [(jobs, _)] in Traffic([side], 1, random.Random(0)).steps())
     assert stored
