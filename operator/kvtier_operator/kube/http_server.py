@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP servers of the operator: over IPv4 and IPv6, in JSON, without a log; and the answers to the kubelet's probes.
 
-``/healthz`` is 200 while this process does its work, and ``/readyz`` once it can. Both are served
-by a thread of their own, so they answer also when the operator is stuck, and while it waits for the Lease. kopf's own
-probes live in its event loop, which is not there then.
+``/healthz`` is 200 while this process does its work, and ``/readyz`` once it can. Both have a thread of their own. They
+answer when the operator is stuck, and while it waits for the Lease. kopf's probes live in its event loop, which is not
+there then.
 """
 
 from __future__ import annotations

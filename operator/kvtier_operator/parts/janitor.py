@@ -46,9 +46,18 @@ def janitor(plan: TierPlan) -> tuple[Manifest, ...]:
     return (
         _config(plan, plan.janitor),
         _lease(plan),
-        _service_account(plan),
-        _role(plan),
-        _role_binding(plan),
+        # No right to create a Lease: a rule cannot name an object that does not exist yet, so the operator makes it.
+        *pods.account(
+            plan.tier,
+            names.janitor(plan.tier),
+            _COMPONENT,
+            {
+                "apiGroups": ["coordination.k8s.io"],
+                "resources": ["leases"],
+                "resourceNames": [names.janitor(plan.tier)],
+                "verbs": ["get", "update"],
+            },
+        ),
         _service(plan),
         _deployment(plan, plan.janitor),
     )
@@ -70,44 +79,6 @@ def _config(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
 def _lease(plan: TierPlan) -> Manifest:
     """Return the Lease as it is made: its holder writes the rest."""
     return {"apiVersion": names.COORDINATION, "kind": names.LEASE_KIND, "metadata": _metadata(plan)}
-
-
-def _service_account(plan: TierPlan) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": _metadata(plan),
-        # The pod asks for the token by itself, so that nothing else that uses the account gets one.
-        "automountServiceAccountToken": False,
-    }
-
-
-def _role(plan: TierPlan) -> Manifest:
-    return {
-        "apiVersion": names.RBAC,
-        "kind": "Role",
-        "metadata": _metadata(plan),
-        # No right to create one: a rule cannot name what does not exist yet, so the operator makes it.
-        "rules": [
-            {
-                "apiGroups": ["coordination.k8s.io"],
-                "resources": ["leases"],
-                "resourceNames": [names.janitor(plan.tier)],
-                "verbs": ["get", "update"],
-            }
-        ],
-    }
-
-
-def _role_binding(plan: TierPlan) -> Manifest:
-    name = names.janitor(plan.tier)
-    return {
-        "apiVersion": names.RBAC,
-        "kind": "RoleBinding",
-        "metadata": _metadata(plan),
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": plan.tier.namespace}],
-    }
 
 
 def _service(plan: TierPlan) -> Manifest:

@@ -18,7 +18,7 @@ from kvtier_operator import names, quantity
 from kvtier_operator.api import pod_template
 from kvtier_operator.api.engine_spec import CLAIMED
 from kvtier_operator.api.pod_template import PodTemplate
-from kvtier_operator.names import Manifest
+from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.plan import TierPlan
 
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -104,6 +104,31 @@ def unprivileged(container: Mapping[str, Any]) -> Manifest:
     if (container.get("securityContext") or {}).get("privileged"):
         return {}
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def account(tier: TierRef, name: str, component: str, *rules: Manifest) -> tuple[Manifest, Manifest, Manifest]:
+    """Return the ServiceAccount of a component, its Role and their RoleBinding, all of one name."""
+
+    def metadata() -> Manifest:
+        return names.metadata(tier, name, component=component)
+
+    return (
+        {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": metadata(),
+            # Pods ask for the token by themselves, so that nothing else that uses the account gets one.
+            "automountServiceAccountToken": False,
+        },
+        {"apiVersion": names.RBAC, "kind": "Role", "metadata": metadata(), "rules": list(rules)},
+        {
+            "apiVersion": names.RBAC,
+            "kind": "RoleBinding",
+            "metadata": metadata(),
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": tier.namespace}],
+        },
+    )
 
 
 def service_account(plan: TierPlan) -> str:

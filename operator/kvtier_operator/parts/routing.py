@@ -144,9 +144,13 @@ def router(plan: TierPlan) -> tuple[Manifest, ...]:
     if settings is None:
         return ()
     return (
-        _service_account(plan),
-        _role(plan),
-        _role_binding(plan),
+        # It watches all pods of the namespace and picks those of the tier itself; no rule can name labels.
+        *pods.account(
+            plan.tier,
+            names.router(plan.tier),
+            _COMPONENT,
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
+        ),
         _service(plan, settings),
         _disruption_budget(plan),
         _deployment(plan, settings),
@@ -155,36 +159,6 @@ def router(plan: TierPlan) -> tuple[Manifest, ...]:
 
 def _metadata(plan: TierPlan) -> Manifest:
     return names.metadata(plan.tier, names.router(plan.tier), component=_COMPONENT)
-
-
-def _service_account(plan: TierPlan) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": _metadata(plan),
-        "automountServiceAccountToken": False,
-    }
-
-
-def _role(plan: TierPlan) -> Manifest:
-    return {
-        "apiVersion": names.RBAC,
-        "kind": "Role",
-        "metadata": _metadata(plan),
-        # It watches all pods of the namespace and picks those of the tier itself; no rule can name labels.
-        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}],
-    }
-
-
-def _role_binding(plan: TierPlan) -> Manifest:
-    name = names.router(plan.tier)
-    return {
-        "apiVersion": names.RBAC,
-        "kind": "RoleBinding",
-        "metadata": _metadata(plan),
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": plan.tier.namespace}],
-    }
 
 
 def _service(plan: TierPlan, settings: Router) -> Manifest:
