@@ -223,9 +223,9 @@ def _judge_janitor(stage: ReadStage, previous: Status) -> Problem:
     if found.usage is None and found.is_awaited and (last := as_before(_HEALTHY, previous)) is not None:
         return last  # a new operator has not asked yet
     if found.usage is None and found.silence and any(pod.is_ready for pod in found.pods):
-        return Problem(
-            reason=Reason.JANITOR_UNREACHABLE,
-            message=f"the janitor runs, and the operator cannot reach it ({found.silence}): let the operator's pods "
+        return unknown(
+            Reason.JANITOR_UNREACHABLE,
+            f"the janitor runs, and the operator cannot reach it ({found.silence}): let the operator's pods "
             f"reach port {contract_janitor.JANITOR_PORT} of Service/{name} (NetworkPolicy, service mesh)",
         )
     if found.usage is None:
