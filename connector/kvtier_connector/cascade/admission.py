@@ -6,15 +6,16 @@ Loading wins where the volume gives chunks faster than the engine computes them,
 and on the length of the prompt. So both are measured while serving.
 
 Loading is timed from the order to the last chunk's landing, and what was ordered before counts as part of the work.
-Computing is timed from the step that schedules a request to the arrival of its chunks in the CPU tier; what else the
-engine computes meanwhile slows it, as it would slow the next one. Waiting to be scheduled counts on neither side.
+Computing is timed from the step that schedules a request to the arrival of its chunks in the CPU tier. Other requests
+that the engine computes meanwhile slow it, as they would slow the next one. Waiting to be scheduled counts on neither
+side.
 
 Both also have a queue: blocks that were ordered from the volume and are not there yet, and requests that were left to
 the engine and are not scheduled yet. Where one is behind, a hit goes the other way, so that a volume need not give as
 much as requests ask for. A queue that is longer than any before takes as long for each block as the longest measured.
 
 With no queue, a size that was never measured is loaded. Where loading loses, one request in `PROBE_EVERY` loads all the
-same once the last measurement is old, so a volume that became faster is noticed, and likewise the other way round.
+same once the last measurement is old. So a volume that became faster is noticed, and likewise the other way round.
 
 Only memory is read here, so the scheduler may ask in each of its steps; the time comes in from outside.
 """
@@ -48,7 +49,7 @@ MOST_PREFILLS = 1024
 
 
 class Verdict(enum.Enum):
-    """What a request does about its chunks on the volume."""
+    """The decision about the chunks of a request on the volume."""
 
     LOAD = "load"
     LOAD_PROBE = "load_probe"
@@ -316,7 +317,7 @@ class Admission:
     def _is_computing_sooner(self, chunks: int, to_read: int, queued: int) -> bool:
         """Say whether a hit would be computed before it would be loaded, with what is queued on either side."""
         if not self._is_cost_aware or not to_read:
-            # What others have ordered comes anyway.
+            # Chunks that others have ordered come anyway.
             return False
         is_losing = self._is_losing[size_of(chunks)]
         load, compute = self._loading.seconds(queued + to_read), self._computing.seconds(chunks)

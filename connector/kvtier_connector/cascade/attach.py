@@ -5,8 +5,8 @@ Opening never holds up the engine: until the directory is claimed, and for ever 
 layout, every lookup is a miss. A new engine gets no requests until one of both is known, or the volume has not answered
 for the time of grace.
 
-Two threads of their own wait for files, since each may hang. One claims the directory; when the engine looks blocks up
-or stores some, it looks whether the directory is still the same one, reads the store permit and appends the journal.
+Two threads of their own wait for files, since each may hang. One claims the directory. When the engine looks blocks up
+or stores some, this thread checks that the directory is still the same, reads the store permit and appends the journal.
 An engine at rest touches its journal every ten minutes and asks the volume for nothing. The other thread reads the live
 settings, which matter most while the volume hangs. The scheduler's thread makes, uses and closes an attachment.
 """
@@ -110,7 +110,7 @@ class Backlog(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Directory:
-    """What belongs to one directory: another one gets all of it anew."""
+    """The parts of one directory; another directory gets new ones."""
 
     config: ConnectorConfig
     claim: identity.RootClaim
@@ -172,7 +172,7 @@ class Attachment:
         self._round_trip_seconds = 0.0
         self._timed_at = -math.inf
         """When the journal was written whose modification time the volume's clock was set by."""
-        self._settled = threading.Event()
+        self._decided = threading.Event()
         self._closed = threading.Event()
         self._has_work = threading.Event()
         self._prepare(config)
@@ -257,7 +257,7 @@ class Attachment:
 
     @property
     def mode(self) -> Mode:
-        """What the volume may be used for, as the live settings say."""
+        """The permitted use of the volume, as the live settings say."""
         return self._live_file.mode
 
     @property
@@ -371,7 +371,7 @@ class Attachment:
         self._patience.start()
         for thread in self._threads:
             thread.start()
-        if not self._settled.wait(wait_seconds):
+        if not self._decided.wait(wait_seconds):
             logger.warning(
                 "kvtier %s: %s is not open after %.0f s; serving without the disk tier until then",
                 config.tier,
@@ -386,14 +386,14 @@ class Attachment:
             # The edge of the thread: without it the tier would stay as it is and no log would tell why.
             logger.exception("kvtier %s: the disk tier is not kept up to date any more", self._config.tier)
         finally:
-            self._settled.set()
+            self._decided.set()
 
     def _run(self) -> None:
         self._refresh_live()
         if not self._claim():
             return
         self._look()
-        self._settled.set()
+        self._decided.set()
         while not self._closed.is_set():
             is_used = self._has_work.wait(REST_SECONDS)
             if is_used:
@@ -406,7 +406,7 @@ class Attachment:
                 self._show_life()
             self._closed.wait(self._look_seconds)
         if self.is_readable and self.mode.may_load:
-            # What was stored last is worth telling, too.
+            # The last blocks are worth telling, too.
             self._append_journal()
 
     def _look(self) -> None:
@@ -490,7 +490,7 @@ class Attachment:
                 if self.refusal != BYPASSED:
                     self.refusal = BYPASSED
                     self._tell(lambda: self._report.serve_without(BYPASSED))
-                self._settled.set()
+                self._decided.set()
                 self._closed.wait(self._live_seconds)
                 self._refresh_live()
                 continue
@@ -503,7 +503,7 @@ class Attachment:
                 return False
             except StoreUnavailable as error:
                 self._refuse(error)
-                self._settled.set()
+                self._decided.set()
                 self._closed.wait(RETRY_SECONDS)
                 continue
             logger.info("kvtier %s: disk tier at %s", config.tier, config.root)
@@ -521,8 +521,8 @@ class Attachment:
         """
         claim = self._directory.claim
         try:
-            standing = claim.look(may_write=self.mode.may_store)
-            is_new = claim.renew() if standing is identity.RootState.OTHER else standing is identity.RootState.GONE
+            state = claim.look(may_write=self.mode.may_store)
+            is_new = claim.renew() if state is identity.RootState.OTHER else state is identity.RootState.GONE
         except IdentityMismatch as error:
             self.refused_field = error.field or UNREADABLE
             self.is_readable = False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine that was told to end does with blocks that wait to be written: writes them, while there is time.
+"""Writes the blocks that wait when an engine is told to end, while there is time.
 
 vLLM goes on with its steps after SIGTERM until its requests have ended and no transfer is left, for `shutdown_timeout`
-seconds at most; then the front end kills the engine where it stands. So a part of that time is kept back for the end
-itself, and what the volume has not taken by then is given up, counted and named, and whoever needs it computes it.
+seconds at most. Then the front end kills the engine. So a part of that time is kept back for the end itself. Blocks
+that the volume has not taken by then are given up and counted, and are computed again where they are needed.
 
 The signal comes to the thread that runs the engine, between two of its instructions: it leaves the time there, and the
 next step of the engine does the rest. Everything else is the scheduler's thread only.
@@ -25,7 +25,7 @@ from kvtier_connector.vllm_adapter import metrics
 logger = init_logger("vllm.kvtier.drain")
 
 CLOSE_SECONDS = 12.0
-"""Kept back of the time that vLLM leaves: movers and the threads of the volume are waited for, each for 5 s at most."""
+"""Kept back of the time that vLLM leaves: workers and the threads of the volume get 5 s each to end."""
 LEAST_SHARE = 0.5
 """Of that time that is for writing, however short it is."""
 
@@ -49,13 +49,13 @@ class Drain:
         self._seconds = seconds_to_write(shutdown_seconds)
         self._stats = stats
         self._name = name
-        self._told: float | None = None
+        self._signalled_at: float | None = None
         """When the signal came, on `time.monotonic`; written by the signal handler alone."""
         self._restore: Callable[[], None] = lambda: None
         self._is_announced = False
         self._lost: set[OffloadKey] = set()
         self._outcome: tuple[int, int] | None = None
-        """What was told of written and lost blocks; None before it was."""
+        """Written and lost blocks as logged last; None before."""
         self._counted = 0
         """The most lost blocks that there were when it was told: a counter only grows."""
         self.written = 0
@@ -85,22 +85,22 @@ class Drain:
 
     def begin(self) -> None:
         """Note that the engine was told to end; a signal handler may call it, and more than once."""
-        if self._told is None:
-            self._told = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
 
     @property
     def is_begun(self) -> bool:
         """Whether the engine was told to end."""
-        return self._told is not None
+        return self._signalled_at is not None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more may be written."""
-        return self._told is not None and time.monotonic() - self._told >= self._seconds
+        return self._signalled_at is not None and time.monotonic() - self._signalled_at >= self._seconds
 
     def announce(self, waiting: int) -> bool:
         """Say once that the engine ends, and with how many blocks waiting; return whether this was that time."""
-        if self._is_announced or self._told is None:
+        if self._is_announced or self._signalled_at is None:
             return False
         self._is_announced = True
         if waiting:
@@ -114,7 +114,7 @@ class Drain:
 
     def note(self, key: OffloadKey, *, is_written: bool) -> None:
         """Take in how a block that was to be written has ended; before the signal it is no matter of a drain."""
-        if self._told is None:
+        if self._signalled_at is None:
             return
         if is_written:
             self._lost.discard(key)
@@ -126,7 +126,7 @@ class Drain:
 
     def tell(self, *, is_last: bool = False) -> None:
         """Say how it ended: once when the time is over, and at the very end if it has become another end."""
-        if self._told is None:
+        if self._signalled_at is None:
             return
         self._stats.count(metrics.DRAINED_BLOCKS, max(0, self.lost - self._counted), cause=metrics.LOST)
         self._counted = max(self._counted, self.lost)
@@ -137,7 +137,7 @@ class Drain:
         (logger.warning if self.lost else logger.info)(
             "kvtier %s: drained in %.1f s: %d blocks written, %d lost, which are computed again where they are needed",
             self._name,
-            time.monotonic() - self._told,
+            time.monotonic() - self._signalled_at,
             *outcome,
         )
 

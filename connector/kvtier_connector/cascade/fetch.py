@@ -2,9 +2,9 @@
 """Chunks on their way to the GPU: from the volume into rows of the CPU tier, and from there, request by request.
 
 Rows are given in the order in which chunks were asked for, so a prefix that is longer than the CPU tier streams through
-it: chunks that were copied to the GPU make room for those that follow. What is fetched ahead of a request's turn is
-leased: it stays for that request, within a share of the CPU tier, and yields to the loads of requests that have theirs.
-The scheduler's thread only.
+it: chunks that were copied to the GPU make room for those that follow. A chunk that is fetched ahead of a request's
+turn is leased: it stays for that request, within a share of the CPU tier, and yields to the loads of requests that have
+theirs. The scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Fetches:
         return was_ahead
 
     def leave(self, key: OffloadKey, load: Load) -> None:
-        """Take a load out of those that wait for a chunk; what is being read lands for whoever comes next."""
+        """Take a load out of those that wait for a chunk; a chunk that is being read lands for later requests."""
         fetch = self._fetches.get(key)
         if fetch is not None:
             fetch.loads = [waiting for waiting in fetch.loads if waiting[0] is not load]
@@ -238,7 +238,7 @@ class Fetches:
         return leased
 
     def end_lease(self, context: ReqContext) -> None:
-        """Let go of what was fetched ahead for a request."""
+        """Unpin the chunks that were fetched ahead for a request."""
         if self._lessees.pop(context.req_id, None) is None:
             return
         request = self._request_of(context)
@@ -258,7 +258,7 @@ class Fetches:
             self._primary.complete_read(arrived, context)
 
     def end_leases(self) -> None:
-        """Let go of all that was fetched ahead."""
+        """Unpin all chunks that were fetched ahead."""
         for context in list(self._lessees.values()):
             self.end_lease(context)
 
@@ -270,7 +270,7 @@ class Fetches:
                 continue
             if not self._lessees:
                 break
-            # What is fetched ahead yields to what is loaded now, the last that came first.
+            # Chunks that are fetched ahead yield to loads, those that came last first.
             self.end_lease(self._lessees[next(reversed(self._lessees))])
 
     def take(self, landed: Iterable[Landed]) -> None:
@@ -315,7 +315,7 @@ class Fetches:
                 break
             wanted = prepared.keys_to_store
             if len(wanted) < len(keys):
-                is_any |= self._settle_stored(frozenset(keys).difference(wanted))
+                is_any |= self._take_stored(frozenset(keys).difference(wanted))
             if wanted:
                 is_any = True
                 for key in wanted:
@@ -328,7 +328,7 @@ class Fetches:
                     self._fetches[key].is_urgent = is_urgent
         return is_any
 
-    def _settle_stored(self, keys: Iterable[OffloadKey]) -> bool:
+    def _take_stored(self, keys: Iterable[OffloadKey]) -> bool:
         """Give those that wait what the GPU has stored meanwhile; False if it is still being stored."""
         is_any = False
         for key in keys:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client asks of the cache for one request: leave it out, or keep it for a time. Pure.
+"""A client's wishes about the cache for one request: leave it out, or keep it for a time. Pure.
 
 It comes as ``kv_transfer_params``, which HTTP has, and as ``kv_hints``, vLLM's envelope of actions, which its engine
 API has; ``kv_transfer_params`` may hold the same envelope. All of it is a client's: what cannot be understood is
@@ -23,7 +23,7 @@ STORE_PARAMETER: Final = "kvtier_store"
 HINTS_PARAMETER: Final = "kv_hints"
 """The envelope, as an object with the names of vLLM's."""
 LONGEST_RETENTION_SECONDS: Final = 30 * 86_400.0
-"""What a client may ask for at most; also what it gets that names no time."""
+"""The most that a client may ask for, and the default."""
 MOST_ACTIONS: Final = 64
 """Of one request that are looked at, and directives of one of them."""
 
@@ -44,7 +44,7 @@ _OF_OTHER_CONNECTORS = ("do_remote_", "remote_", "_", "lmcache")
 _DIRECTIVE = frozenset({"start", "end", "priority", "duration"})
 _MOST_PRIORITY = 100
 _SHOWN = re.compile(r"(kv[._-]|kvtier_|max_)[A-Za-z0-9_.-]{0,24}", re.ASCII)
-"""Names like ours, so that whoever mistypes one can see it; any other may be a secret in the wrong place."""
+"""Names like ours, so that a typing error is seen; any other may be a secret in the wrong place."""
 
 
 class HintProblem(NamedTuple):
@@ -65,7 +65,7 @@ class Retention(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """What a request asks for."""
+    """The wishes of one request."""
 
     may_load: bool = True
     may_store: bool = True
@@ -89,7 +89,7 @@ NO_HINTS: Final = Hints()
 def understood(params: Any) -> dict[str, Any] | None:
     """Return the ``kv_transfer_params`` without the values that vLLM would write to its log; None if they are none.
 
-    What is left means the same to vLLM.
+    The rest means the same to vLLM.
     """
     if not isinstance(params, dict):
         return None

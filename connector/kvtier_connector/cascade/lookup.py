@@ -2,7 +2,7 @@
 """Asks the volume for each request which of its chunks it has, and what was found.
 
 A lookup begins when the request arrives. When its turn comes and the answer has not, the request waits for no longer
-than computing its prompt would take. What is remembered of the volume answers first. The scheduler's thread only.
+than computing its prompt would take. The memory of blocks answers first. The scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvtier_connector.io_workers.lookups import MOST_CALLS, BlockQuery, Found
 from kvtier_connector.store.layout import BlockKey
 
 MOST_WAIT_SECONDS = 2.0
-"""A request waits for a lookup no longer than this, also where nobody knows yet how long computing takes."""
+"""A request waits for a lookup no longer than this, also where it is not known yet how long computing takes."""
 LEAST_WAIT_SECONDS = 0.02
 STALE_SECONDS = 10.0
-"""What the volume did not have is asked for again when the request's turn comes, if the answer is older."""
+"""An older answer that a chunk is absent is not believed when the request's turn comes."""
 
 
 class _Lookup(NamedTuple):
@@ -48,8 +48,8 @@ class Lookups:
 
         Args:
             attachment: Has the worker that asks the volume, and the memory.
-            is_exact: Whether each chunk of a prefix is looked at, as for models with several KV groups: vLLM computes
-                a whole prompt again where one chunk of its load does not come.
+            is_exact: Whether each chunk of a prefix is looked at, as for models with several KV groups. Where one chunk
+                of such a load does not come, vLLM computes the whole prompt again.
             seconds_to_compute: Says how long so many chunks take to compute; 0 where that is not known.
             now: Seconds that never go back.
         """
@@ -117,7 +117,7 @@ class Lookups:
         if now - request.waits_since < min(MOST_WAIT_SECONDS, max(LEAST_WAIT_SECONDS, computing)):
             return True
         for number in list(request.lookups):
-            self._settle(self._open[number], number, None)
+            self._note_found(self._open[number], number, None)
         return False
 
     def collect(self) -> Iterator[TierRequest]:
@@ -132,13 +132,13 @@ class Lookups:
                     self._memory.see(lookup.names[number])
             # A request that waits no longer goes on without the answer.
             if answer.number in lookup.request.lookups:
-                self._settle(lookup, answer.number, found)
+                self._note_found(lookup, answer.number, found)
                 self._answered.append(lookup.request.name)
                 if found is None:
                     yield lookup.request
 
     def take_answered(self) -> list[str]:
-        """Return the requests of which answers came since the last call."""
+        """Return the requests whose answers came since the last call."""
         answered, self._answered = self._answered, []
         return answered
 
@@ -150,7 +150,7 @@ class Lookups:
         self._attachment.note_use()
         self._attachment.lookups.submit(self._next, BlockQuery(names, is_prefix, self._is_exact))
 
-    def _settle(self, lookup: _Lookup, number: int, found: Found | None) -> None:
+    def _note_found(self, lookup: _Lookup, number: int, found: Found | None) -> None:
         """Note what was found for the request; without an answer its chunks count as absent."""
         request, keys = lookup.request, lookup.keys
         del request.lookups[number]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tier keeps of one request: whose blocks it reads and writes, where each chunk stands, what was decided.
+"""The state of one request: its tenant, the position of each chunk, and what was found and decided.
 
-A tenant is a directory on the volume, with a quota. It is not what keeps one tenant's prompts from another's: in the
+A tenant is a directory on the volume, with a quota. It does not keep one tenant's prompts from another's. In the
 GPU and the CPU tier vLLM finds chunks by their hash alone, which covers the cache salt and no parameter. A request
 whose tenant cannot be told is kept off the volume: it is computed, and not stored.
 
 vLLM notes, for each chunk of a request, the token at which it ends. A `TierRequest` turns that around: the number of
-each chunk among those of its group, and the chunk before it, so that whoever makes room can evict the end of a prefix
-first. What vLLM did not note has no lineage, which costs nothing but a worse choice of what to evict.
+each chunk in its group, and the chunk before it. So the janitor can evict the end of a prefix first. A chunk that vLLM
+did not note has no lineage, which costs no more than a worse choice in an eviction.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SALT_DIGITS = 16
 """Of the SHA-256 of a salt: the salt itself, which is a secret, is neither a directory's name nor in a header."""
 _LATE_CHUNKS = 8
 """At the end of a prompt, that are asked about one by one."""
-_MOST_TOLD = 64
-"""Hints that are not understood, of which the log tells: each once, since clients may invent as many as they like."""
+_MOST_LOGGED = 64
+"""Hints that are logged because they are not understood: each once, since clients may invent many."""
 
 
 class Tell(Protocol):
@@ -111,12 +111,12 @@ class TierRequest:
         """
         self.name = context.req_id
         self.hints: Hints = context.get_state(Hints) or NO_HINTS
-        """What its client asks for."""
+        """The wishes of its client."""
         self._has_tenant = tenant is not None
         self._adapter = adapter
         self._media = media
         self.verdict: Verdict | None = None
-        """What was decided when its prefix was found; None before, and again once it was acted upon."""
+        """The decision about its prefix; None before that was found, and again once it was acted upon."""
         self.lookups: dict[int, tuple[OffloadKey, ...]] = {}
         """Chunks that the volume is asked for, by number of the lookup."""
         self.found: set[OffloadKey] = set()
@@ -130,7 +130,7 @@ class TierRequest:
         self.on_volume: set[OffloadKey] = set()
         """Chunks that the last look-up found on the volume and not in the CPU tier."""
         self.missing: set[OffloadKey] = set()
-        """Chunks that this request does without: they could not be read, or nobody said in time whether they exist."""
+        """Chunks that this request does without: they could not be read, or a lookup was late."""
         self.leased: set[OffloadKey] = set()
         """Chunks that were fetched for it before it was scheduled, and stay in the CPU tier for it."""
         self.is_counted = False
@@ -139,7 +139,7 @@ class TierRequest:
         """Of its misses, as far as they were counted."""
         self._wants_volume = context.load_tier_filter.allows(Medium.STORAGE, locality)
         self.tenant = tenant or ""
-        """Whose it is; empty where it is nobody's in particular."""
+        """Whose it is; empty for the common blocks."""
         # There is no public way from a position to its chunk. The dictionary keeps the order of insertion.
         self._ends: Mapping[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         self._tokens = tokens
@@ -306,7 +306,7 @@ class TierRequests:
         self._locality = locality
         self._adapters = adapters
         self._stats = stats
-        self._told: set[HintProblem] = set()
+        self._logged: set[HintProblem] = set()
         self._ended: list[ReqContext] = []
         """Those with something to tell the janitor, whose blocks may still be written."""
 
@@ -333,8 +333,8 @@ class TierRequests:
             self._stats.count(metrics.HINTS, cause=name)
         for problem in hints.problems:
             self._stats.count(metrics.IGNORED_HINTS, cause=problem.cause)
-            if problem not in self._told and len(self._told) < _MOST_TOLD:
-                self._told.add(problem)
+            if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(problem)
                 logger.warning(
                     "Not understood in kv_transfer_params or kv_hints of a request, from now on only counted: %s (%s)",
                     problem.name,

@@ -17,8 +17,8 @@ _Key = TypeVar("_Key", bound=bytes)
 class ReuseFilter:
     """Counts the requests that ask for a chunk, so that one that only a single request has is not written.
 
-    A count of requests is worth it where writes or room are scarce: most chunks are never read again, but one that is
-    not written for its first request cannot be read for its second. Pure memory of this engine: after a restart the
+    A count is worth it where writes or room are scarce, since most chunks are never read again. But a chunk that is not
+    written for its first request cannot be read for its second. Pure memory of this engine: after a restart the
     counts begin anew. Not thread-safe.
     """
 

@@ -271,7 +271,7 @@ class Transfers:
             drain.tell()
 
     def withdraw(self, cause: str) -> None:
-        """Take everything back that is under way: each still ends, once the movers do not touch its row."""
+        """Cancel all tasks: each still ends, once no I/O worker touches its row."""
         self._cause = cause
         self._attachment.workers.cancel(list(self._tasks))
 
