@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_surface import USES, Use, names_of
 
 import kvtier_connector.vllm_adapter
@@ -131,6 +134,19 @@ class Theirs:
 def test_a_difference_is_told_with_both_signatures(used: dict[str, tuple[str, ...]], told: str) -> None:
     lines = list(Use(f"{__name__}:Theirs", **used).differences())
     assert [told in line for line in lines] == ([True] if told else [])
+
+
+def test_a_model_runner_registers_the_kv_caches_itself_so_that_it_is_among_the_callers() -> None:
+    assert ".register_kv_caches(" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
+
+
+def test_a_model_with_adapters_knows_their_manager() -> None:
+    assert "self.model.lora_manager = self" in inspect.getsource(LoRAModelManager.__init__)
+
+
+def test_the_scheduler_reads_the_policy_of_failed_loads_after_it_made_the_connector() -> None:
+    source = inspect.getsource(Scheduler.__init__)
+    assert source.index("create_connector(") < source.index(".kv_load_failure_policy")
 
 
 def test_every_abstract_method_of_vllm_is_implemented() -> None:
