@@ -36,7 +36,8 @@ def tiers(bench: Bench) -> dict[str, Tier]:
     for name, blocks in (("llama", 2), ("handed-on", 1), ("small", 13)):
         made[name].reaches("Ready", "True")
         for number in range(blocks):
-            assert "Stored" in made[name].ask(f"store/{number}")["outcome"]
+            # The first blocks wait for the janitor's permit.
+            until(lambda name=name, number=number: "Stored" in made[name].ask(f"store/{number}")["outcome"])
     return made
 
 
@@ -49,7 +50,7 @@ def test_an_earlier_generation_stays_and_a_stranger_is_named(tiers: dict[str, Ti
     current = tier.status()["generation"]["current"]
     until(lambda: tier.ask("state")["root"].endswith(current))
     assert not tier.ask("load/0")["is_hit"]
-    assert "Stored" in tier.ask("store/1")["outcome"]
+    until(lambda: "Stored" in tier.ask("store/1")["outcome"])
     until(lambda: [each["blocks"] for each in tier.status().get("generations", ())] == [1, 1])
     found = [(each["digest"], each["role"]) for each in tier.status()["generations"]]
     assert found == [(current, "Current"), (old, "Previous")]
@@ -123,7 +124,7 @@ def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dic
     bench.create(kinds.SECRET, secret(first=1))
     tier.reaches("Ready", "True")
     process = tier.ask("state")["pid"]
-    assert "Stored" in tier.ask("store/a")["outcome"]
+    until(lambda: "Stored" in tier.ask("store/a")["outcome"])
 
     bench.patch(kinds.SECRET, "kv-keys", {"data": secret(second=2)["data"]})
     tier.patch(disk={"encryption": {"activeKey": "second"}})
