@@ -37,6 +37,9 @@ _ASK_SECONDS = 60.0
 _UNHEARD_PERMITS = 4
 """Permits under which engines may write before their journals tell of the first: so long a record may take."""
 
+_LEAST_WRITERS = 4
+"""A permit is shared as if there were so many writers: new ones, and restarted ones, use the same permit."""
+
 
 def share_of(room: Room, *, writers: int, largest_bytes: int) -> int:
     """Return how many bytes each engine may write under one permit.
@@ -48,7 +51,7 @@ def share_of(room: Room, *, writers: int, largest_bytes: int) -> int:
         return UNLIMITED_BYTES
     if room.bytes <= 0 or room.bytes < largest_bytes:
         return 0
-    return max(room.bytes // (_UNHEARD_PERMITS * max(1, writers)), largest_bytes)
+    return max(room.bytes // (_UNHEARD_PERMITS * max(_LEAST_WRITERS, writers)), largest_bytes)
 
 
 class PermitWriter:
