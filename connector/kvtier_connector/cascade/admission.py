@@ -165,7 +165,8 @@ class Admission:
             on_verdict: Told of each decision.
             clock: Seconds that never go back.
         """
-        self._is_cost_aware = is_cost_aware
+        self.is_cost_aware = is_cost_aware
+        """Whether hits are weighed at all; not where they are split."""
         self._min_chunks = -(-min_tokens // tokens_per_chunk)
         self._tokens_per_chunk = tokens_per_chunk
         self._is_prompt_only = is_prompt_only
@@ -316,7 +317,7 @@ class Admission:
 
     def _is_computing_sooner(self, chunks: int, to_read: int, queued: int) -> bool:
         """Say whether a hit would be computed before it would be loaded, with what is queued on either side."""
-        if not self._is_cost_aware or not to_read:
+        if not self.is_cost_aware or not to_read:
             # Chunks that others have ordered come anyway.
             return False
         is_losing = self._is_losing[size_of(chunks)]
@@ -339,12 +340,12 @@ class Admission:
         return self._refused[tried] + 1 >= PROBE_EVERY and now - at >= LOAD_PROBE_SECONDS
 
     def _is_compute_probe_due(self, now: float) -> bool:
-        if not self._is_cost_aware or self._loaded + 1 < COMPUTE_PROBE_EVERY:
+        if not self.is_cost_aware or self._loaded + 1 < COMPUTE_PROBE_EVERY:
             return False
         return now - self._computing.measured_at(1, reach=SIZES) >= COMPUTE_PROBE_SECONDS
 
     def _compare(self) -> None:
-        if not self._is_cost_aware:
+        if not self.is_cost_aware:
             return
         for size, was_losing in enumerate(self._is_losing):
             chunks = 3 << size >> 1

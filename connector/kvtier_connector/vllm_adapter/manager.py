@@ -32,6 +32,7 @@ from kvtier_connector.cascade.admission import Verdict
 from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.requests import TierRequest
+from kvtier_connector.cascade.split import LEAST_WINDOW_CHUNKS, Split, Splits, Way
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -69,6 +70,8 @@ class KVTierManager(TieringOffloadingManager):
         self._counted = OffloadingConnectorStats()
         """Counters of vLLM's own metrics since the last `get_stats`."""
         self._retry_context = ReqContext(req_id="kvtier-retry")
+        self.splits: Splits | None = None
+        """The hits whose heads are computed while they are read; None where hits are loaded whole."""
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
 
@@ -185,6 +188,8 @@ class KVTierManager(TieringOffloadingManager):
             return
         on_volume = self.request(req_context).on_volume
         wanted = [key for key in keys[:count] if key in on_volume]
+        if self.splits is not None and (way := self.choose_way(wanted)) is not Way.LOAD:
+            wanted = wanted[: -LEAST_WINDOW_CHUNKS - 1 : -1] if way is Way.SPLIT else []
         # The I/O workers begin with the first ones while the others are still being noted.
         for first in range(0, len(wanted), AT_ONCE):
             leased = self._fetches.lease(wanted[first : first + AT_ONCE], req_context)
@@ -226,6 +231,47 @@ class KVTierManager(TieringOffloadingManager):
             self.tier.transfers.promote(promoted)
         self._serve()
         return CPULoadStoreSpec(load.rows)
+
+    def count_unread(self, keys: Iterable[OffloadKey]) -> int:
+        """Return how many of these chunks do not lie in the CPU tier."""
+        return sum((chunk := self._chunks(key)) is None or not chunk.is_ready for key in keys)
+
+    def choose_way(self, keys: Sequence[OffloadKey]) -> Way:
+        """Say whether a hit is loaded, computed or split."""
+        assert self.splits is not None
+        size, unread = self.tier.requests.tokens[0], self.count_unread(keys)
+        if not unread:
+            return Way.LOAD
+        under_way = sum(key in self._fetches.under_way for key in keys)
+        queued = max(0, self.tier.transfers.loading + self._fetches.waiting - under_way)
+        return self.splits.choose(unread * size, queued=queued * size)
+
+    def order_backwards(self, split: Split) -> None:
+        """Order the next chunks of a split hit, from its end on, as far as there is room; note which have come."""
+        fetches, context, keys = self._fetches, split.context, split.keys
+        request = self.request(context)
+        last = len(keys) - split.ordered
+        # What the head is about to compute is not worth reading.
+        assert self.splits is not None
+        window = self.splits.window_chunks(split) - (split.ordered - split.ready)
+        overtaken = -(-(split.computed - split.begin) // split.chunk_tokens)
+        first = max(last - window, overtaken, 0)
+        if first < last and not request.missing:
+            batch = keys[first:last][::-1]
+            wanted = [key for key in batch if key not in fetches.under_way and key not in request.leased]
+            leased = fetches.lease(wanted, context)
+            self._note_source(leased, context)
+            split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
+        while split.ready < split.ordered:
+            key = keys[-1 - split.ready]
+            chunk = None if key in fetches.under_way else self._chunks(key)
+            if chunk is None or not chunk.is_ready:
+                break
+            split.ready += 1
+
+    def end_lease(self, req_context: ReqContext) -> None:
+        """Read no more ahead for a request."""
+        self._fetches.end_lease(req_context)
 
     def load_of(self, name: str) -> Load:
         """Return the load of a request, from `prepare_load` to `release_load`."""
@@ -306,7 +352,11 @@ class KVTierManager(TieringOffloadingManager):
     @override
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
         super()._process_finished_jobs(*args, **kwargs)
-        if landed := self.tier.transfers.take_landed():
+        landed = self.tier.transfers.take_landed()
+        if self.splits is not None:
+            tokens = self.tier.requests.tokens[0] * sum(each.is_read for each in landed)
+            self.splits.note_landed(tokens, is_reading=self.tier.transfers.loading > 0)
+        if landed:
             self._fetches.take(landed)
             self._serve()
 

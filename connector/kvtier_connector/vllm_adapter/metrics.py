@@ -126,6 +126,13 @@ VERDICTS = Metric(
     "tokens than configured). The opposite, to measure it, is load_probe or compute_probe.",
     ("verdict",),
 )
+SPLIT_TOKENS = Metric(
+    "vllm:kvtier_disk_split_tokens",
+    "Tokens of split hits, by cause: computed (their heads), loaded (their tails), discarded (read, and computed by "
+    "then).",
+    ("cause",),
+)
+SPLIT_JOINS = Metric("vllm:kvtier_disk_split_joins", "Split hits whose head met their tail.")
 LOAD_PACE = Metric(
     "vllm:kvtier_disk_load_tokens_per_second",
     "How fast a hit as long as the last one is loaded, as measured while serving; 0 before that.",
@@ -177,6 +184,8 @@ WRITTEN = "written"
 LOST = "lost"
 
 ABSENT = "absent"
+COMPUTED, LOADED, DISCARDED = "computed", "loaded", "discarded"
+"""Tokens of split hits."""
 LATE_PROBE = "late_probe"
 STUCK = "stuck"
 BUDGET = "budget"

@@ -34,6 +34,8 @@ from vllm.v1.request import Request
 from kvtier_connector.cascade.fetch import Load
 from kvtier_connector.cascade.hints import parse_hints, understood
 from kvtier_connector.cascade.requests import Salt
+from kvtier_connector.cascade.split import Split, Splits, Way
+from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.lora import Lora
 from kvtier_connector.vllm_adapter.manager import KVTierManager
@@ -137,6 +139,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """True from a reset of the caches until a step has the workers compare all weights."""
         self._arriving: set[str] = set()
         """Requests whose prefix is read ahead once it is known what the volume has of it."""
+        self._splits: Splits | None = None
+        self._joined: dict[str, int] = {}
+        """Where the hits end of requests that have joined and wait for their tails."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
 
@@ -176,25 +181,115 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             if not is_there():
                 return None, False
             del self._waits[name]
+        if self._splits is not None and self._splits.get(name) is not None and not request.num_preemptions:
+            # There was no room to compute its head when it was asked for before.
+            return 0, False
         status = self._req_status[name]
+        joined = self._joined.get(name)
         if request.num_preemptions:
+            if joined is None:
+                self.end_split(name, has_joined=False)
             # It gets other blocks: all its chunks are offered again, as later releases of vLLM do.
             for group in status.group_states:
-                group.next_stored_chunk_idx = 0
+                group.next_stored_chunk_idx = (
+                    0 if joined is None else joined // self.config.kv_group_configs[0].tokens_per_chunk
+                )
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         # Workers check the adapter of a load before the step that computes with it. A load that they refuse in the
         # step that computes with it is told by its GPU blocks, which only models of one group can.
+        if tokens and self._begin_to_compute(request, status, tokens):
+            self._cancel_sync_load(name, tokens)
+            return 0, False
         is_checked = request.lora_request is not None or len(self.config.kv_group_configs) > 1
         if tokens and not is_async and (is_checked or not self.manager.are_ready(self._keys_of(status, tokens))):
             self._cancel_sync_load(name, tokens)
             return tokens, True
         return tokens, is_async
 
+    def enable_splits(self, config: VllmConfig) -> Splits | None:
+        """Split hits from now on, and return what plans them; None where this engine cannot."""
+        is_plain = config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
+        if not (is_plain and self._is_one_prefix and self.manager.tier.splits_hits):
+            return None
+        self._splits = self.manager.splits = Splits(self.manager.order_backwards)
+        self.manager.tier.admission.is_cost_aware = False
+        return self._splits
+
+    def may_find(self, request: Request) -> bool:
+        """Say whether a request that waits may have a hit, as far as that is known."""
+        status = self._req_status.get(request.request_id)
+        if status is None:
+            return False
+        found = self.manager.request(status.req_context)
+        return bool(found.found or found.lookups or found.leased)
+
+    def end_split(self, name: str, *, has_joined: bool) -> None:
+        """Read no more of a split hit; the request goes on with what was read if it joins, or without."""
+        split = self._splits.end(name) if self._splits is not None else None
+        status = self._req_status.get(name)
+        if split is None or status is None:
+            return
+        stats, size = self.manager.tier.stats, split.chunk_tokens
+        stats.count(metrics.SPLIT_JOINS, int(has_joined))
+        stats.count(metrics.SPLIT_TOKENS, min(split.computed, split.end) - split.local_tokens, cause=metrics.COMPUTED)
+        thrown = split.ready * size
+        if has_joined:
+            self._joined[name] = split.end
+            thrown = max(0, split.computed - split.ready_from)
+            stats.count(metrics.SPLIT_TOKENS, split.end - split.computed, cause=metrics.LOADED)
+        else:
+            self.manager.end_lease(status.req_context)
+            if self.manager.request(status.req_context).missing:
+                # What could not be read is offered again.
+                status.group_states[0].next_stored_chunk_idx = 0
+        stats.count(metrics.SPLIT_TOKENS, thrown, cause=metrics.DISCARDED)
+
+    def _can_split(self, request: Request, status: RequestOffloadState) -> bool:
+        """Say whether a request is of those whose hits may be split."""
+        params = request.sampling_params
+        return not (
+            self._splits is None
+            or request.num_preemptions
+            or request.lora_request is not None
+            or request.mm_features
+            or status.max_load_tokens is not None
+            or params is None
+            or params.prompt_logprobs is not None
+        )
+
+    def _begin_to_compute(self, request: Request, status: RequestOffloadState, tokens: int) -> bool:
+        """Have the head of a hit computed while its tail is read, or all of it where that is over sooner.
+
+        Returns:
+            False where the hit is loaded as a whole.
+        """
+        keys = self._keys_of(status, tokens)
+        if not self._can_split(request, status) or self.manager.are_ready(keys[:1]):
+            return False
+        way = self.manager.choose_way(keys)
+        if way is Way.LOAD:
+            return False
+        if way is Way.COMPUTE:
+            self.manager.tier.count_computed(metrics.SLOWER, len(keys))
+            self.manager.end_lease(status.req_context)
+        else:
+            self._begin_split(request, status, keys)
+        # The volume has these chunks.
+        local, size = status.num_locally_computed_tokens, self.config.kv_group_configs[0].tokens_per_chunk
+        status.group_states[0].next_stored_chunk_idx = local // size + len(keys)
+        return True
+
+    def _begin_split(self, request: Request, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> None:
+        assert self._splits is not None
+        size, local = self.config.kv_group_configs[0].tokens_per_chunk, status.num_locally_computed_tokens
+        self._splits.begin(request.request_id, Split(status.req_context, keys, local // size * size, size, local))
+
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
         self._arriving.discard(name)
+        self._joined.pop(name, None)
         is_found = num_external_tokens or self._req_status[name].num_locally_computed_tokens
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
         self._first_tokens.begin(request, source)
@@ -226,7 +321,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 self._read_ahead(self._req_status[name])
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
-            if (status := self._req_status.get(name)) is not None:
+            if (status := self._req_status.get(name)) is not None and name not in self._joined:
                 self.manager.request(status.req_context).begin_anew()
         if self._loads:
             self.manager.poll()
@@ -284,6 +379,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         name = request.request_id
         self._first_tokens.end(name)
+        self.end_split(name, has_joined=False)
+        self._joined.pop(name, None)
         self._arriving.discard(name)
         self._adapters.end(name)
         self._waits.pop(name, None)
@@ -300,6 +397,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         for name, load in list(self._loads.items()):
             self._end(name, unwritten=load.unwritten)
         self._waits.clear()
+        self._joined.clear()
+        if self._splits is not None:
+            self._splits.clear()
         if self._complete is not None:
             self._complete.clear()
         self._stale_jobs.update({job_id: job.pending_count for job_id, job in self._jobs.items() if job.pending_count})
@@ -399,6 +499,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _waits_for_others(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> bool:
         """Have a request wait until the blocks are there to share that another one loads; False if there are none."""
         load = next((load for key in keys if (load := self._loading.get(key))), None) if self._loading else None
+        split = None if load or not self._splits else self._splits.reading_first(keys)
+        if split is not None and split.context is not status.req_context:
+            self._waits[status.req_context.req_id] = lambda: split.is_over
+            return True
         if load is None:
             return False
         self._waits[status.req_context.req_id] = lambda: load.is_over

@@ -57,11 +57,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvtier_connector.cascade.split import Way
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.vllm_adapter.connector import KVTierConnector
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
+from kvtier_connector.vllm_adapter.split_scheduler import SplitScheduler
 
 NOT_OURS = KVConnectorHandshakeMetadata()
 """What MultiConnector passes on where it asks another child first."""
@@ -103,10 +105,10 @@ class SimulatedEngine:
         assert side is not None
         assert side.worker is not None
         self.copies = side.worker = SlowCopies(side.worker)
-        self.scheduler = Scheduler(
-            config,
-            kv_config,
-            StructuredOutputManager(config),
+        self.scheduler = (SplitScheduler if shape.is_splitting else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
         )
@@ -120,6 +122,7 @@ class SimulatedEngine:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): NOT_OURS if is_child else declared})
         self.side: KVTierScheduler = connector.connector_scheduler
         self.manager: KVTierManager = self.side.manager
+        self._split_all()
         self.tier = self.manager.tier
         self.answers: dict[str, list[int]] = {}
         """Of requests that have ended by themselves."""
@@ -134,6 +137,10 @@ class SimulatedEngine:
         self._observed: dict[tuple[str, tuple[str, ...]], float] = {}
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._observe()
+        self._note_new_blocks()
+
+    def _note_new_blocks(self) -> None:
+        """Keep which blocks vLLM gives away in a step."""
         pool = self.scheduler.kv_cache_manager.block_pool
         take = pool.get_new_blocks
 
@@ -158,6 +165,12 @@ class SimulatedEngine:
             return (blocks, *counts) if is_found else (manager.empty_kv_cache_blocks, *[0] * len(counts))
 
         manager.get_computed_blocks = find_without_adapters  # type: ignore[method-assign]  # it calls the real one
+
+    def _split_all(self) -> None:
+        """Have each hit split that can be, in heads of a few blocks, whatever the volume gives."""
+        if (splits := self.manager.splits) is not None:
+            splits.choose = lambda _, **__: Way.SPLIT  # type: ignore[method-assign]  # tests decide
+            splits.head_tokens = splits.least_head_tokens = 2 * BLOCK_TOKENS
 
     def get_model(self) -> torch.nn.Module:
         """Return the model, as vLLM's workers do; the first of its weights decides all values."""

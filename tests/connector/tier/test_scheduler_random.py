@@ -38,6 +38,12 @@ SHAPES = {
     "everything small": Shape(gpu_blocks=36, cpu_chunks=4, most_running=3, most_tokens=64),
     "long chunks": Shape(blocks_per_chunk=3, cpu_chunks=10),
     "answers too": Shape(prompt_only=False, cpu_chunks=20),
+    "split": Shape(is_splitting=True, most_tokens=128),
+    "split with a small GPU": Shape(is_splitting=True, gpu_blocks=40, cpu_chunks=30, most_tokens=64),
+    "split with everything small": Shape(
+        is_splitting=True, gpu_blocks=36, cpu_chunks=6, most_running=3, most_tokens=64
+    ),
+    "split with long chunks": Shape(is_splitting=True, blocks_per_chunk=3, cpu_chunks=10, most_tokens=128),
     "sliding window": Shape(windows=(None, WINDOW_TOKENS), gpu_blocks=120, cpu_chunks=24),
 }
 

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler for vLLM that splits hits of the volume: ``--scheduler-cls`` names `SplitScheduler`.
+
+vLLM asks a connector only for requests that wait. So a request that may join is put back to waiting by vLLM's own
+preemption: its computed blocks stay in the prefix cache, it finds them again in the same step, and asks the connector
+for the tail. Heads get the tokens of a step that no other request wants.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.request import Request
+
+from kvtier_connector.cascade.split import Split, Splits
+from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
+
+logger = init_logger("vllm.kvtier.split")
+
+MEASURED_TOKENS = 1024
+"""A step of fewer tokens says nothing about the rate of prefill."""
+
+
+class _Splitting:
+    """Overrides of vLLM's schedulers; comes before one of them among the bases."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make vLLM's scheduler, and have the connector split hits if it can."""
+        super().__init__(*args, **kwargs)
+        scheduler = getattr(self.connector, "connector_scheduler", None)  # type: ignore[attr-defined]
+        self._tier = scheduler if isinstance(scheduler, KVTierScheduler) else None
+        self._splits: Splits | None = None
+        if self._tier is not None:
+            self._splits = self._tier.enable_splits(self.vllm_config)  # type: ignore[attr-defined]
+        self._limits: dict[str, int] = {}
+        """By request whose head is computed, the tokens that it may compute in this step."""
+        self._room = 0
+        """Tokens that heads may still compute in this step."""
+        self._called_at = 0.0
+        self._steps = deque([0, 0], maxlen=2)
+        """Tokens of the last two steps."""
+        self._depth = int(self.scheduler_config.async_scheduling)  # type: ignore[attr-defined]
+        """Steps that are scheduled while one is computed."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Have requests join that may, say how much of each head is computed, and schedule as vLLM does."""
+        splits = self._splits
+        if splits is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._measure(splits)
+        self._limits, self._room = {}, splits.head_tokens
+        if len(splits):
+            self._join_and_plan(splits)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._steps.append(output.total_num_scheduled_tokens)
+        return output
+
+    def _measure(self, splits: Splits) -> None:
+        """Take in how fast prompts are computed: between two calls, the step that was under way at the first ends."""
+        called_at, self._called_at = self._called_at, time.monotonic()
+        tokens = self._steps[-1 - self._depth]
+        if tokens >= MEASURED_TOKENS:
+            splits.prefill.observe(tokens, self._called_at - called_at)
+
+    def _join_and_plan(self, splits: Splits) -> None:
+        assert self._tier is not None
+        self._tier.manager.poll()
+        splits.advance()
+        heads: list[tuple[Request, Split]] = []
+        for request in list(self.running):  # type: ignore[attr-defined]
+            split = splits.get(request.request_id)
+            if split is None:
+                continue
+            split.computed = request.num_computed_tokens
+            if split.is_overtaken:
+                self._tier.end_split(request.request_id, has_joined=False)
+            elif split.has_met and self._may_take_blocks(request):
+                self._join(request, split)
+            else:
+                heads.append((request, split))
+        self._limits = self._share_out(splits, heads)
+
+    def _share_out(self, splits: Splits, heads: list[tuple[Request, Split]]) -> dict[str, int]:
+        """Return the tokens of this step for each head: those that nobody who must compute wants."""
+        assert self._tier is not None
+        names = {request.request_id for request, _ in heads}
+        left = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
+        for request in self.running:  # type: ignore[attr-defined]
+            if request.request_id not in names:
+                left -= max(1, request.num_tokens_with_spec - request.num_computed_tokens)
+        left -= sum(
+            request.num_tokens
+            for request in self.waiting  # type: ignore[attr-defined]
+            if not request.num_computed_tokens and not self._tier.may_find(request)
+        )
+        limits = {}
+        # One after the other, in the order of their arrival: shared out equally, all would be late.
+        for request, split in heads:
+            computed = request.num_computed_tokens
+            tokens = splits.next_tokens(split, computed=computed, in_flight=request.num_in_flight_tokens)
+            # Less than up to the end of a chunk is of no use to a join.
+            least = split.chunk_tokens - computed % split.chunk_tokens
+            room = max(self._room, least) if self._room == splits.head_tokens else self._room
+            room = min(room, max(0, left)) if splits.is_patient(split) else room
+            if tokens > room:
+                tokens = room - (computed + room) % split.chunk_tokens if room >= least else 0
+            limits[request.request_id] = tokens
+            self._room -= tokens
+            left -= tokens
+        return limits
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Let a head compute no more than its share of the step; vLLM asks this of each request that it schedules."""
+        splits = self._splits
+        if splits is not None and (split := splits.get(request.request_id)) is not None:
+            limit = self._limits.get(request.request_id)
+            if limit is None:
+                # It is scheduled for the first time. Where nothing is scheduled, vLLM would schedule nobody behind it.
+                limit = splits.next_tokens(split, computed=num_computed_tokens)
+                limit = max(split.chunk_tokens, min(limit, self._room))
+                limit -= (num_computed_tokens + limit) % split.chunk_tokens
+                self._room -= limit
+            num_new_tokens = min(num_new_tokens, limit)
+        return int(
+            super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]
+        )
+
+    def _may_take_blocks(self, request: Request) -> bool:
+        """Say whether the GPU has blocks for the tail beside those that other prompts need until they are computed."""
+        pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        needed = -(-(request.num_tokens - request.num_computed_tokens) // self.block_size)  # type: ignore[attr-defined]
+        reserved = self._inflight_prefill_reserved_blocks()  # type: ignore[attr-defined]
+        return bool(pool.get_num_free_blocks() >= max(needed, reserved))
+
+    def _join(self, request: Request, split: Split) -> None:
+        """Put a request back to waiting; in the same step it finds its head in the GPU, its tail in the CPU tier."""
+        assert self._tier is not None
+        computed = request.num_computed_tokens
+        self.running.remove(request)  # type: ignore[attr-defined]
+        # A step under way samples nothing for it: its prefill is unfinished.
+        self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
+        if request.events and request.events[-1].type is EngineCoreEventType.PREEMPTED:
+            # Users count preemptions to see whether the GPU's memory is too small.
+            request.events.pop()
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=split.local_tokens,
+                num_external_cached_tokens=split.end - computed,
+            )
+        self._tier.end_split(request.request_id, has_joined=True)
+
+
+class _SplitScheduler(_Splitting, Scheduler):
+    """vLLM's scheduler, with split hits."""
+
+
+class _AsyncSplitScheduler(_Splitting, AsyncScheduler):
+    """vLLM's asynchronous scheduler, with split hits."""
+
+
+def SplitScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM expects a class
+    """Make the scheduler that vLLM would have made, with split hits."""
+    is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
+    made: Scheduler = (_AsyncSplitScheduler if is_async else _SplitScheduler)(*args, **kwargs)
+    return made
