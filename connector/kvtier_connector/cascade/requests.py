@@ -32,13 +32,13 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier_connector.cascade.admission import Verdict
 from kvtier_connector.cascade.hints import NO_HINTS, HintProblem, Hints
+from kvtier_connector.cascade.media import Media
 from kvtier_connector.cascade.memory import BlockMemory
 from kvtier_connector.contract.engine import TENANT_PARAMETER
 from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.lora import Adapter, AdapterIdentity, Adapters, Lora
-from kvtier_connector.vllm_adapter.media import Media
 
 logger = init_logger("vllm.kvtier.hints")
 

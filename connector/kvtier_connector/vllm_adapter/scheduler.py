@@ -33,13 +33,13 @@ from vllm.v1.request import Request
 
 from kvtier_connector.cascade.fetch import Load
 from kvtier_connector.cascade.hints import parse_hints, understood
+from kvtier_connector.cascade.media import KnownMedia, Media
 from kvtier_connector.cascade.requests import Salt
 from kvtier_connector.cascade.split import Split, Splits, Way
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.lora import Lora
 from kvtier_connector.vllm_adapter.manager import KVTierManager
-from kvtier_connector.vllm_adapter.media import KnownMedia, Media
 from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.vllm_adapter.worker import KVTierMetadata, WorkerQuestion
 

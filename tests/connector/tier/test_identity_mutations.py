@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, O
 from vllm.v1.request import Request
 
 from kvtier_connector.cascade import attach, requests
+from kvtier_connector.cascade.media import Media
 from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.store import crypto, reading
 from kvtier_connector.store.blockstore import BlockStore, Hit
@@ -35,7 +36,6 @@ from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
 from kvtier_connector.vllm_adapter import fingerprint
 from kvtier_connector.vllm_adapter import lora as adapters
 from kvtier_connector.vllm_adapter.fingerprint import LoadedWeights
-from kvtier_connector.vllm_adapter.media import Media
 from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 PROMPT, OTHER = prompt_of(12), prompt_of(6, seed=2)

@@ -11,8 +11,8 @@ from engine_parts import images_of, prompt_of
 from engine_rig import SimulatedEngine
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
 
-from kvtier_connector.vllm_adapter import media
-from kvtier_connector.vllm_adapter.media import KnownMedia, Media, digest_of
+from kvtier_connector.cascade import media
+from kvtier_connector.cascade.media import KnownMedia, Media, digest_of
 
 PROMPT = prompt_of(12)
 REST = len(PROMPT) - 12 * 16
