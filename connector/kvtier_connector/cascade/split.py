@@ -2,7 +2,7 @@
 """Splits a hit: the engine computes its head while the volume is read from its end.
 
 A split hit is ordered from its last chunk backwards, and its head is computed in small chunks of prefill. Where both
-meet, the request joins: it takes the tail from the CPU tier and goes on behind it. Two measured rates, of the volume
+head, the request joins: it takes the tail from the CPU tier and goes on behind it. Two measured rates, of the volume
 and of prefill, decide how many tokens of the head are computed next. The scheduler's thread only.
 """
 
@@ -23,7 +23,7 @@ LEAST_HEAD_TOKENS = 256
 JOIN_SECONDS = 0.03
 """Price of a join: the step under way, and the step that notices that the tail is on the GPU."""
 WINDOW_SECONDS = 0.15
-"""What the volume gives in so long is ordered ahead: two steps. Chunks behind the join are read for nothing."""
+"""Chunks are ordered ahead for so long: two steps. Those behind the join are read for nothing."""
 FIRST_WINDOW_CHUNKS = 64
 """Ordered ahead as long as the volume's rate is not known."""
 LEAST_WINDOW_CHUNKS = 16
@@ -203,7 +203,7 @@ class Splits:
         self._window_landed += tokens
         seconds = now - self._window_began
         if self._window_began and self._window_landed and (seconds >= LEAST_WINDOW_SECONDS or not is_reading):
-            # What ended before this call was read faster than it seems.
+            # Reading that ended before this call was faster than it seems.
             if is_reading or self._window_landed > self.volume.value * seconds:
                 self.volume.observe(self._window_landed, max(seconds, 1e-3))
             self._measured_at = now
@@ -231,12 +231,12 @@ class Splits:
         if self._is_moving(split):
             volume, prefill = self._share_of_volume.value, self.prefill.value
             left = missing - volume * self.prefill.seconds(in_flight) if prefill else missing
-            meet = math.ceil(max(0.0, left) * prefill / (prefill + volume)) if prefill else missing
-            if meet < self.least_head_tokens and missing > meet and volume >= prefill * meet / max(1, missing - meet):
+            head = math.ceil(max(0.0, left) * prefill / (prefill + volume)) if prefill else missing
+            if head < self.least_head_tokens and missing > meet and volume >= prefill * head / max(1, missing - head):
                 return 0
         else:
-            meet = missing
-        target = computed + min(self.head_tokens, max(self.least_head_tokens, meet))
+            head = missing
+        target = computed + min(self.head_tokens, max(self.least_head_tokens, head))
         return min(split.end, -(-target // size) * size) - computed
 
     def is_patient(self, split: Split) -> bool:

@@ -251,7 +251,7 @@ class KVTierManager(TieringOffloadingManager):
         fetches, context, keys = self._fetches, split.context, split.keys
         request = self.request(context)
         last = len(keys) - split.ordered
-        # What the head is about to compute is not worth reading.
+        # Chunks that the head is about to compute are not worth reading.
         assert self.splits is not None
         window = self.splits.window_chunks(split) - (split.ordered - split.ready)
         overtaken = -(-(split.computed - split.begin) // split.chunk_tokens)

@@ -240,7 +240,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         else:
             self.manager.end_lease(status.req_context)
             if self.manager.request(status.req_context).missing:
-                # What could not be read is offered again.
+                # Chunks that could not be read are offered again.
                 status.group_states[0].next_stored_chunk_idx = 0
         stats.count(metrics.SPLIT_TOKENS, thrown, cause=metrics.DISCARDED)
 

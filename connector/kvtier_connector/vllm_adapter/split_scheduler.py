@@ -27,17 +27,17 @@ MEASURED_TOKENS = 1024
 """A step of fewer tokens says nothing about the rate of prefill."""
 
 
-class _Splitting:
-    """Overrides of vLLM's schedulers; comes before one of them among the bases."""
+class SyncSplitScheduler(Scheduler):
+    """vLLM's scheduler, with split hits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make vLLM's scheduler, and have the connector split hits if it can."""
         super().__init__(*args, **kwargs)
-        scheduler = getattr(self.connector, "connector_scheduler", None)  # type: ignore[attr-defined]
+        scheduler = getattr(self.connector, "connector_scheduler", None)
         self._tier = scheduler if isinstance(scheduler, KVTierScheduler) else None
         self._splits: Splits | None = None
         if self._tier is not None:
-            self._splits = self._tier.enable_splits(self.vllm_config)  # type: ignore[attr-defined]
+            self._splits = self._tier.enable_splits(self.vllm_config)
         self._limits: dict[str, int] = {}
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
@@ -45,19 +45,19 @@ class _Splitting:
         self._called_at = 0.0
         self._steps = deque([0, 0], maxlen=2)
         """Tokens of the last two steps."""
-        self._depth = int(self.scheduler_config.async_scheduling)  # type: ignore[attr-defined]
+        self._depth = int(self.scheduler_config.async_scheduling)
         """Steps that are scheduled while one is computed."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Have requests join that may, say how much of each head is computed, and schedule as vLLM does."""
         splits = self._splits
         if splits is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+            return super().schedule(*args, **kwargs)
         self._measure(splits)
         self._limits, self._room = {}, splits.head_tokens
         if len(splits):
             self._join_and_plan(splits)
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         self._steps.append(output.total_num_scheduled_tokens)
         return output
 
@@ -73,7 +73,7 @@ class _Splitting:
         self._tier.manager.poll()
         splits.advance()
         heads: list[tuple[Request, Split]] = []
-        for request in list(self.running):  # type: ignore[attr-defined]
+        for request in list(self.running):
             split = splits.get(request.request_id)
             if split is None:
                 continue
@@ -87,16 +87,16 @@ class _Splitting:
         self._limits = self._share_out(splits, heads)
 
     def _share_out(self, splits: Splits, heads: list[tuple[Request, Split]]) -> dict[str, int]:
-        """Return the tokens of this step for each head: those that nobody who must compute wants."""
+        """Return the tokens of this step for each head: those that other requests leave."""
         assert self._tier is not None
         names = {request.request_id for request, _ in heads}
-        left = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
-        for request in self.running:  # type: ignore[attr-defined]
+        left = self.max_num_scheduled_tokens
+        for request in self.running:
             if request.request_id not in names:
                 left -= max(1, request.num_tokens_with_spec - request.num_computed_tokens)
         left -= sum(
             request.num_tokens
-            for request in self.waiting  # type: ignore[attr-defined]
+            for request in self.waiting
             if not request.num_computed_tokens and not self._tier.may_find(request)
         )
         limits = {}
@@ -121,30 +121,28 @@ class _Splitting:
         if splits is not None and (split := splits.get(request.request_id)) is not None:
             limit = self._limits.get(request.request_id)
             if limit is None:
-                # It is scheduled for the first time. Where nothing is scheduled, vLLM would schedule nobody behind it.
+                # It is scheduled for the first time. With 0 tokens, vLLM would schedule no request behind it.
                 limit = splits.next_tokens(split, computed=num_computed_tokens)
                 limit = max(split.chunk_tokens, min(limit, self._room))
                 limit -= (num_computed_tokens + limit) % split.chunk_tokens
                 self._room -= limit
             num_new_tokens = min(num_new_tokens, limit)
-        return int(
-            super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)  # type: ignore[misc]
-        )
+        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
 
     def _may_take_blocks(self, request: Request) -> bool:
         """Say whether the GPU has blocks for the tail beside those that other prompts need until they are computed."""
-        pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
-        needed = -(-(request.num_tokens - request.num_computed_tokens) // self.block_size)  # type: ignore[attr-defined]
-        reserved = self._inflight_prefill_reserved_blocks()  # type: ignore[attr-defined]
+        pool = self.kv_cache_manager.block_pool
+        needed = -(-(request.num_tokens - request.num_computed_tokens) // self.block_size)
+        reserved = self._inflight_prefill_reserved_blocks()
         return bool(pool.get_num_free_blocks() >= max(needed, reserved))
 
     def _join(self, request: Request, split: Split) -> None:
         """Put a request back to waiting; in the same step it finds its head in the GPU, its tail in the CPU tier."""
         assert self._tier is not None
         computed = request.num_computed_tokens
-        self.running.remove(request)  # type: ignore[attr-defined]
+        self.running.remove(request)
         # A step under way samples nothing for it: its prefill is unfinished.
-        self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
+        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
         if request.events and request.events[-1].type is EngineCoreEventType.PREEMPTED:
             # Users count preemptions to see whether the GPU's memory is too small.
             request.events.pop()
@@ -157,16 +155,12 @@ class _Splitting:
         self._tier.end_split(request.request_id, has_joined=True)
 
 
-class _SplitScheduler(_Splitting, Scheduler):
-    """vLLM's scheduler, with split hits."""
-
-
-class _AsyncSplitScheduler(_Splitting, AsyncScheduler):
+class AsyncSplitScheduler(SyncSplitScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler, with split hits."""
 
 
 def SplitScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM expects a class
     """Make the scheduler that vLLM would have made, with split hits."""
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
-    made: Scheduler = (_AsyncSplitScheduler if is_async else _SplitScheduler)(*args, **kwargs)
+    made: Scheduler = (AsyncSplitScheduler if is_async else SyncSplitScheduler)(*args, **kwargs)
     return made
