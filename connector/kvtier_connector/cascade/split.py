@@ -232,7 +232,7 @@ class Splits:
             volume, prefill = self._share_of_volume.value, self.prefill.value
             left = missing - volume * self.prefill.seconds(in_flight) if prefill else missing
             head = math.ceil(max(0.0, left) * prefill / (prefill + volume)) if prefill else missing
-            if head < self.least_head_tokens and missing > meet and volume >= prefill * head / max(1, missing - head):
+            if head < self.least_head_tokens and missing > head and volume >= prefill * head / max(1, missing - head):
                 return 0
         else:
             head = missing
