@@ -22,6 +22,8 @@ from kvtier_connector.store.layout import BlockKey
 MOST_WAIT_SECONDS = 2.0
 """A request waits for a lookup no longer than this, also where it is not known yet how long computing takes."""
 LEAST_WAIT_SECONDS = 0.02
+IDLE_WAIT_SECONDS = 0.002
+"""An idle engine waits so long for the answer about its only request: steps that do nothing take longer."""
 STALE_SECONDS = 10.0
 """An older answer that a chunk is absent is not believed when the request's turn comes."""
 
@@ -75,6 +77,9 @@ class Lookups:
 
     def presence(self, key: OffloadKey, request: TierRequest) -> Presence:
         """Say whether the volume has a chunk, as far as that is known for this request."""
+        if key in request.found and not self._memory.has_asides:
+            # A prompt has thousands of chunks, and the name of each takes as long as all the rest.
+            return Presence.PRESENT
         known = self._memory.state(request.block_key(key))
         if known is not Presence.UNKNOWN:
             return known
@@ -104,6 +109,10 @@ class Lookups:
         for (request, _), keys in wanted.items():
             if keys:
                 self._submit(request, tuple(keys), is_prefix=False)
+
+    def wait(self) -> bool:
+        """Wait a moment for an answer, where the engine has nothing else to do; say whether one has come."""
+        return self._attachment.lookups.wait(IDLE_WAIT_SECONDS)
 
     def must_wait(self, request: TierRequest) -> bool:
         """Say whether a request whose turn has come waits on for an answer; the time begins with the first call."""

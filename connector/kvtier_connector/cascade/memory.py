@@ -72,6 +72,11 @@ class BlockMemory:
         is_fresh = seen is not None and self._now() - seen < TRUST_SECONDS
         return Presence.PRESENT if is_fresh else Presence.UNKNOWN
 
+    @property
+    def has_asides(self) -> bool:
+        """Whether there are blocks that could not be read and are left alone for a while."""
+        return bool(self._asides)
+
     def has(self, key: BlockKey) -> bool:
         """Say whether this engine wrote, read or saw the block, however long ago, and not in vain since."""
         name = _compact(key)

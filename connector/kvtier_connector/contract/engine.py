@@ -116,7 +116,6 @@ class ConnectorConfig:
     without, until the volume answers."""
 
     cost_aware: bool = True
-    split_hits: bool = True
     """Whether a hit is computed instead where that is measured to be quicker than loading it."""
     min_tokens: int = 0
     """Hits of fewer tokens are computed; 0 is no such limit."""

@@ -17,6 +17,7 @@ import marshal
 import math
 import os
 import queue
+import select
 import struct
 import sys
 import threading
@@ -201,6 +202,9 @@ class _Worker(Protocol):
     def receive(self) -> list[tuple[int, Found | Fault]]:
         """Return the answers that have come."""
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for an answer; say whether one has come."""
+
     def is_alive(self) -> bool:
         """Say whether it can answer."""
 
@@ -271,6 +275,10 @@ class LookupWorker:
             return
         self._open[number] = self._now() + self._lookup_seconds
         self._worker.send(number, question)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for an answer; say whether one can be collected. A worker on a thread is not waited for."""
+        return self._worker is not None and bool(self._open) and self._worker.wait(seconds)
 
     def collect(self) -> list[Answer]:
         """Return the questions that have ended since the last call."""
@@ -359,6 +367,10 @@ class _Process:
             answers.append((number, Fault(fault) if fault else Found(present, seen, calls)))
         return answers
 
+    def wait(self, seconds: float) -> bool:
+        self._flush()
+        return bool(select.select([self._reader], [], [], seconds)[0])
+
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
@@ -412,6 +424,9 @@ class _Thread:
 
     def receive(self) -> list[tuple[int, Found | Fault]]:
         return [self._answers.get() for _ in range(self._answers.qsize())]
+
+    def wait(self, seconds: float) -> bool:  # noqa: ARG002 - tests decide when an answer comes
+        return False
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()

@@ -209,7 +209,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def enable_splits(self, config: VllmConfig) -> Splits | None:
         """Split hits from now on, and return what plans them; None where this engine cannot."""
         is_plain = config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
-        if not (is_plain and self._is_one_prefix and self.manager.tier.splits_hits):
+        if not (is_plain and self._is_one_prefix):
             return None
         self._splits = self.manager.splits = Splits(self.manager.order_backwards)
         self.manager.tier.admission.is_cost_aware = False
@@ -316,9 +316,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         self._first_tokens.look()
-        for name in self.manager.tier.lookups.take_answered():
-            if name in self._arriving:
-                self._read_ahead(self._req_status[name])
+        self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
             if (status := self._req_status.get(name)) is not None and name not in self._joined:
@@ -477,11 +475,20 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         if self._is_one_prefix and status.max_load_tokens is None:
             self._arriving.add(context.req_id)
             self._read_ahead(status)
+            if len(self._req_status) == 1 and self.manager.tier.lookups.wait():
+                self.manager.poll()
+                self._read_ahead_of_answered()
             return
         local_tokens = self.count_local_tokens(status.req)
         for group in self._full_attention_groups:
             first = local_tokens // self.config.kv_group_configs[group].tokens_per_chunk
             self.manager.match_prefix(status.group_states[group].offload_keys[first:], context)
+
+    def _read_ahead_of_answered(self) -> None:
+        """Have the volume read for requests whose lookups have been answered."""
+        for name in self.manager.tier.lookups.take_answered():
+            if name in self._arriving:
+                self._read_ahead(self._req_status[name])
 
     def _read_ahead(self, status: RequestOffloadState) -> None:
         """Have the volume read for a request before vLLM gets to it."""

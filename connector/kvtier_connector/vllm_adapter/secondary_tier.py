@@ -129,8 +129,6 @@ class SharedVolumeTier(SecondaryTierManager):
             clock=time.monotonic,
         )
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self.splits_hits = config.split_hits
-        """Whether the head of a hit may be computed while its tail is read."""
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
         self._is_storing_stuck = self._is_closed = False

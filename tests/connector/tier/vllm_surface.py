@@ -128,6 +128,28 @@ _CONNECTOR_USES = (
 
 _SCHEDULER_USES = (
     Use(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        overridden=(
+            "schedule(throttle_prefills)",
+            "_reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
+        ),
+        called=(
+            "__init__(vllm_config, kv_cache_config, structured_output_manager, block_size)",
+            "_inflight_prefill_reserved_blocks()",
+            "_preempt_request(request, timestamp, drop_stale_output)",
+        ),
+        read=(
+            "block_size",
+            "connector",
+            "kv_cache_manager",
+            "max_num_scheduled_tokens",
+            "running",
+            "scheduler_config",
+            "vllm_config",
+            "waiting",
+        ),
+    ),
+    Use(
         f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler",
         overridden=(
             "__init__(spec, vllm_config, kv_cache_config)",
@@ -249,6 +271,12 @@ _SCHEDULER_USES = (
             "num_stale_output_tokens",
             "drop_stale_output",
             "num_output_placeholders",
+            "events",
+            "prefill_stats",
+            "num_computed_tokens",
+            "num_tokens_with_spec",
+            "sampling_params",
+            "mm_features",
         ),
     ),
 )
