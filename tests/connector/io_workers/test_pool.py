@@ -288,10 +288,10 @@ def test_a_worker_that_hangs_is_killed_and_replaced_and_its_task_is_late(pools: 
 
 
 def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(pools: Pools) -> None:
-    pool = pools.make(workers=1, stuck_seconds=0.5, file_system="worker_fs:SlowFs")
+    pool = pools.make(workers=1, stuck_seconds=1.5, file_system="worker_fs:SlowFs")
     pool.write(1)
-    pool.load(0, *[1] * 15)
-    pool.wait_for(15)
+    pool.load(0, *[1] * 20)
+    pool.wait_for(20)
     assert {done.outcome for done in pool.ended.values()} == {HIT}
     assert pool.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
 
