@@ -221,6 +221,8 @@ def _carry_out(  # noqa: PLR0913, PLR0917  each by its name
         changes.failures.append(rejection)
         applicable = _decide_applicable(body, snapshot, carried.asked, inputs)
         if applicable is None:
+            if not spec.paused:
+                apply_live_settings(cluster, spec, snapshot, changes)
             return _concluded(progress, changes)
         spec, decided = applicable
         stage = _planned(_Carried(spec, decided, carried.asked), snapshot, progress.generation, inputs)

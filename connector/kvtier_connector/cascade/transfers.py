@@ -342,6 +342,9 @@ class Transfers:
             self._drain.note(key, is_written=False)
         if cause in _NEVER_AGAIN:
             self._deferred.pop(key, None)
+        elif transfer.is_retry and key in self._deferred:
+            # Others behind it are tried before it is again: a tenant over its quota holds up no other.
+            self._deferred.move_to_end(key)
         if not transfer.is_retry:
             # Once for each chunk, however often it is tried.
             self._stats.count(metrics.SKIPPED_STORES, cause=cause)

@@ -244,7 +244,7 @@ class LookupWorker:
         self._open: dict[int, float] = {}
         """By number of the question, when it is given up."""
         self._is_ready = False
-        self._started_at = -math.inf
+        self._started_at = self._answered_at = -math.inf
         self._done: list[Answer] = []
         self._backoff = _FIRST_BACKOFF_SECONDS
         self._retry_at = -math.inf
@@ -288,10 +288,13 @@ class LookupWorker:
                     self._is_ready = True
                     self._open = dict.fromkeys(self._open, self._now() + self._lookup_seconds)
                 elif self._open.pop(number, None) is not None:
+                    self._answered_at = self._now()
                     self._backoff = _FIRST_BACKOFF_SECONDS
                     self.calls += 0 if isinstance(found, Fault) else found.calls
                     self._done.append(Answer(number, found))
-            is_late = bool(self._open) and min(self._open.values()) < self._now()
+            # A burst of questions waits in line: a worker that still answers does not hang.
+            quiet_until = self._answered_at + self._lookup_seconds
+            is_late = bool(self._open) and max(min(self._open.values()), quiet_until) < self._now()
             if not self._is_ready:
                 is_late = self._now() - self._started_at > _START_SECONDS
             if is_late or not worker.is_alive():
@@ -369,7 +372,9 @@ class _Process:
 
     def wait(self, seconds: float) -> bool:
         self._flush()
-        return bool(select.select([self._reader], [], [], seconds)[0])
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def is_alive(self) -> bool:
         return self._process.poll() is None

@@ -102,6 +102,8 @@ class Sweeper:
         self._space = Space()
         self._is_hurried = False
         self._has_read_all = True
+        self._is_behind = False
+        """Whether decisions wait for journals that a step had no time for."""
         self._fruitless: tuple[object, ...] = ()
         self._is_recounting = False
         self._is_recounted = False
@@ -182,11 +184,14 @@ class Sweeper:
         self._walk(has_time)
         if self._is_recounting:
             self._recount(has_time)
-        if is_time and self._may_act():
+        # Decisions that wait for the journals are made in the step that has read the last of them.
+        is_due = is_time or self._is_behind
+        self._is_behind = is_due and not self._has_read_all
+        if is_due and self._may_act():
             self._decide()
+            self._renew_permit()
         self._evict(may_go_on)
         if is_time and self._may_act():
-            self._renew_permit()
             if self._clocks.is_known:
                 self._remove_others(may_go_on)
             self._save_if_due()

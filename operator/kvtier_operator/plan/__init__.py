@@ -252,7 +252,8 @@ def live_text(spec: TierSpec) -> str:
         spec.disk.mode,
         active_key="" if encryption is None else encryption.active_key,
         # Another tier's janitor permits stores of engines that share its blocks.
-        needs_permit=spec.connector.is_ours and (spec.connector.blocks_of is not None or spec.janitor.enabled),
+        # Whatever the connector is: engines of an earlier one may still run, and no janitor be left to bound them.
+        needs_permit=spec.connector.blocks_of is not None or spec.janitor.enabled,
     )
 
 

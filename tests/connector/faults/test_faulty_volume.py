@@ -97,7 +97,6 @@ def test_a_time_out_opens_the_breaker_and_an_attempt_closes_it_when_the_volume_i
         late = Background(lambda: store.get(key(1), pages()))
         assert late.is_running
         breaker.record_timeout(Direction.LOAD)
-        store.forget(key(1))
         assert not breaker.admit(Direction.LOAD)
         assert breaker.admit(Direction.STORE)
         seconds[0] = 1

@@ -240,3 +240,15 @@ def test_an_engine_stores_as_much_as_the_permit_says_and_nothing_once_the_janito
     rig.clock.move(PERMIT_SECONDS + 1)
     permit.refresh()
     assert permit.refusal() is StoreFault.NO_PERMIT
+
+
+def test_a_permit_is_renewed_where_one_step_has_no_time_for_all_journals(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connector.janitor.follow._MOST_READS", 5)
+    for number in range(8):
+        rig.engine().put(number)
+    sweeper = rig.sweeper(max_bytes=90 * BLOCK_BYTES)
+    for _ in range(12):
+        sweeper.step()
+    assert permit_of(rig).bytes > 0

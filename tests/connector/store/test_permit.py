@@ -82,6 +82,15 @@ def test_a_permit_allows_so_many_bytes_until_the_next_one(volume: Volume) -> Non
     assert volume.engine.reserve(1000) is None
 
 
+def test_one_block_that_is_larger_than_the_share_is_allowed_while_no_other_is_written(volume: Volume) -> None:
+    volume.renew(100)
+    volume.engine.refresh()
+    assert volume.engine.reserve(600) is None
+    assert volume.engine.reserve(600) is StoreFault.NO_BUDGET
+    volume.engine.end(600, 600)
+    assert volume.engine.reserve(600) is StoreFault.NO_BUDGET
+
+
 def test_bytes_that_are_still_being_written_count_against_the_next_permit(volume: Volume) -> None:
     volume.renew(1000)
     volume.engine.refresh()
