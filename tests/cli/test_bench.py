@@ -181,6 +181,8 @@ def test_real_engines_find_on_the_volume_what_the_first_one_computed(
         capsys.readouterr()
         assert main(["bench", "demo", "--requests", "4", "--tokens", "512", "-o", "json"]) == 0
         computed, loaded, again = json.loads(capsys.readouterr().out)["passes"]
-    assert (computed["requests"], computed["failed"], computed["hits"]) == (4, 0, {})
+    assert (computed["requests"], computed["failed"]) == (4, 0)
+    # vLLM's benchmark tries one of the prompts before it begins.
+    assert sum(computed["hits"].values()) < 0.3
     assert loaded["hits"]["disk"] > 0.7
     assert again["hits"]["GPU"] > 0.5
