@@ -51,9 +51,7 @@ def share_of(room: Room, *, writers: int, largest_bytes: int) -> int:
         return UNLIMITED_BYTES
     if room.bytes <= 0 or room.bytes < largest_bytes:
         return 0
-    # Where no block is known yet, its size is not, either: a share of a small room may be less than one block.
-    sharers = max(_LEAST_WRITERS, writers) if largest_bytes else max(1, writers)
-    return max(room.bytes // (_UNHEARD_PERMITS * sharers), largest_bytes)
+    return max(room.bytes // (_UNHEARD_PERMITS * max(_LEAST_WRITERS, writers)), largest_bytes)
 
 
 class PermitWriter:

@@ -69,11 +69,6 @@ def test_a_budget_of_1_gib_lets_each_of_100_writers_store_a_block_of_8_mib() -> 
     assert share_of(Room(4 << 20), writers=100, largest_bytes=8 << 20) == 0
 
 
-def test_a_small_budget_takes_its_first_block_although_the_size_of_blocks_is_not_known() -> None:
-    assert share_of(Room(16 << 20), writers=0, largest_bytes=0) >= (1 << 20) + 4096
-    assert share_of(Room(16 << 20), writers=1, largest_bytes=(1 << 20) + 4096) == (1 << 20) + 4096
-
-
 def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig) -> None:
     directory = rig.engine().root / JOURNAL
     directory.mkdir(exist_ok=True)
@@ -82,7 +77,7 @@ def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig)
         (directory.parent / journal_path(JournalName(writer, 0))).write_bytes(encode_head(writer, 1))
     sweeper = rig.sweeper(max_bytes=GIB)
     rig.sweep(sweeper)
-    assert permit_of(rig).bytes == GIB // 4
+    assert permit_of(rig).bytes == GIB // 16
 
 
 def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig) -> None:
