@@ -224,7 +224,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         return bool(found.found or found.lookups or found.leased)
 
     def end_split(self, name: str, *, has_joined: bool) -> None:
-        """Read no more of a split hit; the request goes on with what was read if it joins, or without."""
+        """End the split of a request: one that joins loads the chunks that were read, another computes them."""
         split = self._splits.end(name) if self._splits is not None else None
         status = self._req_status.get(name)
         if split is None or status is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, prompt_of
+from engine_rig import SimulatedEngine
 from rig import Rigs
 
 from kvtier_connector.store.fs import FileSystem
@@ -41,8 +42,8 @@ def engines(tmp_path: Path) -> Engines:
     return Engines(Rigs(tmp_path))
 
 
-def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(engines: Engines, fs: PacedFs) -> None:
-    prompt = prompt_of(CHUNKS)
+def second_engine(engines: Engines, fs: PacedFs, prompt: Sequence[int]) -> SimulatedEngine:
+    """Return an engine on a volume that another one has stored the prompt on, and that is paced from now on."""
     first = engines.make(SHAPE, fs=fs)
     first.ask("stores", prompt)
     first.run()
@@ -51,6 +52,12 @@ def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(engines: Engi
     second = engines.make(SHAPE, fs=fs)
     second.wait_until_known(CHUNKS)
     fs.is_paced = True
+    return second
+
+
+def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(engines: Engines, fs: PacedFs) -> None:
+    prompt = prompt_of(CHUNKS)
+    second = second_engine(engines, fs, prompt)
     second.add("reads", prompt)
     while "reads" not in second.answers:
         fs.permits.release()
@@ -63,14 +70,7 @@ def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(engines: Engi
 
 def test_a_volume_that_hangs_costs_nothing_but_its_chunks(engines: Engines, fs: PacedFs) -> None:
     prompt = prompt_of(CHUNKS)
-    first = engines.make(SHAPE, fs=fs)
-    first.ask("stores", prompt)
-    first.run()
-    assert engines.assert_volume_holds(first, prompt) == CHUNKS
-    first.close()
-    second = engines.make(SHAPE, fs=fs)
-    second.wait_until_known(CHUNKS)
-    fs.is_paced = True
+    second = second_engine(engines, fs, prompt)
     second.add("computes", prompt)
     second.run(lambda: "computes" in second.answers, most_steps=4 * CHUNKS * BLOCK_TOKENS)
     assert second.computed["computes"] == len(prompt)
