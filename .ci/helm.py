@@ -65,7 +65,9 @@ def binary(name: str = "helm") -> Path:
 def operator_yaml() -> str:
     """Return what docs/operator.yaml is to hold."""
     command = [str(binary()), "template", "kvtier", str(CHART), "--namespace=kvtier-system"]
-    options = ["--set=fullnameOverride=kvtier-operator", "--set=crds.install=false"]
+    # Without a cluster, helm takes it that none has admission policies.
+    policies = "--api-versions=admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy"
+    options = ["--set=fullnameOverride=kvtier-operator", "--set=crds.install=false", policies]
     rendered = subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout
     kept = [line for line in rendered.splitlines() if not line.startswith(("# Source:", "    helm.sh/chart"))]
     text = "\n".join(kept).replace("app.kubernetes.io/managed-by: Helm", "app.kubernetes.io/managed-by: kubectl")

@@ -23,6 +23,8 @@ REGISTRY = "ghcr.io/kvtier"
 IMAGES = ("operator", "connector", "janitor", "router")
 IN_CHART = IMAGES[:3]
 """The router's is named by the tiers that want one."""
+POLICIES = "--api-versions=admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy"
+"""Without a cluster, helm takes it that none has admission policies."""
 
 
 def version_of_code() -> str:
@@ -66,7 +68,7 @@ def main(version: str, out: str, *pushed: str) -> None:
         (chart / "files/defaults.yaml").write_text(yaml.safe_dump(yaml.safe_load(filled), sort_keys=False))
         helm("lint", "--strict", str(chart))
         helm("package", str(chart), f"--destination={folder}", f"--version={version_of_code()}")
-        rendered = helm("template", "kvtier", str(chart), "--namespace=kvtier-system")
+        rendered = helm("template", "kvtier", str(chart), "--namespace=kvtier-system", POLICIES)
     namespace = {
         "apiVersion": "v1",
         "kind": "Namespace",

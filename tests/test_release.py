@@ -42,7 +42,7 @@ def test_chart_and_manifests_of_a_release_name_its_images_by_digest(tmp_path: Pa
 
 def test_each_way_to_install_makes_the_same_objects_so_that_one_can_follow_another(tmp_path: Path) -> None:
     release.main(f"v{VERSION}", str(tmp_path), *PUSHED)
-    with_helm = release.helm("template", "kvtier", str(release.CHART), "--namespace=kvtier-system")
+    with_helm = release.helm("template", "kvtier", str(release.CHART), "--namespace=kvtier-system", release.POLICIES)
 
     def objects(text: str) -> dict[tuple[str, str], object]:
         found = [each for each in yaml.safe_load_all(text) if each and each["kind"] != "Namespace"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import click
 
@@ -31,13 +30,11 @@ _RIGHTS: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of one check."""
 
     what: str
-    state: str
-    """ok, warning, missing or unknown."""
+    state: Literal["ok", "warning", "missing", "unknown"]
     message: str
     remedy: str = ""
 
@@ -51,7 +48,7 @@ def doctor(*, output_format: str, where: client.Where) -> int:
     Exit code 1: something is missing.
     """
     found = examine(where)
-    output.show([asdict(each) for each in found], output_format, lambda: _page(found))
+    output.show([each._asdict() for each in found], output_format, lambda: _page(found))
     return FOUND if any(each.state == "missing" for each in found) else FINE
 
 
@@ -71,9 +68,9 @@ def examine(where: client.Where) -> list[Finding]:
         try:
             found += list(look(where))
         except ClusterForbidden as error:
-            found.append(Finding(what=what, state="unknown", message=str(error), remedy="ask who may"))
+            found.append(Finding(what, "unknown", str(error), "ask who may"))
         except ClusterError as error:
-            found.append(Finding(what=what, state="unknown", message=str(error)))
+            found.append(Finding(what, "unknown", str(error)))
     return found
 
 
@@ -82,12 +79,12 @@ def _version(version: names.Manifest) -> Finding:
     text = f"Kubernetes {version['gitVersion']}"
     if minor < OLDEST_MINOR:
         return Finding(
-            what="cluster",
-            state="missing",
-            message=f"{text} is older than 1.{OLDEST_MINOR}",
-            remedy="upgrade the cluster",
+            "cluster",
+            "missing",
+            f"{text} is older than 1.{OLDEST_MINOR}",
+            "upgrade the cluster",
         )
-    return Finding(what="cluster", state="ok", message=text)
+    return Finding("cluster", "ok", text)
 
 
 def _definition(where: client.Where) -> Iterator[Finding]:
@@ -99,14 +96,14 @@ def _definition(where: client.Where) -> Iterator[Finding]:
         live = where.client.ask(path, f"read the definition of {names.KIND}")
     except KindMissing:
         message = f"the cluster does not know {names.KIND}"
-        yield Finding(what="definition", state="missing", message=message, remedy=remedy)
+        yield Finding("definition", "missing", message, remedy)
         return
     ours = yaml.safe_load(install.carried_file(install.CRD).read_text())
     if _fields(live) == _fields(ours):
-        yield Finding(what="definition", state="ok", message=f"{names.KIND} is that of kvtier {__version__}")
+        yield Finding("definition", "ok", f"{names.KIND} is that of kvtier {__version__}")
     else:
         message = f"{names.KIND} is of another release than this command ({__version__})"
-        yield Finding(what="definition", state="warning", message=message, remedy=remedy)
+        yield Finding("definition", "warning", message, remedy)
 
 
 def _fields(node: Any) -> Any:
@@ -131,13 +128,13 @@ def _operators(where: client.Where) -> Iterator[Finding]:
         image = each["spec"]["template"]["spec"]["containers"][0]["image"]
         if not ready:
             remedy = f"kubectl logs -n {each['metadata']['namespace']} deploy/{each['metadata']['name']}"
-            yield Finding(what="operator", state="missing", message=f"{name} is not ready", remedy=remedy)
+            yield Finding("operator", "missing", f"{name} is not ready", remedy)
         elif _release(each, image) != __version__:
             message = f"{name} runs {image}, this command is {__version__}"
             remedy = "use the command of the operator's release where verbs act by a tier's name"
-            yield Finding(what="operator", state="warning", message=message, remedy=remedy)
+            yield Finding("operator", "warning", message, remedy)
         else:
-            yield Finding(what="operator", state="ok", message=f"{name} {__version__} is ready")
+            yield Finding("operator", "ok", f"{name} {__version__} is ready")
     if not found:
         yield from _outside(where)
 
@@ -162,13 +159,13 @@ def _outside(where: client.Where) -> Iterator[Finding]:
         late = f"; not yet at {', '.join(waiting)}" if waiting else ""
         message = f"none is installed; one outside the cluster has looked at {len(tiers) - len(waiting)} of "
         message += f"{len(tiers)} tiers of {namespace}{late}"
-        yield Finding(what="operator", state="warning", message=message, remedy="see that kvtier run still runs")
+        yield Finding("operator", "warning", message, "see that kvtier run still runs")
         return
     yield Finding(
-        what="operator",
-        state="missing",
-        message=f"none is installed, and none outside the cluster has looked at a tier of {namespace}",
-        remedy="helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run",
+        "operator",
+        "missing",
+        f"none is installed, and none outside the cluster has looked at a tier of {namespace}",
+        "helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run",
     )
 
 
@@ -183,20 +180,20 @@ def _storage(where: client.Where) -> Iterator[Finding]:
     names_of_all = ", ".join(each["metadata"]["name"] for each in found)
     if shared:
         message = f"{', '.join(shared)}: shared by nodes, by their names; a Job tests each volume before engines use it"
-        yield Finding(what="storage", state="ok", message=message)
+        yield Finding("storage", "ok", message)
     elif found:
         yield Finding(
-            what="storage",
-            state="warning",
-            message=f"{names_of_all}: none is known to be shared by nodes (ReadWriteMany)",
-            remedy="one replica works with ReadWriteOnce; for more, install CephFS, NFS, Filestore, EFS or FSx",
+            "storage",
+            "warning",
+            f"{names_of_all}: none is known to be shared by nodes (ReadWriteMany)",
+            "one replica works with ReadWriteOnce; for more, install CephFS, NFS, Filestore, EFS or FSx",
         )
     else:
         remedy = "install one, or name a claim of yours in spec.volume.existingClaim"
-        yield Finding(what="storage", state="warning", message="no storage class", remedy=remedy)
+        yield Finding("storage", "warning", "no storage class", remedy)
     if found and not default:
         remedy = "set spec.volume.claim.storageClassName"
-        yield Finding(what="storage", state="warning", message="no storage class is the default one", remedy=remedy)
+        yield Finding("storage", "warning", "no storage class is the default one", remedy)
 
 
 def _nodes(where: client.Where) -> Iterator[Finding]:
@@ -209,13 +206,13 @@ def _nodes(where: client.Where) -> Iterator[Finding]:
                 devices[resource] = devices.get(resource, 0) + int(allocatable[resource])
     if devices:
         listed = ", ".join(f"{count} {resource}" for resource, count in sorted(devices.items()))
-        yield Finding(what="nodes", state="ok", message=f"{len(nodes)} with {listed}")
+        yield Finding("nodes", "ok", f"{len(nodes)} with {listed}")
     else:
         yield Finding(
-            what="nodes",
-            state="warning",
-            message=f"{len(nodes)}, none with an accelerator that is known",
-            remedy="a device plugin makes them known; accelerator: {resource: none} runs vLLM's CPU build",
+            "nodes",
+            "warning",
+            f"{len(nodes)}, none with an accelerator that is known",
+            "a device plugin makes them known; accelerator: {resource: none} runs vLLM's CPU build",
         )
 
 
@@ -223,9 +220,7 @@ def _namespace(where: client.Where) -> Iterator[Finding]:
     name = where.asked_namespace
     labels = where.client.ask(f"/api/v1/namespaces/{name}", f"read namespace {name}")["metadata"].get("labels") or {}
     level = labels.get("pod-security.kubernetes.io/enforce", "none")
-    yield Finding(
-        what="namespace", state="ok", message=f"{name} enforces Pod Security {level}; kvtier's pods satisfy restricted"
-    )
+    yield Finding("namespace", "ok", f"{name} enforces Pod Security {level}; kvtier's pods satisfy restricted")
 
 
 def _rights(where: client.Where) -> Iterator[Finding]:
@@ -241,10 +236,10 @@ def _rights(where: client.Where) -> Iterator[Finding]:
         )
         full = f"{verb} {resource}{f'/{subresource}' if subresource else ''}"
         if answer["status"]["allowed"]:
-            yield Finding(what="rights", state="ok", message=f"you may {full}: {purpose}")
+            yield Finding("rights", "ok", f"you may {full}: {purpose}")
         else:
             remedy = f"without it: no {purpose}"
-            yield Finding(what="rights", state="warning", message=f"you may not {full}", remedy=remedy)
+            yield Finding("rights", "warning", f"you may not {full}", remedy)
 
 
 def _page(found: list[Finding]) -> str:

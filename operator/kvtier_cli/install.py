@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
 from kvtier_cli import output
 from kvtier_cli.output import FINE
-from kvtier_operator import names
 
 CHART: Final = "charts/kvtier"
 CRD: Final = "crds/kvcachetier.yaml"
@@ -77,15 +75,16 @@ def generate(  # noqa: PLR0913 - options
     """
     import yaml  # noqa: PLC0415  the group's help does without it
 
-    documents = [each for each in yaml.safe_load_all(carried_file(OPERATOR).read_text()) if each]
+    # The namespace stands in metadata, in subjects, and in the account that the admission policy is about.
+    text = carried_file(OPERATOR).read_text().replace(_NAMESPACE, namespace)
+    documents = [each for each in yaml.safe_load_all(text) if each]
     variables = {"KVTIER_CONNECTOR_IMAGE": connector_image, "KVTIER_JANITOR_IMAGE": janitor_image}
-    for document in documents:
-        _move(document, namespace)
-        for container in _containers(document):
-            container["image"] = image or container["image"]
-            set_here = {name: value for name, value in variables.items() if value}
-            rest = [each for each in container["env"] if each["name"] not in set_here]
-            container["env"] = [*rest, *({"name": name, "value": value} for name, value in set_here.items())]
+    deployment = next(each for each in documents if each["kind"] == "Deployment")
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        container["image"] = image or container["image"]
+        set_here = {name: value for name, value in variables.items() if value}
+        rest = [each for each in container["env"] if each["name"] not in set_here]
+        container["env"] = [*rest, *({"name": name, "value": value} for name, value in set_here.items())]
     if with_crd:
         # A kind must come before its objects, and a namespace before its content.
         documents.insert(0, yaml.safe_load(carried_file(CRD).read_text()))
@@ -95,21 +94,6 @@ def generate(  # noqa: PLR0913 - options
         rows = [(each["kind"], each["metadata"]["name"]) for each in documents]
         output.show(documents, output_format, lambda: output.columns([("KIND", "NAME"), *rows]))
     return FINE
-
-
-def _move(document: names.Manifest, namespace: str) -> None:
-    metadata = document["metadata"]
-    if document["kind"] == "Namespace":
-        metadata["name"] = namespace
-    if "namespace" in metadata:
-        metadata["namespace"] = namespace
-    for subject in document.get("subjects", ()):
-        subject["namespace"] = namespace
-
-
-def _containers(document: names.Manifest) -> Iterator[dict[str, Any]]:
-    if document["kind"] == "Deployment":
-        yield from document["spec"]["template"]["spec"]["containers"]
 
 
 @install.command(epilog=output.examples("kvtier install chart ./kvtier", "kvtier install chart /tmp/kvtier -o json"))

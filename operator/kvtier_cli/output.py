@@ -6,11 +6,14 @@ Answers go to standard output, as a page or as JSON or YAML. Progress goes to st
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -18,6 +21,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from kvtier_connector.store.scan import Tell, counted, readable_size
+from kvtier_operator import quantity
 
 FINE: Final = 0
 """Exit code: all is well, or done."""
@@ -30,12 +34,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REDRAW_SECONDS: Final = 0.2
 _FIRST_ETA_SECONDS: Final = 2.0
-_SPINNER: Final = "|/-\\"
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
-_SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", re.ASCII)
-_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[smhdw])+", re.ASCII)
+_SIZE: Final = re.compile(r"[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?", re.ASCII)
 
 
 def output_option(default: str = "table") -> Callable[[Function], Function]:
@@ -123,115 +123,62 @@ def tell_step(text: str) -> None:
 
 @contextmanager
 def progress(noun: str = "block") -> Iterator[Tell]:
-    """Yield a function that is told the progress of work, and show it on standard error if that is a terminal."""
+    """Yield a function that is told the progress of work, and show it on standard error if that is a terminal.
+
+    A thread of its own redraws the line, so that it moves also while nothing is told.
+    """
     if not sys.stderr.isatty():
         yield lambda _share, _count, _bytes: None
         return
-    line = _Line(noun)
-    line.start()
+    latest = deque([(0.0, 0, 0)], maxlen=1)
+    began, is_over = time.monotonic(), threading.Event()
+
+    def draw() -> None:
+        for sign in itertools.cycle("/-\\|"):
+            if is_over.wait(_REDRAW_SECONDS):
+                break
+            text = _progress_line(*latest[-1], took=time.monotonic() - began, noun=noun)
+            click.echo(f"\r\x1b[K{sign} {text}", err=True, nl=False, color=True)
+        click.echo("\r\x1b[K", err=True, nl=False, color=True)
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
     try:
-        yield line.tell
+        yield lambda *state: latest.append(state)
     finally:
-        line.end()
+        is_over.set()
+        thread.join()
 
 
-class _Line:
-    """One line that a thread of its own redraws, so that it moves also while nothing is told.
-
-    `tell` stores the last progress; the thread alone writes to standard error.
-    """
-
-    def __init__(self, noun: str) -> None:
-        self._noun = noun
-        self._began = time.monotonic()
-        self._state = (0.0, 0, 0)
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._draw, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def tell(self, share: float, count: int, size: int) -> None:
-        self._state = (share, count, size)
-
-    def end(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _draw(self) -> None:
-        drawn = 0
-        while not self._is_over.wait(_REDRAW_SECONDS):
-            drawn += 1
-            sys.stderr.write(f"\r\x1b[K{_SPINNER[drawn % len(_SPINNER)]} {self._text()}")
-            sys.stderr.flush()
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
-
-    def _text(self) -> str:
-        share, count, size = self._state
-        took = time.monotonic() - self._began
-        text = f"{duration(took)}  {share:4.0%}  {counted(count, self._noun)}"
-        if size:
-            text += f", {readable_size(size)}, {readable_size(size / max(took, 1e-3))}/s"
-        if took >= _FIRST_ETA_SECONDS and share > 0:
-            text += f", {duration(took / share - took)} left"
-        return text
+def _progress_line(share: float, count: int, size: int, *, took: float, noun: str) -> str:
+    text = f"{duration(took)}  {share:4.0%}  {counted(count, noun)}"
+    if size:
+        text += f", {readable_size(size)}, {readable_size(size / max(took, 1e-3))}/s"
+    if took >= _FIRST_ETA_SECONDS and share > 0:
+        text += f", {duration(took / share - took)} left"
+    return text
 
 
-class _Amount(click.ParamType[Any]):
-    """A type of option, read by a function that raises ValueError."""
-
-    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
-        self.name = name
-        self._read = read
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._read(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def size(text: str) -> int:
+    """Return the bytes of an option; refuse what is no size, with an example."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        hint = f"{text[:-1]} or {text[:-1]}i" if text[-1:] == "B" and _SIZE.fullmatch(text[:-1]) else "100Gi"
+        raise click.BadParameter(f"{text!r} is no size; write it as {hint}")
+    return quantity.parse_bytes(text)
 
 
-def parse_size(text: str) -> int:
-    """Return bytes.
-
-    Raises:
-        ValueError: the text is no size; the message has an example.
-    """
-    match = _AMOUNT.fullmatch(text)
-    if match is None or match[2] not in _SIZES:
-        unit = text[-2:-1]
-        hint = f"{text[:-1]} or {text[:-1]}i" if text[-1:] == "B" and unit in _SIZES and unit else "100Gi"
-        raise ValueError(f"{text!r} is no size; write it as {hint}")
-    return int(float(match[1]) * _SIZES[match[2]])
+def seconds(text: str) -> float:
+    """Return the seconds of an option; refuse what is no time above 0, with examples."""
+    with contextlib.suppress(ValueError):
+        if found := quantity.parse_seconds(text):
+            return found
+    raise click.BadParameter(f"{text!r} is no time of more than 0; write it as 7d, 12h, 1h30m or 90s")
 
 
-def parse_seconds(text: str) -> float:
-    """Return seconds.
-
-    Raises:
-        ValueError: the text is no time above 0; the message has examples.
-    """
-    seconds = sum(float(amount) * _TIMES[unit] for amount, unit in _AMOUNT.findall(text) if unit in _TIMES)
-    if _DURATION.fullmatch(text) is None or seconds <= 0:
-        raise ValueError(f"{text!r} is no time of more than 0; write it as 7d, 12h, 1h30m or 90s")
-    return seconds
-
-
-def parse_share(text: str) -> float:
-    """Return a share of one.
-
-    Raises:
-        ValueError: the text is no percentage; the message has an example.
-    """
+def share(text: str) -> float:
+    """Return a percentage as a share of one; refuse anything else, with an example."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
     if match is None or not 0 < float(match[1]) <= 100:  # noqa: PLR2004 - percent
-        raise ValueError(f"{text!r} is no share; write it as 90%")
+        raise click.BadParameter(f"{text!r} is no share; write it as 90%")
     return float(match[1]) / 100
-
-
-SECONDS = _Amount("time", parse_seconds)
-BYTES = _Amount("size", parse_size)
-SHARE = _Amount("share", parse_share)

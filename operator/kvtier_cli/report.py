@@ -15,7 +15,6 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -217,7 +216,7 @@ def report(tier: str | None, *, file: Path | None, logs: bool, output_format: st
 
 
 def _doctor(where: client.Where) -> str:
-    return json.dumps(redact_manifest([asdict(each) for each in doctor.examine(where)]), indent=2)
+    return json.dumps(redact_manifest([each._asdict() for each in doctor.examine(where)]), indent=2)
 
 
 def _page(document: dict[str, Any]) -> str:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import gzip
-import http.client
 import json
 import os
 import re
 import shutil
 import subprocess
 import threading
-import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+import urllib3
 
 from kvtier_cli import client, output
 from kvtier_cli.output import FINE, FOUND
@@ -147,19 +146,22 @@ def _parse(number: int, line: str) -> Prompt:
         raise click.UsageError(f"line {number}: is no JSON{place}; write one JSON value a line") from None
     if isinstance(found, str):
         found = {"prompt": found}
-    if not isinstance(found, dict):
-        raise click.UsageError(f'line {number}: must be an object with "messages" or "prompt", or a quoted text')
-    if "body" in found:
+    if isinstance(found, dict) and "body" in found:
         found = found["body"] if isinstance(found["body"], dict) else {}
-    if ("messages" in found) == ("prompt" in found):
-        raise click.UsageError(f'line {number}: must have one of "messages" and "prompt"')
-    is_chat = "messages" in found
-    if is_chat and not (found["messages"] and isinstance(found["messages"], list)):
-        raise click.UsageError(f"line {number}: messages must be a list of one message or more")
-    if not is_chat and not (found["prompt"] and isinstance(found["prompt"], str | list)):
-        raise click.UsageError(f"line {number}: prompt must be a text or a list of tokens, and not empty")
+    problem = ""
+    if not isinstance(found, dict):
+        problem = 'must be an object with "messages" or "prompt", or a quoted text'
+    elif ("messages" in found) == ("prompt" in found):
+        problem = 'must have one of "messages" and "prompt"'
+    elif "messages" in found and not (found["messages"] and isinstance(found["messages"], list)):
+        problem = "messages must be a list of one message or more"
+    elif "prompt" in found and not (found["prompt"] and isinstance(found["prompt"], str | list)):
+        problem = "prompt must be a text or a list of tokens, and not empty"
+    if problem:
+        raise click.UsageError(f"line {number}: {problem}")
     body = {name: value for name, value in found.items() if name not in _ABOUT_ANSWERS}
-    return Prompt(line=number, path=CHAT if is_chat else TEXT, body={**body, "max_tokens": 1, "temperature": 0})
+    path = CHAT if "messages" in found else TEXT
+    return Prompt(line=number, path=path, body={**body, "max_tokens": 1, "temperature": 0})
 
 
 def send(  # noqa: PLR0913 - keywords
@@ -203,8 +205,8 @@ class Endpoint:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise click.UsageError(f"{url}: must be http://HOST:PORT or the name of a tier")
-        self._url, self._parts = url, parts
-        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._url, self._path = url, parts.path
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def request(self, path: str, body: Mapping[str, Any] | None, *, times: int = 1) -> dict[str, Any]:
         """Return the answer to a request, which is sent `times` times over one connection.
@@ -212,34 +214,30 @@ class Endpoint:
         Raises:
             ClickException: no engine takes it; the message never repeats the prompt.
         """
-        data = None if body is None else json.dumps(body).encode()
-        problem = ""
-        for attempt in range(_TRIES):
-            time.sleep(RETRY_SECONDS * attempt)
-            try:
-                status, reason, text = self._send(path, data, times)
-                if status < _NOT_FINE:
-                    answer = json.loads(text)
-                    return answer if isinstance(answer, dict) else {}
-                problem = f"{path} answers {status} {reason}"
-                if status not in _BUSY:
-                    break
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                status, problem = 0, f"no engine answers at {self._url} ({type(error).__name__})"
+        method, status = "GET" if body is None else "POST", 0
+        retries = urllib3.Retry(
+            _TRIES - 1,
+            status_forcelist=_BUSY,
+            allowed_methods=None,
+            backoff_factor=RETRY_SECONDS,
+            raise_on_status=False,
+            respect_retry_after_header=False,
+        )
+        try:
+            with urllib3.connection_from_url(self._url, retries=retries, timeout=_ANSWER_SECONDS) as pool:
+                for _ in range(times):
+                    answer = pool.request(method, self._path + path, json=body, headers=self._headers)
+                    status, problem = answer.status, f"{path} answers {answer.status} {answer.reason}"
+                    if status >= _NOT_FINE:
+                        break
+                else:
+                    found = answer.json()
+                    return found if isinstance(found, dict) else {}
+        except (OSError, ValueError, urllib3.exceptions.HTTPError) as error:
+            why = type(getattr(error, "reason", None) or error).__name__
+            problem = f"no engine answers at {self._url} ({why})"
         hint = ": set the variable of --key-variable to the API key" if status in _LOCKED else ""
         raise click.ClickException(f"{problem}{hint}")
-
-    def _send(self, path: str, data: bytes | None, times: int) -> tuple[int, str, bytes]:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=_ANSWER_SECONDS)
-        with contextlib.closing(connection):
-            for _ in range(times):
-                connection.request("GET" if data is None else "POST", self._parts.path + path, data, self._headers)
-                with connection.getresponse() as answer:
-                    text = answer.read()
-                if answer.status >= _NOT_FINE:
-                    break
-            return answer.status, answer.reason, text
 
 
 @contextlib.contextmanager

@@ -70,7 +70,11 @@ def test_it_carries_definition_chart_samples_and_the_operator(wheel: Path, tmp_p
     documents = list(yaml.safe_load_all(done.stdout))
     assert [each["kind"] for each in documents][:2] == ["CustomResourceDefinition", "Namespace"]
     assert {each["metadata"].get("namespace", "elsewhere") for each in documents} == {"elsewhere"}
-    assert documents[-1]["spec"]["template"]["spec"]["containers"][0]["image"] == "example.org/operator:1"
+    (operator,) = (each for each in documents if each["kind"] == "Deployment")
+    assert operator["spec"]["template"]["spec"]["containers"][0]["image"] == "example.org/operator:1"
+    (policy,) = (each for each in documents if each["kind"] == "ValidatingAdmissionPolicy")
+    assert "'system:serviceaccount:elsewhere:kvtier-operator'" in policy["spec"]["matchConditions"][0]["expression"]
+    assert "kvtier-system" not in done.stdout
     assert run(wheel, "install", "chart", str(tmp_path / "chart")).returncode == 0
     assert (tmp_path / "chart" / "Chart.yaml").exists()
     refused = run(wheel, "install", "chart", str(tmp_path / "chart"))

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from cel_expr_python import cel
-from chart import NAMESPACE, render
+from chart import NAMESPACE, ROOT, render
 from test_golden import CASES, rendered
 
 from kvtier_operator import names
@@ -45,6 +46,13 @@ def service(name: str, *, is_owned: bool = False, **labels: str) -> dict[str, An
 
 
 OURS = names.labels(TIER, names.COMPONENT_ENGINE)
+
+
+def test_the_manifest_for_people_without_helm_has_the_same_policy() -> None:
+    documents = yaml.safe_load_all((ROOT / "docs" / "operator.yaml").read_text())
+    found = {each["kind"]: each["spec"] for each in documents if each["kind"].startswith("ValidatingAdmissionPolicy")}
+    assert found["ValidatingAdmissionPolicy"] == SPEC
+    assert found["ValidatingAdmissionPolicyBinding"]["validationActions"] == ["Deny"]
 
 
 @pytest.mark.parametrize("case", CASES)
