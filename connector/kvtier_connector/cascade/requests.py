@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Protocol
 
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import (
     Locality,
     Medium,
@@ -38,7 +39,7 @@ from kvtier_connector.contract.engine import TENANT_PARAMETER
 from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
 from kvtier_connector.vllm_adapter import metrics
-from kvtier_connector.vllm_adapter.lora import Adapter, AdapterIdentity, Adapters, Lora
+from kvtier_connector.vllm_adapter.lora import Adapter, AdapterIdentity, Adapters
 
 logger = init_logger("vllm.kvtier.hints")
 
@@ -315,7 +316,7 @@ class TierRequests:
         request: TierRequest | None = context.get_state(TierRequest)
         if request is None:
             tenant = find_tenant(context, self._tenant_source)
-            lora: Lora | None = context.get_state(Lora)
+            lora: LoRARequest | None = context.get_state(LoRARequest)
             adapter = None if lora is None else self._adapters.read(lora)
             media: Media | None = context.get_state(Media)
             request = TierRequest(context, self.tokens, tenant, locality=self._locality, adapter=adapter, media=media)

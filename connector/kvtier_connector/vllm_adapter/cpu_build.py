@@ -20,7 +20,6 @@ from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
-    CanonicalPageMapping,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
@@ -44,20 +43,12 @@ class _Tensor(NamedTuple):
     """[chunk, block in the chunk, byte]"""
 
 
-class _Run(NamedTuple):
-    """Bytes that lie together on both sides of a copy."""
-
-    engine: slice
-    """In the page of this worker."""
-    chunk: slice
-    """In its place in the chunk."""
-
-
 class _Ref(NamedTuple):
     """A layer, or several that share their bytes."""
 
     tensor: int
-    runs: tuple[_Run, ...]
+    runs: tuple[tuple[slice, slice], ...]
+    """Bytes that lie together on both sides: in the page of this worker, and in its place in the chunk."""
     size: int
     writers: int
     """Ranks that hold these bytes; they take turns to write them, block by block."""
@@ -150,7 +141,7 @@ class CpuCopyWorker(OffloadingWorker):
                     ),
                 )
             )
-        self._groups = [[_plan(ref, ref.mapping if is_canonical else None) for ref in group] for group in refs]
+        self._groups = [[_plan(ref, is_canonical=is_canonical) for ref in group] for group in refs]
         self._finished: list[TransferResult] = []
 
     @override
@@ -194,22 +185,21 @@ class CpuCopyWorker(OffloadingWorker):
         transfer_bytes = 0
         for where, refs in zip(groups, self._groups, strict=True):
             for ref in refs:
-                blocks, chunks, inner = _of_this_turn(where, ref, self._blocks_per_chunk) if is_store else where
+                blocks, chunks, inner = where
+                if is_store and ref.writers > 1:
+                    mine = (chunks * self._blocks_per_chunk + inner) % ref.writers == ref.turn
+                    blocks, chunks, inner = blocks[mine], chunks[mine], inner[mine]
                 held = self._tensors[ref.tensor]
                 # Bytes past the page are padding, which upstream does not copy either.
-                for run in ref.runs:
+                for in_page, in_chunk in ref.runs:
                     if is_store:
-                        held.chunks[chunks, inner, run.chunk] = held.engine[blocks, run.engine]
+                        held.chunks[chunks, inner, in_chunk] = held.engine[blocks, in_page]
                     else:
-                        held.engine[blocks, run.engine] = held.chunks[chunks, inner, run.chunk]
+                        held.engine[blocks, in_page] = held.chunks[chunks, inner, in_chunk]
                 transfer_bytes += len(blocks) * ref.size
+        seconds = time.perf_counter() - started
         self._finished.append(
-            TransferResult(
-                job_id=job_id,
-                success=True,
-                transfer_size=transfer_bytes,
-                transfer_time=time.perf_counter() - started,
-            )
+            TransferResult(job_id=job_id, success=True, transfer_size=transfer_bytes, transfer_time=seconds)
         )
         return True
 
@@ -224,7 +214,7 @@ class CpuBuildOffloadingSpec(CPUOffloadingSpec):
         if self._cpu_worker is None:
             clear_stale_regions()
             with explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk):
-                self._cpu_worker = make_worker(self, kv_caches, rank=self.config.parallel.rank)
+                self._cpu_worker = make_worker(self, kv_caches)
         return self._cpu_worker
 
 
@@ -239,23 +229,18 @@ def make_region(spec: CPUOffloadingSpec, *, rank: int | None) -> SharedOffloadRe
     )
 
 
-def make_worker(
-    spec: CPUOffloadingSpec,
-    kv_caches: CanonicalKVCaches,
-    *,
-    rank: int,
-    is_canonical: bool = False,
-    must_be_portable: bool = False,
-) -> CpuCopyWorker:
-    """Return the worker of a rank, with the region in /dev/shm that all of them share; as for `CpuCopyWorker`."""
-    region = make_region(spec, rank=rank)
+def make_worker(spec: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> CpuCopyWorker:
+    """Return the worker of a rank, with the region in /dev/shm that all of them share."""
+    config = spec.config
+    region = make_region(spec, rank=0 if spec.replicated_layout else config.parallel.rank)
     try:
         return CpuCopyWorker(
             kv_caches,
             blocks_per_chunk=spec.blocks_per_chunk,
             region=region,
-            is_canonical=is_canonical,
-            must_be_portable=must_be_portable,
+            is_canonical=config.canonical_layout,
+            # The directory is the same for every number of ranks.
+            must_be_portable=config.parallel.is_parallelism_agnostic,
         )
     except Exception:
         region.cleanup()
@@ -275,28 +260,16 @@ def _canonical_bytes(refs: Sequence[Sequence[CanonicalKVCacheRef]], *, must_be_p
     return sizes
 
 
-def _plan(ref: CanonicalKVCacheRef, mapping: CanonicalPageMapping | None) -> _Ref:
-    if mapping is None:
+def _plan(ref: CanonicalKVCacheRef, *, is_canonical: bool) -> _Ref:
+    if not is_canonical or ref.mapping is None:
         whole = slice(0, ref.page_size_bytes)
-        return _Ref(ref.tensor_idx, (_Run(whole, whole),), ref.page_size_bytes, writers=1, turn=0)
-    runs = tuple(
-        _Run(
-            _slice(run.local_offset + number * run.local_stride, run.fragment_size),
-            _slice(run.canonical_offset + number * run.canonical_stride, run.fragment_size),
-        )
-        for run in mapping.runs
-        for number in range(run.num_fragments)
-    )
-    return _Ref(ref.tensor_idx, runs, mapping.local_page_size_bytes, mapping.num_writers, mapping.writer_index)
-
-
-def _slice(start: int, size: int) -> slice:
-    return slice(start, start + size)
-
-
-def _of_this_turn(where: _Where, ref: _Ref, blocks_per_chunk: int) -> _Where:
-    """Return the blocks that this rank writes of those that others hold, too."""
-    if ref.writers == 1:
-        return where
-    mine = (where.chunks * blocks_per_chunk + where.inner) % ref.writers == ref.turn
-    return _Where(*(each[mine] for each in where))
+        return _Ref(ref.tensor_idx, ((whole, whole),), ref.page_size_bytes, writers=1, turn=0)
+    mapping = ref.mapping
+    runs = []
+    for run in mapping.runs:
+        for number in range(run.num_fragments):
+            in_page = run.local_offset + number * run.local_stride
+            in_chunk = run.canonical_offset + number * run.canonical_stride
+            size = run.fragment_size
+            runs.append((slice(in_page, in_page + size), slice(in_chunk, in_chunk + size)))
+    return _Ref(ref.tensor_idx, tuple(runs), mapping.local_page_size_bytes, mapping.num_writers, mapping.writer_index)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -35,13 +35,13 @@ logger = init_logger("vllm.kvtier.fingerprints")
 
 PREFIX: Final = "engine."
 """Begins the name of each fact in ``tier.json``."""
-WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _DESCRIPTIONS: Final = ("config.json", "adapter_config.json", "params.json", "quantize_config.json")
 _FILE_SAMPLES: Final = 16
 """Places of a file that are read. Training changes weights everywhere, so few places show it. A change of one tensor
 in a hundred may go unseen, so the documentation tells users to write a model's directory once."""
 _FILE_SAMPLE_BYTES: Final = 4096
-LAYOUT_ENV: Final = ("VLLM_KV_CACHE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
+_LAYOUT_ENV: Final = ("VLLM_KV_CACHE_LAYOUT", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
 """Variables by which backends lay KV or state out in another way."""
 _PIECE_WORDS: Final = 1 << 22
 """Words of a tensor that are summed at once: 32 MiB."""
@@ -90,7 +90,7 @@ def engine_facts(
         "kv_dtype": config.model.dtype,
         "kv_layout": config.kv_cache_layout,
         "backends": sorted({backend for each in declared for backend in each.backends}),
-        "layout_env": layout_env(),
+        "layout_env": {name: str(value) for name in _LAYOUT_ENV if (value := getattr(envs, name, None))},
         # Canonical rows are the same whatever the ranks hold.
         "layout": "canonical" if is_topology_free else sorted({each.layout for each in declared}),
         "is_layout_canonical": bool(config.canonical_layout),
@@ -154,56 +154,36 @@ def fingerprint_files(model: str, revision: str) -> str | None:
         model: Name on the hub, or a directory.
         revision: Branch, tag or commit that the user asked for.
     """
-    try:
-        directory = Path(model)
-        if directory.is_dir():
-            return _sample_files(directory)
-        found = cached_directory(model, revision, _DESCRIPTIONS)
-    except OSError as error:
-        logger.warning("The files of %s do not identify its weights: %s", model, error)
-        return None
-    return None if found is None else found.name
-
-
-def cached_directory(name: str, revision: str, files: Iterable[str]) -> Path | None:
-    """Return the directory of the hub's local cache that has one of these files of a revision; None without one."""
     # The import reads the environment, and takes a while.
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - takes a while
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415 - takes a while
 
-    for file in files:
-        try:
-            found = try_to_load_from_cache(name, file, revision=revision)
-        except HFValidationError:
-            return None
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
+    try:
+        directory = Path(model)
+        if directory.is_dir():
+            return _sample_files(directory)
+        files = [try_to_load_from_cache(model, file, revision=revision) for file in _DESCRIPTIONS]
+    except HFValidationError:
+        return None
+    except OSError as error:
+        logger.warning("The files of %s do not identify its weights: %s", model, error)
+        return None
+    return next((Path(file).parent.name for file in files if isinstance(file, str)), None)
 
 
 def _sample_files(directory: Path) -> str | None:
     """Return a digest of the description, and of sizes and samples of the weight files; None without weight files."""
     digest = hashlib.sha256()
-    has_weights = False
-    for path in sorted(each for each in directory.iterdir() if _is_of_model(each)):
-        has_weights |= path.suffix in WEIGHT_SUFFIXES
+    paths = [each for each in directory.iterdir() if each.suffix in _WEIGHT_SUFFIXES or each.name in _DESCRIPTIONS]
+    for path in sorted(paths):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb", buffering=0) as file:
             for turn in range(_FILE_SAMPLES):
                 file.seek(max(0, size - _FILE_SAMPLE_BYTES) * turn // (_FILE_SAMPLES - 1))
                 digest.update(file.read(_FILE_SAMPLE_BYTES))
+    has_weights = any(each.suffix in _WEIGHT_SUFFIXES for each in paths)
     return f"sha256:{digest.hexdigest()[:32]}" if has_weights else None
-
-
-def _is_of_model(path: Path) -> bool:
-    return path.suffix in WEIGHT_SUFFIXES or path.name in _DESCRIPTIONS
-
-
-def layout_env() -> dict[str, str]:
-    """Return the variables that lay KV out in another way than usual, as vLLM understands them."""
-    values = {name: getattr(envs, name, None) for name in LAYOUT_ENV}
-    return {name: str(value) for name, value in values.items() if value}
 
 
 def describe_layout(config: VllmConfig, kv_caches: Mapping[str, Any], blocks: int) -> tuple[tuple[str, ...], str]:
@@ -224,7 +204,7 @@ def describe_layout(config: VllmConfig, kv_caches: Mapping[str, Any], blocks: in
         shapes = [_shape(tensor, blocks) for tensor in tensors]
         backends.add(backend)
         found.append([name, backend, shapes])
-    text = json.dumps([found, layout_env()], separators=(",", ":"))
+    text = json.dumps(found, separators=(",", ":"))
     return tuple(sorted(backends)), hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -238,15 +218,11 @@ def _backend(layer: Any) -> str:
 
 def _shape(tensor: torch.Tensor, blocks: int) -> list[Any]:
     """Return type, shape and order of the dimensions; how many blocks there are depends on the room only."""
-    place = _block_dimension(tensor, blocks)
+    # The first dimension that can number the blocks, which a backend may cut into smaller ones.
+    place = next((number for number, size in enumerate(tensor.shape) if size and size % blocks == 0), 0)
     sizes = [-1 if number == place else size for number, size in enumerate(tensor.shape)]
     strides = [stride if stride < tensor.stride(place) else -1 for stride in tensor.stride()]
     return [str(tensor.dtype), sizes, strides]
-
-
-def _block_dimension(tensor: torch.Tensor, blocks: int) -> int:
-    """Return the first dimension that can number the blocks, which a backend may cut into smaller ones."""
-    return next((number for number, size in enumerate(tensor.shape) if size and size % blocks == 0), 0)
 
 
 def add_value(total: hashlib._Hash, name: str, value: Any) -> None:
@@ -286,30 +262,27 @@ class LoadedWeights:
         """
         self._runner = runner
         self._has_moving_experts = has_moving_experts
-        self._trace = _Trace([])
-        self._is_repacked = False
-        """True once a kernel has packed weights anew: nothing compares those with the packed ones of the start."""
-        self._has_changed = True
-        self._first = self._sum()
-        if self._first is not None:
-            self._note()
+        self._trace: _Trace | None = None
+        """The state that was compared last; None while the weights are not those of the start."""
+        self._first: str | None = None
+        self._first, self._trace = self._read()
+        self._has_packed = self._trace is not None and self._trace.has_packed
 
     @property
     def digest(self) -> str | None:
         """The digest of all weights of the start; None if a part is unreadable or packed by a kernel."""
-        is_whole = self._first is not None and not self._trace.packed
-        return self._first if is_whole else None
+        return None if self._has_packed else self._first
 
     @property
     def has_changed(self) -> bool:
         """True while the weights are not those of the start; waits for the device's answer to the last check."""
-        if not self._has_changed and not self._trace.is_same_sample():
+        if self._trace is not None and not self._trace.is_same_sample():
             self.check_all()
-        return self._has_changed
+        return self._trace is None
 
     def check(self) -> None:
         """Compare versions, addresses and a sample; `has_changed` has the result. Takes no device time to wait for."""
-        if self._has_changed:
+        if self._trace is None:
             return
         if self._trace.is_in_place():
             self._trace.sample()
@@ -318,87 +291,73 @@ class LoadedWeights:
 
     def check_all(self) -> None:
         """Compare all weights, which reads each once; afterwards `has_changed` may be False again."""
-        self._is_repacked |= self._trace.is_repacked()
-        total = self._sum()
-        self._has_changed = total is None or total != self._first or self._is_repacked
-        if not self._has_changed:
-            self._note()
+        total, trace = self._read()
+        self._trace = trace if total == self._first else None
 
-    def _note(self) -> None:
-        """Take the present state for that of the start."""
-        try:
-            self._trace = _Trace(list(self._entries()))
-            self._has_changed = False
-        except Exception:
-            logger.exception("The weights cannot be watched, so this engine serves without the volume")
-
-    def _sum(self) -> str | None:
-        """Return a digest of all readable weights, also of a draft model; None without any."""
-        if self._runner is None:
-            return None
+    def _read(self) -> tuple[str, _Trace] | tuple[None, None]:
+        """Return a digest of all weights and their trace; None for both if a part is unreadable."""
         total = hashlib.sha256()
         try:
-            for entry in self._entries():
-                tensor = entry.tensor
-                total.update(f"{entry.name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-                for part in _parts(tensor):
+            places = list(self._places())
+            for name, owner, key in places:
+                value = owner[key]
+                if not isinstance(value, torch.Tensor):
+                    # Identifies the packed weights in this process. The trace keeps the function.
+                    total.update(f"{name} {id(value)} ".encode())
+                    continue
+                total.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+                for part in _parts(value):
                     total.update(_sums(part))
+            return total.hexdigest(), _Trace([(owner, key) for _, owner, key in places])
         except Exception:
             # A tensor of an unknown kind costs sharing, and no request.
             logger.exception("The weights cannot be read, so this engine serves without the volume")
-            return None
-        return total.hexdigest()
+            return None, None
 
-    def _entries(self) -> Iterator[_Entry]:
-        drafter = next(
-            (found for name in ("drafter", "speculator") if (found := getattr(self._runner, name, None)) is not None),
-            None,
-        )
-        for model in (self._runner.get_model(), getattr(drafter, "model", None)):
+    def _places(self) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        """Return names of weights, also of a draft model, with the dictionary and the key of each.
+
+        By the dictionaries themselves, so that a check sees a tensor that was replaced.
+        """
+        drafters = [getattr(self._runner, name, None) for name in ("drafter", "speculator")]
+        for model in (self._runner.get_model(), *(getattr(each, "model", None) for each in drafters)):
             if not isinstance(model, torch.nn.Module):
                 continue
             for prefix, module in model.named_modules():
                 if self._has_moving_experts and hasattr(module, "get_expert_weights"):
                     continue
-                # By the dictionaries themselves, so that a check sees a tensor that was replaced.
-                parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - torch has no public view
-                passing = module._non_persistent_buffers_set  # noqa: SLF001 - see above
-                for name, tensor in parameters.items():
-                    if tensor is not None:
-                        yield _Entry(f"{prefix}.{name}", parameters, name, tensor, module)
-                for name, buffer in buffers.items():
-                    if buffer is not None and name not in passing:
-                        yield _Entry(f"{prefix}.{name}", buffers, name, buffer, module)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    owner: Mapping[str, Any]
-    key: str
-    tensor: torch.Tensor
-    module: torch.nn.Module
+                passing = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public view
+                owners: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - see above
+                found: list[tuple[dict[str, Any], str]] = [
+                    (owner, key)
+                    for owner in owners
+                    for key, tensor in owner.items()
+                    if tensor is not None and key not in passing
+                ]
+                # vLLM's CPU build packs a layer's weights into a function of the layer, and leaves an empty tensor.
+                if "cpu_linear" in vars(module) and not all(owner[key].numel() for owner, key in found):
+                    found.append((vars(module), "cpu_linear"))
+                for owner, key in found:
+                    yield f"{prefix}.{key}", owner, key
 
 
 class _Trace:
     """Versions, addresses and a sample of tensors at one time."""
 
-    def __init__(self, entries: Sequence[_Entry]) -> None:
+    def __init__(self, places: Sequence[tuple[Mapping[str, Any], str]]) -> None:
         """Note them; raise what torch raises of a tensor that cannot be read."""
-        self._owners = [each.owner for each in entries]
-        self._keys = [each.key for each in entries]
-        # Referenced, so that no other tensor can take the place of one that was freed. Storage that a trainer replaces
+        self._places = places
+        # Referenced, so that no other object can take the place of one that was freed. Storage that a trainer replaces
         # is freed with the next check.
-        self._tensors = [each.tensor for each in entries]
+        self._values = [owner[key] for owner, key in places]
+        tensors = [each for each in self._values if isinstance(each, torch.Tensor)]
+        self.has_packed = len(tensors) < len(places)
+        """True if a function holds weights of a layer."""
         # A tensor that was made in inference mode counts no versions.
-        self._counted = [each for each in self._tensors if not each.is_inference()]
+        self._counted = [each for each in tensors if not each.is_inference()]
         self._versions = list(map(_VERSION, self._counted))
-        self._parts = [part for each in self._tensors for part in _parts(each)]
+        self._parts = [part for each in tensors for part in _parts(each)]
         self._addresses = list(map(torch.Tensor.data_ptr, self._parts))
-        # vLLM's CPU build packs a layer's weights into a function of the layer, and leaves an empty tensor.
-        modules = {id(each.module): vars(each.module) for each in entries if not each.tensor.numel()}
-        self.packed = [(state, state["cpu_linear"]) for state in modules.values() if "cpu_linear" in state]
-        """By state of a layer, the function that holds its weights."""
         views: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         for part in self._parts:
             if part.numel():
@@ -408,18 +367,13 @@ class _Trace:
         self._sample = [torch.cat(each) for each in self._views]
         self._differences: list[tuple[torch.Tensor, torch.Event | None]] = []
 
-    def is_repacked(self) -> bool:
-        """Return whether a layer has another function for its packed weights."""
-        return not all(state.get("cpu_linear") is packed for state, packed in self.packed)
-
     def is_in_place(self) -> bool:
-        """Compare tensors, versions and addresses, without a look at contents."""
-        now = [owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True)]
+        """Compare objects, versions and addresses, without a look at contents."""
+        now = [owner.get(key) for owner, key in self._places]
         return (
-            all(map(operator.is_, now, self._tensors))
+            all(map(operator.is_, now, self._values))
             and list(map(_VERSION, self._counted)) == self._versions
             and list(map(torch.Tensor.data_ptr, self._parts)) == self._addresses
-            and not self.is_repacked()
         )
 
     def sample(self) -> None:

@@ -35,13 +35,6 @@ _WEIGHT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapt
 """Names of an adapter's weight file, in the order of vLLM's preference."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """The adapter of a request, as vLLM names it."""
-
-    request: LoRARequest
-
-
 class AdapterIdentity(NamedTuple):
     """Distinguishes the blocks of an adapter from those of the model and of other adapters."""
 
@@ -60,10 +53,9 @@ class AdapterReport(NamedTuple):
 
     number: int
     """vLLM's number of the adapter."""
-    question: int
-    """Number of the question; 0 for a change."""
     digest: str | None
     """Digest of the weights; None if vLLM cannot load them."""
+    is_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +63,18 @@ class AdapterOrders:
     """Orders to the workers for one step."""
 
     asked: Mapping[int, LoRARequest]
-    """By question, adapters to load, digest and watch."""
+    """By number, adapters to load, digest and watch."""
     begun: Mapping[str, tuple[int, Mapping[int, str]] | None]
     """By request whose load begins, its adapter's number and the digests by rank; None for the model itself."""
+    computed: Collection[str]
+    """Requests that this step computes for the first time since their load."""
     ended: Collection[str]
-    """Requests that were computed once after their load, or never will be."""
+    """Requests that ended before that."""
     dropped: Collection[int]
     """Adapters to watch no more: their blocks are not used."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Adapter:
     """One name and path of an adapter. The scheduler's thread only."""
 
@@ -90,17 +84,15 @@ class Adapter:
     """By rank, the digest of the weights."""
     is_mixed: bool = False
     """True once blocks of the same key may have come from different weights."""
-    question: int = 0
-    """Number of the open question; 0 without one."""
     missing: set[int] = field(default_factory=set)
-    """Ranks that have not answered the open question."""
+    """Ranks that were asked about it and have not answered."""
     identity: AdapterIdentity | None = None
     """None while the weights are unknown, and for a mixed adapter."""
 
     @property
     def is_pending(self) -> bool:
-        """True while a question is open; workers answer with the step that asks them."""
-        return self.question != 0
+        """True while an answer is missing; workers answer with the step that asks them."""
+        return bool(self.missing)
 
     def note(self, rank: int, digest: str, workers: int) -> None:
         """Record the digest that one rank reports."""
@@ -131,31 +123,28 @@ class Adapters:
         self._workers = workers
         self._needs_contents = groups > 1
         """True with several groups: vLLM cannot compute a request anew whose adapter was replaced after its load."""
-        self._adapters: dict[tuple[str, str], Adapter] = {}
-        self._of_number: dict[int, set[tuple[str, str]]] = {}
-        """Keys of the adapters that have had a number: vLLM may load another path in place."""
-        self._last_question = 0
-        self._asked: dict[int, LoRARequest] = {}
-        self._begun: dict[str, tuple[int, Mapping[int, str]] | None] = {}
+        self._of_number: dict[int, dict[tuple[str, str], Adapter]] = {}
+        """All names and paths that had vLLM's number of an adapter: vLLM may load another path in place."""
         self._loaded: set[str] = set()
         """Requests that were not computed since their load."""
-        self._computed: list[str] = []
+        self._asked: dict[int, LoRARequest] = {}
+        self._begun: dict[str, tuple[int, Mapping[int, str]] | None] = {}
         self._ended: list[str] = []
         self._dropped: set[int] = set()
 
-    def read(self, lora: Lora) -> Adapter:
+    def read(self, request: LoRARequest) -> Adapter:
         """Return the record of a request's adapter, and ask the workers about it if it is unknown."""
-        request = lora.request
         adapter = self._of(request)
+        number = request.lora_int_id
         if request.load_inplace:
-            self._mix(request.lora_int_id, "vLLM loads it in place, which reads its files in each step")
+            for each in self._of_number[number].values():
+                each.mix("vLLM loads it in place, which reads its files in each step")
+            self._dropped.add(number)
         elif self._needs_contents and not _CONTENTS.search(request.lora_path):
             adapter.mix("this model has several KV groups, and the path does not name the contents")
-        elif adapter.identity is None and not (adapter.is_mixed or adapter.question):
-            self._last_question += 1
-            adapter.question = self._last_question
+        elif adapter.identity is None and not (adapter.is_mixed or adapter.missing):
             adapter.missing = set(range(self._workers))
-            self._asked[adapter.question] = request
+            self._asked[number] = request
         return adapter
 
     def begin(self, name: str, request: LoRARequest | None) -> None:
@@ -171,43 +160,33 @@ class Adapters:
 
     def give_orders(self, scheduled: Collection[str]) -> AdapterOrders | None:
         """Return the orders for a step that computes these requests; None without any."""
-        # The requests of the step before: a worker may take up the orders before or after it loads adapters.
-        ended, self._ended = [*self._ended, *self._computed], []
-        self._computed = [name for name in self._loaded if name in scheduled and name not in self._begun]
-        self._loaded.difference_update(self._computed)
-        if not (self._asked or self._begun or ended or self._dropped):
+        computed = [name for name in self._loaded if name in scheduled and name not in self._begun]
+        self._loaded.difference_update(computed)
+        if not (computed or self.has_orders):
             return None
-        orders = AdapterOrders(self._asked, self._begun, ended, self._dropped)
-        self._asked, self._begun, self._dropped = {}, {}, set()
+        orders = AdapterOrders(self._asked, self._begun, computed, self._ended, self._dropped)
+        self._asked, self._begun, self._ended, self._dropped = {}, {}, [], set()
         return orders
 
     def take(self, reports: Mapping[int, Iterable[AdapterReport]]) -> None:
         """Record the reports of the workers, by rank."""
         for rank, each in ((rank, each) for rank, several in reports.items() for each in several):
-            for key in self._of_number.get(each.number, ()):
-                adapter = self._adapters[key]
+            for adapter in self._of_number[each.number].values():
                 if each.digest is not None:
                     adapter.note(rank, each.digest, self._workers)
                     if adapter.is_mixed:
                         self._dropped.add(each.number)
-                if each.question and each.question == adapter.question:
+                if each.is_answer:
                     adapter.missing.discard(rank)
-                    adapter.question = adapter.question if adapter.missing else 0
 
     @property
     def has_orders(self) -> bool:
         """True while the workers have orders to get."""
-        return bool(self._asked or self._begun or self._ended or self._computed or self._dropped)
-
-    def _mix(self, number: int, reason: str) -> None:
-        for key in self._of_number[number]:
-            self._adapters[key].mix(reason)
-        self._dropped.add(number)
+        return bool(self._asked or self._begun or self._ended or self._dropped)
 
     def _of(self, request: LoRARequest) -> Adapter:
         key = (request.lora_name, request.lora_path)
-        self._of_number.setdefault(request.lora_int_id, set()).add(key)
-        return self._adapters.setdefault(key, Adapter(*key))
+        return self._of_number.setdefault(request.lora_int_id, {}).setdefault(key, Adapter(*key))
 
 
 def _identify(name: str, path: str, digests: Mapping[int, str]) -> AdapterIdentity:
@@ -230,14 +209,11 @@ class _Watched:
 class LoadedAdapters:
     """The adapters of one worker. The worker's thread only."""
 
-    def __init__(self, runner: Any, rank: int) -> None:
-        """Store the model runner, which may be None, and the number of this worker."""
+    def __init__(self, runner: Any) -> None:
+        """Store the model runner, which may be None."""
         self._runner = runner
-        self._rank = rank
         self._watched: dict[int, _Watched] = {}
         self._asked: dict[int, LoRARequest] = {}
-        self._needed: dict[str, tuple[int, str | None]] = {}
-        """By request between its load and its first step, the adapter's number and the digest of its blocks."""
         self._reports: list[AdapterReport] = []
 
     def obey(self, orders: AdapterOrders) -> None:
@@ -245,16 +221,11 @@ class LoadedAdapters:
         self._asked.update(orders.asked)
         for number in orders.dropped:
             self._watched.pop(number, None)
-        for name in orders.ended:
-            self._needed.pop(name, None)
-        for name, needed in orders.begun.items():
-            if needed is not None:
-                self._needed[name] = needed[0], needed[1].get(self._rank)
 
     def look(self) -> None:
         """Load and digest what was asked, and compare what vLLM has in memory. Called after a step has computed."""
         asked, self._asked = self._asked, {}
-        for request in asked.values():
+        for number, request in asked.items():
             try:
                 # A waiting request needs the adapter in the next step, so vLLM would load it there.
                 self._runner.add_lora(request)
@@ -262,26 +233,22 @@ class LoadedAdapters:
                 # vLLM says more when it fails to load the adapter for the request itself.
                 logger.warning("The LoRA adapter %s cannot be loaded", request.lora_name)
             else:
-                self._watched.setdefault(request.lora_int_id, _Watched(request.lora_path))
+                self._watched.setdefault(number, _Watched(request.lora_path))
         if self._watched:
             self._compare()
-        for question, request in asked.items():
-            watched = self._watched.get(request.lora_int_id)
-            digest = None if watched is None else watched.digest
-            self._reports.append(AdapterReport(request.lora_int_id, question, digest))
+        self._reports += [AdapterReport(number, self._digest_of(number), is_answer=True) for number in asked]
 
     def take_reports(self) -> list[AdapterReport]:
         """Return the reports since the last call."""
         taken, self._reports = self._reports, []
         return taken
 
-    def is_replaced(self, name: str) -> bool:
-        """True if the blocks that were loaded for a request belong to other weights than its adapter has now."""
-        if name not in self._needed:
-            return False
-        number, digest = self._needed[name]
-        watched = self._watched.get(number)
-        return watched is None or digest is None or watched.digest != digest
+    def is_replaced(self, number: int, digest: str | None) -> bool:
+        """True unless the adapter of this number has the weights of this digest now."""
+        return digest is None or self._digest_of(number) != digest
+
+    def _digest_of(self, number: int) -> str | None:
+        return self._watched[number].digest if number in self._watched else None
 
     def _compare(self) -> None:
         in_memory = self._runner.get_model().lora_manager.list_adapters()
@@ -292,7 +259,7 @@ class LoadedAdapters:
             digest = digest_of(model)
             watched.model = weakref.ref(model)
             if watched.digest is not None and digest != watched.digest:
-                self._reports.append(AdapterReport(number, 0, digest))
+                self._reports.append(AdapterReport(number, digest))
             if digest != watched.digest and not _has_named_contents(watched.path):
                 logger.error("The files of a LoRA adapter are not those that its path names: %s", watched.path)
             watched.digest = digest

@@ -38,7 +38,6 @@ from kvtier_connector.cascade.requests import Salt
 from kvtier_connector.cascade.split import Split, Splits, Way
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared
-from kvtier_connector.vllm_adapter.lora import Lora
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.vllm_adapter.worker import KVTierMetadata, WorkerQuestion
@@ -166,7 +165,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status.max_load_tokens = status.max_load_tokens if hints.may_load else 0
         status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
         if (lora := request.lora_request) is not None:
-            status.req_context.set_state(Lora(lora))
+            status.req_context.set_state(lora)
         if request.mm_features:
             status.req_context.set_state(Media(request.mm_features, self._known_media))
         if hints.may_load and not request.skip_reading_prefix_cache:

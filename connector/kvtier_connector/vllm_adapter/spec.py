@@ -64,14 +64,7 @@ class KVTierSpec(TieringOffloadingSpec):
             if not current_platform.is_cpu():
                 return super().get_worker(kv_caches)
             if self._cpu_worker is None:
-                self._cpu_worker = make_worker(
-                    self,
-                    kv_caches,
-                    rank=0 if self.replicated_layout else self.config.parallel.rank,
-                    is_canonical=self.config.canonical_layout,
-                    # The directory is the same for every number of ranks.
-                    must_be_portable=self.config.parallel.is_parallelism_agnostic,
-                )
+                self._cpu_worker = make_worker(self, kv_caches)
         return self._cpu_worker
 
     def _is_with_ours(self) -> bool:

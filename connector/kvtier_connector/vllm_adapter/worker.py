@@ -131,6 +131,8 @@ class _Loaded:
     """GPU blocks that were loaded for it."""
     is_reported: bool = False
     """True once the scheduler knows that the load has ended."""
+    adapter: tuple[int, str | None] | None = None
+    """Number of its adapter and digest of the adapter's blocks; None for the model itself."""
 
 
 class KVTierWorker(OffloadingConnectorWorker):
@@ -151,8 +153,10 @@ class KVTierWorker(OffloadingConnectorWorker):
         """True once a report said that the weights have changed."""
         self._waited: set[int] = set()
         """GPU blocks that this step loads and computes with."""
-        self._adapters: LoadedAdapters | None = None
+        self._adapters = LoadedAdapters(None)
         self._loaded: dict[str, _Loaded] = {}
+        self._computed: Collection[str] = ()
+        """Requests that this step computes for the first time since their load."""
         self._replaced: set[str] = set()
         self.declared: Declared | None = None
         """Facts of this worker for the identity of the blocks; None before the KV caches are there."""
@@ -165,7 +169,7 @@ class KVTierWorker(OffloadingConnectorWorker):
         super().register_kv_caches(kv_caches)
         runner = find_model_runner()
         self._weights = LoadedWeights(runner, has_moving_experts=self.vllm_config.parallel_config.enable_eplb)
-        self._adapters = LoadedAdapters(runner, self.spec.config.parallel.rank)
+        self._adapters = LoadedAdapters(runner)
         backends, layout = describe_layout(self.vllm_config, kv_caches, self.kv_cache_config.num_blocks)
         self.declared = Declared(backends, layout, self._weights.digest)
 
@@ -194,11 +198,14 @@ class KVTierWorker(OffloadingConnectorWorker):
             if metadata.waited:
                 jobs = (job for job in metadata.load_jobs.values() if job.req_id in metadata.waited)
                 self._waited = {int(block) for job in jobs for block in job.dst_spec.block_ids}
-            if metadata.adapters is not None and self._adapters is not None:
+            if metadata.adapters is not None:
                 self._adapters.obey(metadata.adapters)
                 for name in metadata.adapters.ended:
                     self._loaded.pop(name, None)
-                self._loaded.update({name: _Loaded() for name in metadata.adapters.begun})
+                for name, begun in metadata.adapters.begun.items():
+                    adapter = None if begun is None else (begun[0], begun[1].get(self.spec.config.parallel.rank))
+                    self._loaded[name] = _Loaded(adapter=adapter)
+                self._computed = metadata.adapters.computed
             for job in metadata.load_jobs.values() if self._loaded else ():
                 if (loaded := self._loaded.get(job.req_id)) is not None:
                     assert isinstance(job.dst_spec, GPULoadStoreSpec)
@@ -208,7 +215,7 @@ class KVTierWorker(OffloadingConnectorWorker):
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         made = super().build_connector_worker_meta()
         weights = self._report_weights(is_reporting=made is not None)
-        reports = [] if self._adapters is None else self._adapters.take_reports()
+        reports = self._adapters.take_reports()
         question, self._declaring = self._declaring, 0
         declared = None if not question or self.declared is None else (question, self.declared)
         replaced, self._replaced = self._replaced, set()
@@ -239,44 +246,41 @@ class KVTierWorker(OffloadingConnectorWorker):
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent, _ = super().get_finished(finished_req_ids)
-        if self._adapters is not None:
-            self._adapters.look()
-        self._find_replaced()
+        self._adapters.look()
         waited, self._waited = self._waited, set()
-        if not (self._ended or waited):
-            return sent, set()
-        has_changed = self._weights is None or self._weights.has_changed
-        if has_changed:
-            self._unwritten |= waited
         under_way = set(self._load_jobs.values())
         received = {name for name in self._ended if name not in under_way}
+        is_due = received or waited or any(loaded.is_reported for loaded in self._loaded.values())
+        has_changed = bool(is_due) and (self._weights is None or self._weights.has_changed)
+        self._find_replaced(has_changed=has_changed)
+        if has_changed:
+            self._unwritten |= waited
         for name in received:
             unwritten = self._ended.pop(name)
-            if has_changed or (self._adapters is not None and self._adapters.is_replaced(name)):
+            loaded = self._loaded.get(name, _Loaded())
+            if has_changed or self._is_replaced(loaded) or (unwritten and not self._is_one_group):
                 self._failed.add(name)
-            elif unwritten:
-                if self._is_one_group:
-                    self._unwritten.update(unwritten)
-                else:
-                    self._failed.add(name)
-            elif (loaded := self._loaded.get(name)) is not None:
+            else:
+                self._unwritten.update(unwritten)
                 loaded.is_reported = True
         return sent, received
 
-    def _find_replaced(self) -> None:
+    def _is_replaced(self, loaded: _Loaded) -> bool:
+        return loaded.adapter is not None and self._adapters.is_replaced(*loaded.adapter)
+
+    def _find_replaced(self, *, has_changed: bool) -> None:
         """Have requests computed anew whose weights or adapter were replaced since their load was reported.
 
         vLLM finds the request by its GPU blocks, which works for models of one KV group. With several groups,
         `Adapters` keeps requests off the volume whose adapter may be replaced.
         """
-        reported = {name: loaded for name, loaded in self._loaded.items() if loaded.is_reported}
-        if not reported or self._adapters is None or self._weights is None or not self._is_one_group:
-            return
-        has_changed = self._weights.has_changed
-        for name, loaded in reported.items():
-            if has_changed or self._adapters.is_replaced(name):
+        for name, loaded in self._loaded.items():
+            if self._is_one_group and loaded.is_reported and (has_changed or self._is_replaced(loaded)):
                 self._unwritten |= loaded.blocks
                 self._replaced.add(name)
+        computed, self._computed = self._computed, ()
+        for name in computed:
+            self._loaded.pop(name, None)
 
     def take_unwritten(self) -> set[int]:
         """Return the GPU blocks of requests just reported that were not loaded."""

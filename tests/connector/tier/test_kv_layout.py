@@ -53,13 +53,6 @@ def test_a_state_that_is_laid_out_the_other_way_is_another_layout() -> None:
     assert describe_one(None, state)[1] != describe_one(None, [torch.zeros(BLOCKS, 24, 3), state[1]])[1]
 
 
-def test_a_variable_that_lays_out_kv_is_part_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = describe_one(attention())[1]
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    assert fingerprint.layout_env() == {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
-    assert describe_one(attention())[1] != before
-
-
 @pytest.mark.parametrize(
     ("declared", "field"),
     [

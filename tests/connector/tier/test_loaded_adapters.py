@@ -40,11 +40,11 @@ class Worker:
     def __init__(self, capacity: int = 2) -> None:
         model = SimpleNamespace()
         self.loras = RealFiles(capacity, model)
-        self.adapters = LoadedAdapters(SimpleNamespace(get_model=lambda: model, add_lora=self.loras.add_adapter), 0)
+        self.adapters = LoadedAdapters(SimpleNamespace(get_model=lambda: model, add_lora=self.loras.add_adapter))
 
     def ask(self, request: LoRARequest) -> str | None:
         """Return the digest that the worker answers."""
-        self.adapters.obey(AdapterOrders({1: request}, {}, (), ()))
+        self.adapters.obey(AdapterOrders({request.lora_int_id: request}, {}, (), (), ()))
         self.adapters.look()
         (report,) = self.adapters.take_reports()
         return report.digest
@@ -102,7 +102,7 @@ def test_an_adapter_is_digested_once_for_each_time_vllm_reads_it_and_not_when_no
     worker.ask(request_for(tmp_path / "adapter"))
     worker.changes()
     assert len(digested) == 1
-    worker.adapters.obey(AdapterOrders({}, {}, (), {request.lora_int_id}))
+    worker.adapters.obey(AdapterOrders({}, {}, (), (), {request.lora_int_id}))
     worker.loras.add_adapter(request)
     worker.changes()
     assert len(digested) == 1
