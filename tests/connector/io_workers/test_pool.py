@@ -288,6 +288,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced_and_its_task_is_late(pools: 
 
 
 def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(pools: Pools) -> None:
+    # Each read takes 0.1 s, and now and then half a second on a busy host; all of them take longer than the bound.
     pool = pools.make(workers=1, stuck_seconds=1.5, file_system="worker_fs:SlowFs")
     pool.write(1)
     pool.load(0, *[1] * 20)

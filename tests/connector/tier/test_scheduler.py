@@ -282,7 +282,8 @@ def test_a_request_that_waits_for_the_load_of_another_costs_no_look_up_and_share
     reader = restart(engines, fs=fs)
     reader.add("first", PROMPT)
     reader.add("second", PROMPT)
-    reader.run(lambda: reader.status("first") is WAITING and fs.waiting == 1)
+    # Which one loads depends on which lookup is answered first.
+    reader.run(lambda: WAITING in {reader.status("first"), reader.status("second")} and fs.waiting == 1)
     for _ in range(5):
         reader.step()
     calls = count_lookups(reader, monkeypatch)
@@ -292,7 +293,7 @@ def test_a_request_that_waits_for_the_load_of_another_costs_no_look_up_and_share
     fs.open_gate()
     finish(reader)
     assert reader.computed == {"first": REST, "second": REST}
-    assert {name for name, _ in reader.pieces} == {"first"}
+    assert len({name for name, _ in reader.pieces}) == 1
 
 
 def test_reading_begins_when_a_request_arrives(engines: Engines, writer: SimulatedEngine) -> None:
