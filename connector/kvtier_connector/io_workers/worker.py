@@ -32,8 +32,9 @@ from kvtier_connector.io_workers.buffers import MappedRows, Region, RowBuffers, 
 from kvtier_connector.io_workers.task_table import NO_TICKET, TOKEN, Current, TaskTable
 from kvtier_connector.io_workers.tasks import REPLY, Answer, Lane, Task, decode_task, encode_answer
 from kvtier_connector.store.blockstore import BlockStore, StoreFault
-from kvtier_connector.store.fs import FileSystem, is_in_memory, is_page_aligned
+from kvtier_connector.store.fs import FileSystem, is_page_aligned
 from kvtier_connector.store.header import Fault
+from kvtier_connector.store.mounts import is_in_memory
 
 logger = logging.getLogger("vllm.kvtier.io_workers")
 

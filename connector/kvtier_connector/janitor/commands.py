@@ -41,7 +41,6 @@ from kvtier_connector.store.layout import (
     adapter_name_label,
     is_tenant,
     parse_block_path,
-    parse_earlier_block_path,
     tenant_of,
 )
 from kvtier_connector.store.scan import (
@@ -65,7 +64,7 @@ _MOST_PASSES = 10
 _NO_AGE_SECONDS = -1e9
 """A partial file matches also if its time is ahead of this clock."""
 
-_OTHER_RELEASES = frozenset({Fault.OUTDATED, Fault.VERSION, Fault.ALGORITHM})
+_OTHER_RELEASES = frozenset({Fault.VERSION, Fault.ALGORITHM})
 """Intact headers that this release cannot read."""
 
 
@@ -242,7 +241,7 @@ class _Purging:
             unread=unread,
             on_share=self._progress.reach,
         )
-        entries = (each for each in map(_with_earlier, found) if self._may_match(each))
+        entries = (each for each in found if self._may_match(each))
         if self._adapter is None:
             yield from entries
             return
@@ -293,13 +292,6 @@ class _Purging:
             f"{path}: blocks of another release do not tell their adapter; purge this generation with --generation "
             f"{self._root.name}"
         )
-
-
-def _with_earlier(entry: _Entry) -> _Entry:
-    """Return a block of an earlier format as a block: it holds the same."""
-    is_earlier = isinstance(entry, Leftover) and entry.kind is LeftoverKind.EARLIER
-    key = parse_earlier_block_path(entry.path) if is_earlier else None
-    return entry if key is None else BlockEntry(key, entry.path, entry.size, entry.mtime_ns)
 
 
 class CommandResult(NamedTuple):

@@ -39,7 +39,7 @@ from kvtier_connector.store.layout import (
     parse_block_path,
     tenant_directory,
 )
-from kvtier_connector.store.volume_profile import mount_of
+from kvtier_connector.store.mounts import mount_of
 
 _FILES_AT_ONCE = 512
 _BUNDLE = 32

@@ -30,13 +30,14 @@ from kvtier_connector.store.fs import (
     READ_FLAGS,
     DirectIo,
     FileSystem,
+    VolumeProfile,
     make_directories,
     new_token,
-    read_block,
     read_page,
     write_block,
+    write_profile,
 )
-from kvtier_connector.store.volume_profile import VolumeProfile, advice, mount_of, write_profile
+from kvtier_connector.store.mounts import advice, mount_of
 
 FILE_BYTES = 4 << 20
 """Length of each file, about that of a block file."""
@@ -164,7 +165,7 @@ def _try(
     def read(path: str, buffer: memoryview) -> int:
         fd = fs.open(path, READ_FLAGS | direct.flag(buffer))
         try:
-            return read_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=bool(direct.flag(buffer)))
+            return fs.preadv(fd, [buffer], 0)
         finally:
             fs.close(fd)
 
@@ -172,7 +173,8 @@ def _try(
         fd = fs.open(path, READ_FLAGS)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            return read_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=False, piece_bytes=PIECE_BYTES)
+            starts = range(0, buffer.nbytes, PIECE_BYTES)
+            return sum(fs.preadv(fd, [buffer[start : start + PIECE_BYTES]], start) for start in starts)
         finally:
             fs.close(fd)
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier_connector.contract import engine
+from kvtier_connector.store.fs import VolumeProfile
 from kvtier_connector.store.header import WIDTHS
 from kvtier_connector.store.layout import ALIGNMENT
-from kvtier_connector.store.volume_profile import VolumeProfile
 
 PIECE_BYTES = 1 << 19
 """So much of a payload is packed by itself: with its planes it stays in the core's cache."""

@@ -13,18 +13,20 @@ import copy
 import ctypes
 import errno
 import functools
+import json
 import mmap
 import os
-import re
 import stat
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from kvtier_connector.store.layout import ALIGNMENT, partial_path
+from kvtier_connector.store.mounts import is_in_memory, mount_of
 
 FILE_MODE = 0o640
 """The group is that of the pods of one tier: engines and the janitor may run as different users."""
@@ -48,18 +50,17 @@ NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESPIPE, errno
 _DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 """For a directory through which others are reached: a link to one is none."""
 
+PROFILE_FILE = "volume.json"
+"""Name of the measurements of a volume, in the directory of the tier."""
+
 _NO_ATTRIBUTE = "user.kvtier"
 """No file has it."""
 
+_MOST_PROFILE_BYTES = 4096
 _DIRECTORY_PAUSES = (0.01, 0.05, 0.2)
 """Seconds before a directory is made in one that is said to be there and not to be there."""
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-
-_ESCAPED = re.compile(r"\\([0-7]{3})")
-_LEFT_FIELDS: Final = 6
-_RIGHT_FIELDS: Final = 3
-"""Fewest fields of a line of /proc/self/mountinfo, on either side of its dash."""
 
 
 class FileSystem:
@@ -82,8 +83,7 @@ class FileSystem:
         That is the mount point above the path. On the root file system it is the directory above the path: that
         one may be reached through links, but may not be one.
         """
-        mount = find_mount(directory)
-        base = mount.point if mount else ""
+        base = mount_of(directory).point
         if not base:
             base = directory.rstrip("/").rpartition("/")[0]
             above, _, name = base.rpartition("/")
@@ -189,17 +189,6 @@ class FileSystem:
             os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
             _mend_mode(name, directory)
 
-    def mkdir_plainly(self, path: str) -> None:
-        """Make a directory with what the umask and the volume leave of mode 2770."""
-        with self._at(path) as (directory, name):
-            os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
-
-    def mend_mode(self, path: str) -> bool:
-        """Give a directory mode 2770 as far as the volume lets us; return whether it had it."""
-        with contextlib.suppress(OSError), self._at(path) as (directory, name):
-            return _mend_mode(name, directory)
-        return False
-
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
         with self._at(path) as (directory, name):
@@ -249,11 +238,11 @@ class FileSystem:
             error.filename = path
             if error.errno not in {errno.ELOOP, errno.ENOTDIR}:
                 raise
-            for given in self._given:
-                if f"{real}/".startswith(f"{given}/") and not _is_plain(given):
-                    message = f"{given} is a link, or no directory; nothing is done through a link: name what it names"
-                    raise OSError(errno.ELOOP, message, path) from error
-            if error.errno == errno.ELOOP and not _is_link(real):
+            link = _find_link(real)
+            if any(f"{given}/".startswith(f"{link}/") for given in self._given) and link:
+                message = f"{link} is a link; nothing is done through a link: name what it names"
+                raise OSError(errno.ELOOP, message, path) from error
+            if error.errno == errno.ELOOP and link != real:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
             raise
 
@@ -308,30 +297,10 @@ def _open(real: str, flags: int) -> int:
     return int(fd)
 
 
-def _is_plain(real: str) -> bool:
-    """Return whether a real path is that of a directory, or of nothing at all, and no part of it is a link."""
-    try:
-        os.close(_open_step_by_step(real, _DIRECTORY_FLAGS))
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _is_link(real: str) -> bool:
-    """Return whether the last part of a path is a link, and no part before it."""
-    above, _, name = real.rpartition("/")
-    try:
-        directory = _open_step_by_step(above, _DIRECTORY_FLAGS)
-    except OSError:
-        return False
-    try:
-        return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
-    finally:
-        os.close(directory)
+def _find_link(real: str) -> str:
+    """Return the shortest part of a path that is a link, for a message; empty if none is."""
+    ends = [place for place, letter in enumerate(real) if letter == "/" and place] + [len(real)]
+    return next((real[:end] for end in ends if os.path.islink(real[:end])), "")  # noqa: PTH114 - text in, text out
 
 
 def _open_step_by_step(real: str, flags: int) -> int:
@@ -366,18 +335,17 @@ def _openat2() -> Callable[..., int] | None:
     return found
 
 
-def _mend_mode(name: str, directory: int | None) -> bool:
+def _mend_mode(name: str, directory: int | None) -> None:
     # A new directory has the set-group-ID bit from the directory above, never from the call. So its mode is compared
     # first: a change of mode asks every server of some file systems, and others refuse it.
     with contextlib.suppress(OSError):
         if stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode) == DIRECTORY_MODE:
-            return True
+            return
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
         try:
             os.fchmod(fd, DIRECTORY_MODE)
         finally:
             os.close(fd)
-    return False
 
 
 @functools.cache
@@ -482,60 +450,6 @@ class DirectIo:
             abandon(self._fs, fd, path)
 
 
-def is_in_memory(device: int) -> bool:
-    """Return whether the files of a device, by its number, lie in memory; False where the system does not tell."""
-    numbers = f"{os.major(device)}:{os.minor(device)}"
-    return any(mount.device == numbers and mount.type in {"tmpfs", "ramfs"} for mount in _mounts(_mount_table()))
-
-
-class MountEntry(NamedTuple):
-    """One line of /proc/self/mountinfo."""
-
-    device: str
-    point: str
-    type: str
-    source: str
-    options: str
-    """Options of the file system and of the mount, separated by commas."""
-
-
-def find_mount(path: str, *, table: str | None = None) -> MountEntry | None:
-    """Return the mount of an absolute path, without a call to the volume, which could hang.
-
-    Args:
-        path: It need not exist.
-        table: Text to use instead of /proc/self/mountinfo.
-    """
-    found = None
-    for mount in _mounts(_mount_table() if table is None else table):
-        # A later mount on the same place hides an earlier one.
-        if f"{path}/".startswith(f"{mount.point}/") and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
-    return found
-
-
-def _mount_table() -> str:
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - one file
-            return mounts.read()
-    except OSError:
-        return ""
-
-
-def _mounts(table: str) -> Iterator[MountEntry]:
-    for line in table.splitlines():
-        # number, parent, device, root, mount point, options, more of them, "-", type, source, options
-        left, _, right = line.partition(" - ")
-        fields, rest = left.split(), right.split(" ")
-        if len(fields) >= _LEFT_FIELDS and len(rest) >= _RIGHT_FIELDS:
-            point, source = _unescaped(fields[4]).rstrip("/"), _unescaped(rest[1])
-            yield MountEntry(fields[2], point, rest[0], source, f"{rest[2]},{fields[5]}")
-
-
-def _unescaped(text: str) -> str:
-    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), text)
-
-
 def abandon(fs: FileSystem, fd: int, path: str) -> None:
     """Close and remove a file that is not wanted after all, as far as the system lets us."""
     try:
@@ -547,43 +461,12 @@ def abandon(fs: FileSystem, fd: int, path: str) -> None:
             fs.unlink(path)
 
 
-def read_block(  # noqa: PLR0913 - all but three have a default or are keywords
-    fs: FileSystem,
-    fd: int,
-    buffers: tuple[memoryview, memoryview],
-    *,
-    is_direct: bool,
-    piece_bytes: int = 0,
-    is_wanted: Callable[[int], bool] | None = None,
-) -> int:
-    """Read a file from its start into a header page and a payload; return the bytes read, fewer if the file ends.
-
-    Args:
-        fs: The system calls.
-        fd: The open file.
-        buffers: The page and the memory for the payload.
-        is_direct: Whether the file was opened with O_DIRECT.
-        piece_bytes: How much of the payload one call asks for, a multiple of the page; 0 asks for all of it.
-        is_wanted: Called after each call with the number of bytes read so far; False stops.
-    """
-    wanted = sum(buffer.nbytes for buffer in buffers)
-    step = ALIGNMENT if is_direct else 1
-    done = 0
-    while done < wanted:
-        reached = done + fs.preadv(fd, _rest(buffers, done, piece_bytes), done)
-        # O_DIRECT continues at page boundaries only, so the last piece may be read twice.
-        next_start = reached if reached == wanted else reached - reached % step
-        if next_start <= done:
-            return reached
-        done = next_start
-        if is_wanted is not None and not is_wanted(done):
-            return done
-    return done
-
-
 def read_page(fs: FileSystem, fd: int, page: memoryview) -> int:
     """Read a file's first page through the page cache; return the bytes read, fewer if the file ends."""
-    return read_block(fs, fd, (page, page[:0]), is_direct=False)
+    done = 0
+    while done < page.nbytes and (count := fs.preadv(fd, [page[done:]], done)):
+        done += count
+    return done
 
 
 def write_block(
@@ -593,29 +476,22 @@ def write_block(
 
     With `end_first` the last page is written first, and once more in its turn: see `Mount.is_end_written_first`.
     """
-    wanted = sum(buffer.nbytes for buffer in buffers)
     page, payload = buffers
+    wanted = page.nbytes + payload.nbytes
     last = (wanted - 1) // ALIGNMENT * ALIGNMENT
     if end_first and last > page.nbytes:
         # How much of it the system takes does not matter.
         fs.pwritev(fd, [payload[last - page.nbytes :]], last)
-    step = ALIGNMENT if is_direct else 1
     done = 0
     while done < wanted:
-        reached = done + fs.pwritev(fd, _rest(buffers, done), done)
-        next_start = reached if reached == wanted else reached - reached % step
+        rest = [page[done:], payload] if done < page.nbytes else [payload[done - page.nbytes :]]
+        reached = done + fs.pwritev(fd, rest, done)
+        # O_DIRECT continues at page boundaries only, so the last piece may be written twice.
+        next_start = reached - reached % ALIGNMENT if is_direct and reached < wanted else reached
         if next_start <= done:
             # Nothing sensible is left but to ask again for ever; a full volume says so by itself.
             raise OSError(errno.EIO, f"the system took {reached - done} of {wanted - done} bytes")
         done = next_start
-
-
-def _rest(buffers: tuple[memoryview, memoryview], done: int, piece_bytes: int = 0) -> list[memoryview]:
-    """Return what is still to be moved, but no more of the payload than a piece."""
-    page, payload = buffers
-    start = max(0, done - page.nbytes)
-    part = payload[start : start + piece_bytes] if piece_bytes else payload[start:]
-    return [page[done:], part] if done < page.nbytes else [part]
 
 
 _PIECE_BYTES = 1 << 22
@@ -660,3 +536,50 @@ def write_all(fs: FileSystem, fd: int, data: memoryview, offset: int = 0) -> int
     while done < data.nbytes:
         done += fs.pwritev(fd, [data[done : done + _PIECE_BYTES]], offset + done)
     return offset + done
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeProfile:
+    """Measurements of the preflight; None and 0 where nothing was measured, or the choice made no difference.
+
+    It is advice: a process that finds none, or cannot read it, measures the volume itself.
+    """
+
+    direct_io: bool | None = None
+    """Whether to bypass the page cache."""
+    read_bytes_per_second: int = 0
+    """Rate at which one node reads a few files at a time."""
+    write_bytes_per_second: int = 0
+    """Rate at which one node writes a few files at a time."""
+
+
+def write_profile(fs: FileSystem, tier_dir: str, profile: VolumeProfile) -> None:
+    """Replace the file; raise OSError where the volume does not take it."""
+    with replacing(fs, f"{tier_dir}/{PROFILE_FILE}") as fd:
+        write_all(fs, fd, memoryview(json.dumps(asdict(profile), sort_keys=True).encode()))
+
+
+def read_profile(fs: FileSystem, tier_dir: str) -> VolumeProfile:
+    """Return the measurements in the file; an empty profile if there is no file, or its content cannot be used."""
+    buffer = memoryview(bytearray(_MOST_PROFILE_BYTES))
+    try:
+        fd = fs.open(f"{tier_dir}/{PROFILE_FILE}", READ_FLAGS)
+        try:
+            document = json.loads(bytes(buffer[: fs.preadv(fd, [buffer], 0)]))
+        finally:
+            with contextlib.suppress(OSError):
+                fs.close(fd)
+    except (OSError, ValueError, RecursionError):
+        return VolumeProfile()
+    if not isinstance(document, dict):
+        return VolumeProfile()
+    found = document.get("direct_io")
+    return VolumeProfile(
+        direct_io=found if isinstance(found, bool) else None,
+        read_bytes_per_second=_rate(document.get("read_bytes_per_second")),
+        write_bytes_per_second=_rate(document.get("write_bytes_per_second")),
+    )
+
+
+def _rate(found: object) -> int:
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0

@@ -37,7 +37,6 @@ from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, Leftove
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
     LeftoverKind.QUARANTINED: "a reader found it damaged and moved it away; it can be removed",
-    LeftoverKind.EARLIER: "an earlier format has blocks there, and this release looks for none; it can be removed",
     LeftoverKind.FOREIGN: "no part of a tier; move it elsewhere",
 }
 _MOVED = "a reader moves it away, and the block is computed again"
@@ -45,8 +44,7 @@ EXPLAINED = {
     Fault.EMPTY: f"it has no bytes, as after a power failure; {_MOVED}",
     Fault.TRUNCATED: f"it ends too early; {_MOVED}",
     Fault.MAGIC: f"it does not begin as a block does; {_MOVED}",
-    Fault.VERSION: "a later release wrote it; readers of that one serve it",
-    Fault.OUTDATED: f"an earlier release wrote it; {_MOVED}",
+    Fault.VERSION: "another release wrote it; readers of that one serve it",
     Fault.HEADER: f"its header is damaged; {_MOVED}",
     Fault.KEY: f"it holds another block than its name says; {_MOVED}",
     Fault.GENERATION: f"it was written for another generation than its directory's, or for other weights; {_MOVED}",
@@ -127,10 +125,6 @@ def check_generation(  # noqa: PLR0913 - keywords with defaults
         if header.packing != NOT_PACKED:
             saved.append(header.block_bytes - header.payload_bytes)
 
-    if any(problem.kind == Fault.OUTDATED.value for problem in problems):
-        # Said once: each of its blocks is of the earlier format, too.
-        progress.finish()
-        return FsckReport(0, 0, tuple(problems))
     try:
         for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring, progress, note):
             if isinstance(entry, FsckProblem):
@@ -271,9 +265,6 @@ def _identity_problems(fs: FileSystem, root: Path) -> list[FsckProblem]:
     if document is None:
         return [FsckProblem(TIER_FILE, "identity", f"none in {root}, nor below: give a directory that holds a tier")]
     version = document.get("format")
-    if isinstance(version, int) and version < FORMAT_VERSION:
-        message = f"an earlier release wrote this generation, in format {version}: no block of it was looked at"
-        return [FsckProblem(TIER_FILE, Fault.OUTDATED.value, f"{message}, and this release serves none")]
     if version != FORMAT_VERSION or not isinstance(document.get("digest"), str):
         return [FsckProblem(TIER_FILE, "identity", f"format {version!r} is not {FORMAT_VERSION}, or no digest")]
     if document["digest"] != root.absolute().name:

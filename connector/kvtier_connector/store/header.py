@@ -146,9 +146,7 @@ class Fault(enum.Enum):
     MAGIC = "magic"
     """The first four bytes are not ours: the file is zero-filled, overwritten or foreign."""
     VERSION = "version"
-    """An intact header of a format version that this release does not know; a newer release wrote it."""
-    OUTDATED = "outdated"
-    """An intact header of an earlier format version, which no reader of this generation ever serves."""
+    """An intact header of another format version: another release wrote it."""
     HEADER = "header"
     """The header's own checksum is wrong, or a field in it makes no sense."""
     KEY = "key"
@@ -321,7 +319,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header | Fault:
         return Fault.HEADER
     fields = _FIELDS.unpack_from(data)
     if fields[1] != FORMAT_VERSION:
-        return Fault.VERSION if fields[1] > FORMAT_VERSION else Fault.OUTDATED
+        return Fault.VERSION
     header = _build(fields)
     if header is None:
         return Fault.HEADER

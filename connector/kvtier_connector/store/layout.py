@@ -51,15 +51,9 @@ _BLOCK = re.compile(
     r"(?P<hash>(?P=first)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
     re.ASCII,
 )
-_EARLIER_BLOCK = re.compile(
-    rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{BLOCKS}/(?P<first>[0-9a-f]{{3}})/(?P<next>[0-9a-f]{{2}})/"
-    r"(?P<hash>(?P=first)(?P=next)[0-9a-f]+)_g(?P<group>0|[1-9][0-9]{0,9})\.kvb",
-    re.ASCII,
-)
 _JOURNAL = re.compile(rf"{JOURNAL}/(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})\.kvj", re.ASCII)
 _QUARANTINED = re.compile(rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{QUARANTINE}/[^/]+", re.ASCII)
-_PARTIAL = re.compile(r"(?:.*/)?\..+\.[0-9a-f]{32}-partial|.+\.[0-9a-f]{32}\.partial", re.ASCII | re.DOTALL)
-"""The second form is of earlier releases."""
+_PARTIAL = re.compile(r"(?:.*/)?\..+\.[0-9a-f]{32}-partial", re.ASCII | re.DOTALL)
 
 
 class BlockKey(NamedTuple):
@@ -178,15 +172,7 @@ def block_path(key: BlockKey) -> str:
 
 def parse_block_path(relative: str) -> BlockKey | None:
     """Return the key of a path made by `block_path`, None for any other path."""
-    return _key_of(_BLOCK.fullmatch(relative))
-
-
-def parse_earlier_block_path(relative: str) -> BlockKey | None:
-    """Return the key of a path that a block of a format before 4 has, in two levels; None for any other path."""
-    return _key_of(_EARLIER_BLOCK.fullmatch(relative))
-
-
-def _key_of(match: re.Match[str] | None) -> BlockKey | None:
+    match = _BLOCK.fullmatch(relative)
     if match is None or len(match["hash"]) % 2:
         return None
     key = BlockKey(bytes.fromhex(match["hash"]), int(match["group"]), match["tenant"] or "")

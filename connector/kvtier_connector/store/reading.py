@@ -12,15 +12,21 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
-from typing import NamedTuple, TypedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from kvtier_connector.store.compression import Codec
-from kvtier_connector.store.crypto import Keyring, PayloadReader, begin_reading, can_read, can_unpack
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem, make_directories, new_token, read_block, read_page
+from kvtier_connector.store.crypto import Keyring, begin_reading, can_read, can_unpack
+from kvtier_connector.store.fs import (
+    READ_FLAGS,
+    FileSystem,
+    make_directories,
+    new_token,
+    read_page,
+)
 from kvtier_connector.store.header import HEADER_BYTES, NOT_PACKED, Fault, Header, decode_header, misplaced
-from kvtier_connector.store.layout import BlockKey, Home, block_path, home_of, quarantine_path
-from kvtier_connector.store.volume_profile import mount_of
+from kvtier_connector.store.layout import ALIGNMENT, BlockKey, Home, block_path, home_of, quarantine_path
+from kvtier_connector.store.mounts import mount_of
 
 PIECE_BYTES = 1 << 20
 """Through the page cache, this much is read and verified before more is read: it is still in the core's cache then."""
@@ -29,66 +35,90 @@ _MAPPED_PIECE_BYTES = 1 << 19
 
 Take = Callable[[int, memoryview], bool]
 """Takes the block's bytes from an offset on, before they are verified; False ends the read. The memory is reused."""
-Codecs = Callable[[], Codec]
-"""Makes the codec of the calling thread, or returns it."""
 
 
-class Handing(TypedDict):
-    """How a block that is read is handed on."""
+class Expected(NamedTuple):
+    """The block that a reader expects in a file, and the means to decode it."""
 
-    take: Take
+    key: BlockKey
+    home: Home
     keyring: Keyring | None
-    """With what it is decrypted."""
-    codecs: Codecs
-    """With what it is decompressed."""
+    codec: Callable[[], Codec]
+    """Returns the codec of the calling thread."""
 
 
-def read_whole(  # noqa: PLR0913 - keywords
+def read_verified(  # noqa: PLR0913 - keywords
     fs: FileSystem,
     fd: int,
-    key: BlockKey,
-    home: Home,
+    expected: Expected,
     *,
     page: memoryview,
-    target: memoryview,
+    buffer: memoryview,
+    take: Take | None,
     is_direct: bool,
-    keyring: Keyring | None = None,
-    codecs: Codecs,
-    take: Take | None = None,
 ) -> int | Fault | None:
-    """Read a block into `target` with one request and verify it; return the bytes read, or the fault.
+    """Read a block, verify it, and hand it on piece by piece; return the bytes read, or the fault.
 
-    A device is fastest with one large request, so this is the way for O_DIRECT. A compressed block is read into the
-    start of `target`. With `take` the verified block is handed on, and None means that `take` ended that.
+    The pieces are worth nothing unless the answer is a number. A device is fastest with one large request, so a file
+    that was opened with O_DIRECT is read whole. Others are read in pieces, or where they lie in memory. A writer that
+    changes a file in place between verification and copy could as well change it later. A checksum keeps out damage,
+    not an attacker.
+
+    Args:
+        fs: The system calls.
+        fd: The open file.
+        expected: The block.
+        page: Memory for the header.
+        buffer: As long as the block; its content is undefined afterwards, unless there is no `take`.
+        take: None leaves the block in the buffer. Where it returns False, the answer is None.
+        is_direct: Whether the file was opened with O_DIRECT.
     """
-    found: list[Header | Fault] = []
-
-    def is_wanted(done: int) -> bool:
-        if not found and done >= HEADER_BYTES:
-            found.append(_expect(fs, fd, key, home, page, target.nbytes))
-        header = found[0] if found else None
-        return header is None or (isinstance(header, Header) and done < HEADER_BYTES + header.payload_bytes)
-
-    bytes_read = read_block(fs, fd, (page, target), is_direct=is_direct, is_wanted=is_wanted)
-    if not found:
-        return Fault.TRUNCATED if bytes_read else Fault.EMPTY
-    header = found[0]
+    is_whole = is_direct or take is None
+    mapped = None if is_whole else fs.map(fd)
+    piece_bytes = buffer.nbytes if is_whole else PIECE_BYTES if mapped is None else _MAPPED_PIECE_BYTES
+    if mapped is None:
+        filled = fs.preadv(fd, [page, buffer[:piece_bytes]], 0) - HEADER_BYTES
+        header_bytes = read_page(fs, fd, page) if filled < 0 and not is_direct else HEADER_BYTES + filled
+    else:
+        filled, header_bytes, page = 0, mapped.nbytes, mapped[:HEADER_BYTES]
+    if header_bytes < HEADER_BYTES:
+        return Fault.TRUNCATED if header_bytes else Fault.EMPTY
+    header = _expect(fs, fd, expected, page, buffer.nbytes)
     if isinstance(header, Fault):
         return header
-    reader = _begin(header, page, keyring)
+    reader = begin_reading(header, page, expected.keyring)
     if isinstance(reader, Fault):
         return reader
-    if bytes_read < HEADER_BYTES + header.payload_bytes:
-        return Fault.TRUNCATED
-    stored = target[: header.payload_bytes]
-    reader.take(stored)
-    if (fault := reader.end()) is not None:
-        return fault
-    if header.packing != NOT_PACKED:
-        # Without `take` the block goes where the packed bytes lie.
-        packed = memoryview(bytes(stored)) if take is None else stored
-        return _hand_on(header, packed, take or _filling(target), codecs)
-    return HEADER_BYTES + stored.nbytes if take is None or take(0, stored) else None
+    end, is_packed = header.payload_bytes, header.packing != NOT_PACKED
+    # A compressed payload stays in its place until the end.
+    is_kept = is_whole or is_packed
+    if mapped is None:
+        how = _Requests(piece_bytes, is_direct=is_direct, is_kept=is_kept)
+        pieces = _read_pieces(fs, fd, buffer, max(0, filled), end, how)
+    else:
+        mapped = mapped[HEADER_BYTES : HEADER_BYTES + end]
+        pieces = _mapped_pieces(mapped, None if expected.keyring is None else buffer, is_kept=is_kept)
+    done = 0
+    for piece in pieces:
+        reader.take(piece)
+        if take is not None and not is_packed and not take(done, piece):
+            return None
+        done += piece.nbytes
+    fault = Fault.TRUNCATED if done < end else reader.end()
+    if fault is None and is_packed:
+        packed = mapped if mapped is not None and expected.keyring is None else buffer[:end]
+        if take is None:
+            packed = memoryview(bytes(packed))
+        return _unpack(expected, header, packed, take or _filling(buffer))
+    return fault or HEADER_BYTES + end
+
+
+def _unpack(expected: Expected, header: Header, packed: memoryview, take: Take) -> int | Fault | None:
+    """Decompress a payload that was verified; return as `read_verified` does."""
+    is_taken = expected.codec().unpack(packed, header.block_bytes, header.packing.width, take)
+    if is_taken is None:
+        return None
+    return HEADER_BYTES + packed.nbytes if is_taken else Fault.PACKING
 
 
 def _filling(target: memoryview) -> Take:
@@ -99,152 +129,57 @@ def _filling(target: memoryview) -> Take:
     return fill
 
 
-def _unpack(header: Header, packed: memoryview, take: Take, codecs: Codecs) -> bool | Fault:
-    """Hand a compressed block on, whose bytes have been verified; return whether `take` wanted all of it."""
-    _, block_bytes, width = header.packing
-    found = codecs().unpack(packed, block_bytes, width, take)
-    if found is None:
-        return False
-    return found or Fault.PACKING
+class _Requests(NamedTuple):
+    piece_bytes: int
+    is_direct: bool
+    is_kept: bool
+    """Whether each piece of the payload has its own place in the buffer; else all are read to its start."""
 
 
-def stream_verified(  # noqa: PLR0913 - keywords
-    fs: FileSystem,
-    fd: int,
-    key: BlockKey,
-    home: Home,
-    *,
-    page: memoryview,
-    buffer: memoryview,
-    take: Take,
-    keyring: Keyring | None = None,
-    codecs: Codecs,
-) -> int | Fault | None:
-    """Hand a block on piece by piece while it is in the core's cache, for files opened without O_DIRECT.
-
-    The buffer is as long as the block, but only its start is used, unless the block is compressed. The pieces are
-    worth nothing unless the answer is the number of bytes read; None means that `take` ended it.
-    """
-    piece_bytes = min(PIECE_BYTES, buffer.nbytes)
-    filled = _read_start(fs, fd, page, buffer[:piece_bytes])
-    if isinstance(filled, Fault):
-        return filled
-    header = _expect(fs, fd, key, home, page, buffer.nbytes)
-    if isinstance(header, Fault):
-        return header
-    reader = _begin(header, page, keyring)
-    if isinstance(reader, Fault):
-        return reader
-    if header.packing != NOT_PACKED:
-        packed = buffer[: header.payload_bytes]
-        return _read_packed(fs, fd, packed, filled, reader) or _hand_on(header, packed, take, codecs)
-    payload_bytes, done = buffer.nbytes, 0
+def _read_pieces(  # noqa: PLR0913, PLR0917 - what a read is told
+    fs: FileSystem, fd: int, buffer: memoryview, filled: int, end: int, how: _Requests
+) -> Iterator[memoryview]:
+    """Yield a payload of `end` bytes; the buffer has the first `filled`. Fewer come where the file ends."""
+    done, place = 0, buffer
     while True:
-        if filled:
-            piece = buffer[:filled]
-            reader.take(piece)
-            if not take(done, piece):
-                return None
-            done += filled
-        if done == payload_bytes:
-            return reader.end() or HEADER_BYTES + done
-        filled = fs.preadv(fd, [buffer[: min(piece_bytes, payload_bytes - done)]], HEADER_BYTES + done)
-        if not filled:
-            return Fault.TRUNCATED
+        piece = place[: min(filled, end - done)]
+        if how.is_direct and piece.nbytes < end - done:
+            # O_DIRECT continues at page boundaries only.
+            piece = piece[: piece.nbytes - piece.nbytes % ALIGNMENT]
+        if piece.nbytes:
+            yield piece
+            done += piece.nbytes
+        if done == end:
+            return
+        place = buffer[done if how.is_kept else 0 :][: how.piece_bytes]
+        if not how.is_direct:
+            place = place[: end - done]
+        filled = fs.preadv(fd, [place], HEADER_BYTES + done)
+        if filled < min(end - done, ALIGNMENT if how.is_direct else 1):
+            return
 
 
-def _read_start(fs: FileSystem, fd: int, page: memoryview, piece: memoryview) -> int | Fault:
-    """Read the header and what follows it with one call; return how much of the piece was filled."""
-    filled = fs.preadv(fd, [page, piece], 0) - HEADER_BYTES
-    if filled < 0 and (header_bytes := read_page(fs, fd, page)) < HEADER_BYTES:
-        return Fault.TRUNCATED if header_bytes else Fault.EMPTY
-    return max(0, filled)
-
-
-def _read_packed(fs: FileSystem, fd: int, packed: memoryview, filled: int, reader: PayloadReader) -> Fault | None:
-    """Read what is missing of a compressed payload, and verify all of it; return what is wrong."""
-    done = 0
-    while True:
-        reached = min(done + filled, packed.nbytes)
-        if reached > done:
-            reader.take(packed[done:reached])
-        done = reached
-        if done == packed.nbytes:
-            return reader.end()
-        filled = fs.preadv(fd, [packed[done : done + PIECE_BYTES]], HEADER_BYTES + done)
-        if not filled:
-            return Fault.TRUNCATED
-
-
-def _hand_on(header: Header, packed: memoryview, take: Take, codecs: Codecs) -> int | Fault | None:
-    is_taken = _unpack(header, packed, take, codecs)
-    if isinstance(is_taken, Fault):
-        return is_taken
-    return HEADER_BYTES + packed.nbytes if is_taken else None
-
-
-def mapped_verified(  # noqa: PLR0913 - keywords
-    fs: FileSystem,
-    fd: int,
-    key: BlockKey,
-    home: Home,
-    *,
-    mapped: memoryview,
-    buffer: memoryview,
-    take: Take,
-    keyring: Keyring | None,
-    codecs: Codecs,
-) -> int | Fault | None:
-    """Do as `stream_verified` does with a file that is mapped; what is in clear there is handed on without a copy.
-
-    A writer that changes the file in place between verification and copy could as well change it later. Blocks are
-    written once and renamed, and a checksum keeps out damage, not an attacker.
-    """
-    if mapped.nbytes < HEADER_BYTES:
-        return Fault.TRUNCATED
-    page = mapped[:HEADER_BYTES]
-    header = _expect(fs, fd, key, home, page, buffer.nbytes)
-    if isinstance(header, Fault):
-        return header
-    reader = _begin(header, page, keyring)
-    if isinstance(reader, Fault):
-        return reader
-    is_packed = header.packing != NOT_PACKED
-    payload = mapped[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+def _mapped_pieces(payload: memoryview, buffer: memoryview | None, *, is_kept: bool) -> Iterator[memoryview]:
+    """Yield a payload that is mapped; with a buffer, a copy of it that may be decrypted where it is."""
     for start in range(0, payload.nbytes, _MAPPED_PIECE_BYTES):
         piece = payload[start : start + _MAPPED_PIECE_BYTES]
-        if keyring is not None:
-            # It is decrypted where it is.
-            place = start if is_packed else 0
-            buffer[place : place + piece.nbytes] = piece
-            piece = buffer[place : place + piece.nbytes]
-        reader.take(piece)
-        if not is_packed and not take(start, piece):
-            return None
-    if payload.nbytes < header.payload_bytes:
-        return Fault.TRUNCATED
-    fault = reader.end()
-    if fault is None and is_packed:
-        return _hand_on(header, payload if keyring is None else buffer[: payload.nbytes], take, codecs)
-    return fault or HEADER_BYTES + payload.nbytes
+        if buffer is not None:
+            place = buffer[start if is_kept else 0 :][: piece.nbytes]
+            place[:] = piece
+            piece = place
+        yield piece
 
 
-def _begin(header: Header, page: memoryview, keyring: Keyring | None) -> PayloadReader | Fault:
-    return begin_reading(header, page, keyring) if can_unpack(header) else Fault.ALGORITHM
-
-
-def _expect(  # noqa: PLR0913, PLR0917 - what is expected of a file
-    fs: FileSystem, fd: int, key: BlockKey, home: Home, page: memoryview, block_bytes: int
-) -> Header | Fault:
+def _expect(fs: FileSystem, fd: int, expected: Expected, page: memoryview, block_bytes: int) -> Header | Fault:
     header = decode_header(page)
     if isinstance(header, Fault):
         return header
-    if (fault := misplaced(header, key, home)) is not None:
+    if (fault := misplaced(header, expected.key, expected.home)) is not None:
         return fault
     if header.block_bytes != block_bytes:
         is_short = fs.fstat(fd).st_size < HEADER_BYTES + header.payload_bytes
         return Fault.TRUNCATED if is_short else Fault.LENGTH
-    return header
+    return header if can_unpack(header) else Fault.ALGORITHM
 
 
 def quarantine(fs: FileSystem, root: str, bad: os.stat_result, key: BlockKey, fault: Fault) -> None:
@@ -276,14 +211,7 @@ def _rename(fs: FileSystem, path: str, moved: str) -> None:
 
 
 Read = Callable[[int, bool], int | Fault | None]
-"""Reads an open file, told whether it was opened with O_DIRECT; as `read_whole` and `stream_verified`."""
-
-
-class ExistingFile(NamedTuple):
-    """The file under a block's name before the block is written."""
-
-    size: int
-    is_whole: bool
+"""Reads an open file, told whether it was opened with O_DIRECT."""
 
 
 class Access:
@@ -329,24 +257,24 @@ class Access:
         except OSError:
             return self._explain(key)
 
-    def find(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> ExistingFile:
-        """Look at the file that has the block's name: its size, and whether length and header are right."""
+    def has_whole(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> bool:
+        """Return whether length and header of the file that has the block's name are right."""
         try:
             fd = self._fs.open(self._path(key), READ_FLAGS)
         except OSError:
-            return ExistingFile(0, is_whole=False)
+            return False
         try:
             size = self._fs.fstat(fd).st_size
             header = decode_header(page[: read_page(self._fs, fd, page)])
         except OSError:
-            return ExistingFile(0, is_whole=False)
+            return False
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
-        is_ours = isinstance(header, Header) and misplaced(header, key, self.home) is None
-        if not isinstance(header, Header) or not is_ours or header.block_bytes != block_bytes:
-            return ExistingFile(size, is_whole=False)
-        return ExistingFile(size, size == HEADER_BYTES + header.payload_bytes and can_read(header, keyring))
+        if isinstance(header, Fault) or misplaced(header, key, self.home) is not None:
+            return False
+        is_sized_right = header.block_bytes == block_bytes and size == HEADER_BYTES + header.payload_bytes
+        return is_sized_right and can_read(header, keyring)
 
     def clear(self, key: BlockKey) -> None:
         """Put away what is no file in the place of a block, since no file can be renamed over a directory."""

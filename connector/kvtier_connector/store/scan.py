@@ -29,7 +29,6 @@ from kvtier_connector.store.layout import (
     is_partial,
     is_quarantined,
     parse_block_path,
-    parse_earlier_block_path,
     parse_journal_path,
 )
 
@@ -54,8 +53,6 @@ class LeftoverKind(enum.Enum):
     """Its writer died before the rename."""
     QUARANTINED = "quarantined"
     """A reader found it damaged and moved it away."""
-    EARLIER = "earlier"
-    """An earlier format has blocks there; no engine of this release looks for it."""
     FOREIGN = "foreign"
     """Nothing here makes such a name."""
 
@@ -128,8 +125,6 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     kind = LeftoverKind.FOREIGN
     if is_file and is_partial(name):
         kind = LeftoverKind.PARTIAL
-    elif is_file and parse_earlier_block_path(path) is not None:
-        kind = LeftoverKind.EARLIER
     return Leftover(kind, path, size, mtime_ns)
 
 

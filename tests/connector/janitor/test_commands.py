@@ -17,9 +17,9 @@ import kvtier_connector
 from kvtier_cli import app
 from kvtier_cli.app import main
 from kvtier_connector.janitor.catalog import CATALOG_FILE
+from kvtier_connector.store.fs import PROFILE_FILE
 from kvtier_connector.store.layout import BESIDE_GENERATIONS, Lineage, adapter_name_label, block_path
 from kvtier_connector.store.permit import PERMIT_FILE
-from kvtier_connector.store.volume_profile import PROFILE_FILE
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"

@@ -18,7 +18,7 @@ from e2e.bench.netfs_stress import stress
 from nodes import Nodes, nodes_on, wait_until
 from pools import ROW_BYTES, ROWS, PoolUnderTest
 from pools import payload as row_of
-from store_contract import key, pages, payload
+from store_contract import key, pages, payload, remove
 
 from kvtier_connector.io_workers.pool import BREAKER, STUCK
 from kvtier_connector.io_workers.tasks import Ending
@@ -202,7 +202,7 @@ def assert_kept(nodes: Nodes, stored: list[int]) -> None:
     assert not [path for path in nodes.a.rglob("*") if is_partial(path.name)]
     writer = BlockStore(nodes.a)
     for number in stored[: len(stored) // 2]:
-        assert writer.delete(key(number))
+        remove(nodes.a, key(number))
     wait_until(lambda: isinstance(writer.put(key(5000), payload(5000, MIB)), Stored | Present), "there is room again")
 
 

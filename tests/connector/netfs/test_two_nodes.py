@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from nodes import PATIENCE_SECONDS, Nodes, wait_until
 from plain_engine import PlainEngine
-from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload
+from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, remove
 
 from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.contract.janitor import JanitorConfig
@@ -85,7 +85,7 @@ def test_a_block_that_the_other_node_removes_is_read_whole_or_missed(nodes: Node
             assert not isinstance(outcome, Fault)
             assert not isinstance(outcome, Hit) or into == payload(number)
             seen.add(type(outcome))
-        remover.delete(key(turn % 2))
+        remove(nodes.a, key(turn % 2))
     assert Miss in seen
 
 

@@ -18,9 +18,8 @@ from store_contract import key, pages, payload
 
 from kvtier_connector.pod_tools import preflight
 from kvtier_connector.store.blockstore import BlockStore, Hit
-from kvtier_connector.store.fs import LOCAL, O_DIRECT, FileSystem
+from kvtier_connector.store.fs import LOCAL, O_DIRECT, PROFILE_FILE, FileSystem, read_profile
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.volume_profile import PROFILE_FILE, read_profile
 
 MIB = 1 << 20
 

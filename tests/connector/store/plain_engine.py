@@ -11,13 +11,14 @@ from kvtier_connector.store.blockstore import BlockStore, Outcome, Stored, Store
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.journal import JournalWriter, Op
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
 
 
 class PlainEngine:
     """A store and a journal; `tell` writes the journal."""
 
     def __init__(self, root: Path, *, fs: FileSystem = LOCAL, **settings: Any) -> None:
+        self._root = root
         self.blocks = BlockStore(root, fs=fs, **settings)
         self.journal = JournalWriter(root, fs=fs)
 
@@ -34,7 +35,9 @@ class PlainEngine:
         return outcome
 
     def delete(self, key: BlockKey, *, payload_bytes: int) -> bool:
-        was_there = self.blocks.delete(key)
+        path = self._root / block_path(key)
+        was_there = path.exists()
+        path.unlink(missing_ok=True)
         if was_there:
             self.journal.append(Op.GONE, key, payload_bytes)
         return was_there

@@ -75,10 +75,6 @@ class WatchedFs(FileSystem):
         self.before("mkdir", path)
         super().mkdir(path)
 
-    def mkdir_plainly(self, path: str) -> None:
-        self.before("mkdir", path)
-        super().mkdir_plainly(path)
-
     def rmdir(self, path: str) -> None:
         self.before("rmdir", path)
         super().rmdir(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from plain_engine import PlainEngine
-from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, whole_file
+from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, remove, whole_file
 from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
@@ -286,7 +286,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
-from store_contract import key, pages, payload
+from store_contract import key, pages, payload, remove
 store = BlockStore(Path(sys.argv[1]))
 into = pages()
 print("ready", flush=True)
@@ -298,7 +298,7 @@ for turn in range(int(sys.argv[2])):
     assert isinstance(outcome, Hit | Miss), outcome
     assert not isinstance(outcome, Hit) or into == payload(number)
     if turn % 13 == 0:
-        store.delete(key(number))
+        remove(Path(sys.argv[1]), key(number))
 print("done", flush=True)
 """
 
@@ -337,7 +337,7 @@ def test_a_volume_that_fills_up_stops_stores_and_keeps_loads(tmp_path: Path) -> 
         assert outcomes[stored:] == [StoreFault.NO_SPACE] * (20 - stored)
         assert store.get(key(0), pages()) == Hit(BLOCK_BYTES)
         assert check(root, partial_age_seconds=0) == []
-        store.delete(key(0))
+        remove(root, key(0))
         assert store.put(key(0), payload(0)) == Stored(BLOCK_BYTES)
         assert subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=False).returncode == 0
         assert store.put(key(30), payload(30)) is StoreFault.READ_ONLY

@@ -15,7 +15,7 @@ from kvtier_connector.store import reading
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.volume_profile import Mount
+from kvtier_connector.store.mounts import Mount
 
 
 class NfsClient(FileSystem):

@@ -22,7 +22,7 @@ from kvtier_connector.janitor import commands
 from kvtier_connector.store import compression as codec
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
 from kvtier_connector.store.compression import PIECE_BYTES, Codec, pays
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import LOCAL, PROFILE_FILE, FileSystem
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import (
     FLAG_PACKED,
@@ -39,7 +39,6 @@ from kvtier_connector.store.header import (
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import RECORD_BYTES, Op, decode_record
 from kvtier_connector.store.layout import block_path
-from kvtier_connector.store.volume_profile import PROFILE_FILE
 
 SIZE = PIECE_BYTES + 12288
 MIB = 1 << 20

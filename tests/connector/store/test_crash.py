@@ -115,11 +115,11 @@ import itertools, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from kvtier_connector.store.blockstore import BlockStore
-from store_contract import key, payload
+from store_contract import key, payload, remove
 store = BlockStore(Path(sys.argv[1]))
 for number in itertools.count():
     store.put(key(number % 50), payload(number % 50))
-    store.delete(key((number - 20) % 50))
+    remove(Path(sys.argv[1]), key((number - 20) % 50))
     if number == 20:
         print("busy", flush=True)
 """

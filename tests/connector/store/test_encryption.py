@@ -17,7 +17,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planted import clear
-from store_contract import BLOCK_BYTES, HOME, NOW_NS, PAYLOAD_BYTES, BlockStoreContract, key, pages, payload, whole_file
+from store_contract import (
+    BLOCK_BYTES,
+    HOME,
+    NOW_NS,
+    PAYLOAD_BYTES,
+    BlockStoreContract,
+    key,
+    pages,
+    payload,
+    remove,
+    whole_file,
+)
 from store_faults import CrashError, CrashingFs
 
 from kvtier_connector.janitor import commands
@@ -114,7 +125,7 @@ def test_two_writes_of_one_block_have_nothing_in_common(root: Path, keys_dir: Pa
     store = make(root, keys_dir)
     store.put(key(1), payload(1))
     first = (root / block_path(key(1))).read_bytes()
-    store.delete(key(1))
+    remove(root, key(1))
     store.put(key(1), payload(1))
     second = (root / block_path(key(1))).read_bytes()
     assert header_of(root, key(1)).seal.nonce != first[256:268]

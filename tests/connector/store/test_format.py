@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from store_contract import HOME, NOW_NS, key, pages, payload, whole_file
 
 from kvtier_connector.contract.engine import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import (
     ALIGNMENT,
@@ -36,7 +35,7 @@ from kvtier_connector.store.header import (
     encode_header,
 )
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, Home, Lineage, block_path, tenant_directory
+from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, Home, Lineage, block_path
 
 DATA = Path(__file__).parents[1] / "data"
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
@@ -154,8 +153,8 @@ def test_any_numbers_under_a_right_checksum_are_a_header_or_a_fault(changes: dic
     ("changes", "fault"),
     [
         ({"format version": 5}, Fault.VERSION),
-        ({"format version": 3}, Fault.OUTDATED),
-        ({"format version": 0}, Fault.OUTDATED),
+        ({"format version": 3}, Fault.VERSION),
+        ({"format version": 0}, Fault.VERSION),
         ({"generation": 0}, Fault.HEADER),
         ({"generation": int.from_bytes(b"..", "little")}, Fault.HEADER),
         ({"epoch": int.from_bytes(b"E", "little")}, Fault.HEADER),
@@ -317,24 +316,6 @@ def test_the_writer_still_makes_the_frozen_bytes(root: Path) -> None:
     store.put(FROZEN_KEY, memoryview(FROZEN_DATA), FROZEN_LINEAGE)
     expected = DATA / FROZEN[DEFAULT_ALGORITHM]
     assert (root / block_path(FROZEN_KEY)).read_bytes() == expected.read_bytes()
-
-
-@pytest.mark.parametrize("file", ["block_v1.kvb", "block_v2_gmac.kvb", "block_v3_gmac.kvb"])
-def test_a_block_of_an_earlier_format_is_a_miss_and_goes_where_the_janitor_cleans(root: Path, file: str) -> None:
-    tenant = "" if file == "block_v1.kvb" else "acme"
-    of = BlockKey(bytes(range(32)), 3, tenant)
-    path = root / block_path(of)
-    path.parent.mkdir(parents=True)
-    path.write_bytes((DATA / file).read_bytes())
-    assert [problem.kind for problem in check(root)] == ["outdated"]
-    store = BlockStore(root)
-    assert store.get(of, pages(size=8192)) is Fault.OUTDATED
-    assert not path.exists()
-    moved = root / tenant_directory(tenant) / QUARANTINE
-    assert [each.read_bytes() for each in moved.iterdir()] == [(DATA / file).read_bytes()]
-    shutil.rmtree(moved)
-    assert store.put(of, memoryview(FROZEN_DATA)) == Stored(HEADER_BYTES + 8192)
-    assert store.get(of, pages(size=8192)) == Hit(HEADER_BYTES + 8192)
 
 
 GOOD = whole_file(key(1), payload(1, 8192))

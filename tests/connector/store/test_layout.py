@@ -100,10 +100,6 @@ def test_partial_and_quarantined_names_are_no_blocks(key: BlockKey) -> None:
     assert not is_quarantined(block_path(key))
 
 
-def test_a_name_made_by_an_earlier_release_is_partial_too() -> None:
-    assert is_partial(f"x.kvb.{TOKEN}.partial")
-
-
 def test_a_partial_name_leads_glusterfs_to_the_server_of_the_final_name() -> None:
     name = partial_path("blocks/000/00/x_g0.kvb", TOKEN).rpartition("/")[2]
     # What GlusterFS calls rsync-hash-regex, by default.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_connector.store.volume_profile import UNKNOWN, Mount, advice, mount_of
+from kvtier_connector.store.mounts import UNKNOWN, Mount, advice, mount_of
 
 TABLE = r"""
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, payload
+from store_contract import BLOCK_BYTES, key, payload
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_cli.app import main
@@ -25,7 +25,6 @@ from kvtier_connector.store.layout import block_path, partial_path
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
 
 TOKEN = "0123456789abcdef" * 2
-OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
 CONNECTOR = Path(check_module.__file__ or "").parents[2]
 
 
@@ -122,13 +121,6 @@ def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str) ->
     assert [problem.kind for problem in check(root, fs=fs)] == ["unreadable"]
 
 
-def test_a_block_that_cannot_be_deleted_is_unavailable(root: Path) -> None:
-    fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name == "unlink")
-    with pytest.raises(StoreUnavailable, match="read-only"):
-        BlockStore(root, fs=fs).delete(key(0))
-    assert BlockStore(root).look_up(key(0), PAYLOAD_BYTES) is True
-
-
 def test_a_sound_root_has_no_problems(root: Path) -> None:
     report = check_generation(root)
     assert (report.blocks, report.bytes, report.problems) == (3, 3 * BLOCK_BYTES, ())
@@ -193,15 +185,6 @@ def test_problems_come_in_the_order_of_their_paths(root: Path) -> None:
     problems = check(root, partial_age_seconds=0)
     assert problems == sorted(problems)
     assert all(isinstance(problem, FsckProblem) and problem.message for problem in problems)
-
-
-def test_a_generation_of_an_earlier_format_is_one_problem(root: Path) -> None:
-    document = json.loads((root / "tier.json").read_text())
-    (root / "tier.json").write_text(json.dumps({**document, "format": 2}))
-    for number in range(3):
-        (root / block_path(key(number))).write_bytes(OUTDATED.read_bytes())
-    report = check_generation(root)
-    assert [(problem.path, problem.kind) for problem in report.problems] == [("tier.json", "outdated")]
 
 
 @pytest.mark.parametrize("other", ["0ther", "d1gest.w1"], ids=["another generation", "other weights"])

@@ -77,10 +77,6 @@ class FailingFs(FileSystem):
         self._maybe_fail("mkdir", path)
         super().mkdir(path)
 
-    def mkdir_plainly(self, path: str) -> None:
-        self._maybe_fail("mkdir", path)
-        super().mkdir_plainly(path)
-
     def _maybe_fail(self, call: str, path: str) -> None:
         if self.is_failing and self._when(call, path):
             raise self._error

@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a volume: its file system, as the kernel describes the mount, and the measurements of the preflight.
+"""The mount that holds a path, as the kernel describes it in /proc/self/mountinfo; no call to a volume, which may hang.
 
-The measurements are in ``volume.json`` beside the generations. They are advice: a process that finds none, or cannot
-read them, measures the volume itself. Trying a volume decides whether it can be used, never the name of its file
-system.
+Trying a volume decides whether it can be used, never the name of its file system.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-from dataclasses import asdict, dataclass
+import os
+import re
+from collections.abc import Iterator
 from typing import Final, NamedTuple
-
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem, find_mount, replacing, write_all
-
-PROFILE_FILE = "volume.json"
-"""Name of the file, in the directory of the tier."""
-_MOST_BYTES = 4096
 
 _NAMES: Final = {
     "nfs": "NFS",
@@ -38,59 +30,21 @@ _SOURCES: Final = {"mfs#": "MooseFS", "JuiceFS:": "JuiceFS"}
 """Names by the source of a mount, for those whose type is only FUSE."""
 _OF_ONE_NODE: Final = frozenset({"ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "f2fs"})
 _LARGE_BYTES: Final = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class VolumeProfile:
-    """Measurements of a volume; None and 0 where nothing was measured, or the choice made no difference."""
-
-    direct_io: bool | None = None
-    """Whether to bypass the page cache."""
-    read_bytes_per_second: int = 0
-    """Rate at which one node reads a few files at a time."""
-    write_bytes_per_second: int = 0
-    """Rate at which one node writes a few files at a time."""
-
-
-def write_profile(fs: FileSystem, tier_dir: str, profile: VolumeProfile) -> None:
-    """Replace the file; raise OSError where the volume does not take it."""
-    with replacing(fs, f"{tier_dir}/{PROFILE_FILE}") as fd:
-        write_all(fs, fd, memoryview(json.dumps(asdict(profile), sort_keys=True).encode()))
-
-
-def read_profile(fs: FileSystem, tier_dir: str) -> VolumeProfile:
-    """Return the measurements in the file; an empty profile if there is no file, or its content cannot be used."""
-    buffer = memoryview(bytearray(_MOST_BYTES))
-    try:
-        fd = fs.open(f"{tier_dir}/{PROFILE_FILE}", READ_FLAGS)
-        try:
-            document = json.loads(bytes(buffer[: fs.preadv(fd, [buffer], 0)]))
-        finally:
-            with contextlib.suppress(OSError):
-                fs.close(fd)
-    except (OSError, ValueError, RecursionError):
-        return VolumeProfile()
-    if not isinstance(document, dict):
-        return VolumeProfile()
-    found = document.get("direct_io")
-    return VolumeProfile(
-        direct_io=found if isinstance(found, bool) else None,
-        read_bytes_per_second=_rate(document.get("read_bytes_per_second")),
-        write_bytes_per_second=_rate(document.get("write_bytes_per_second")),
-    )
-
-
-def _rate(found: object) -> int:
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+_ESCAPED: Final = re.compile(r"\\([0-7]{3})")
+_LEFT_FIELDS: Final = 6
+_RIGHT_FIELDS: Final = 3
+"""Fewest fields of a line, on either side of its dash."""
 
 
 class Mount(NamedTuple):
-    """A mount, as /proc/self/mountinfo describes it."""
+    """One mount."""
 
     type: str
     source: str
     options: dict[str, str]
     """Options of the mount and of the file system; an option without a value has an empty one."""
+    point: str = ""
+    device: str = ""
 
     @property
     def name(self) -> str:
@@ -119,17 +73,42 @@ UNKNOWN = Mount("unknown", "", {})
 
 
 def mount_of(path: str, *, table: str | None = None) -> Mount:
-    """Return the mount of an absolute path, without a call to the volume, which could hang; else `UNKNOWN`.
+    """Return the mount of an absolute path, which need not exist; else `UNKNOWN`. `table` replaces the kernel's."""
+    found = UNKNOWN
+    for mount in _mounts(_mount_table() if table is None else table):
+        # A later mount on the same place hides an earlier one.
+        if f"{path}/".startswith(f"{mount.point}/") and len(mount.point) >= len(found.point):
+            found = mount
+    return found
 
-    Args:
-        path: It need not exist.
-        table: Text to use instead of /proc/self/mountinfo.
-    """
-    found = find_mount(path, table=table)
-    if found is None:
-        return UNKNOWN
-    options = (part.partition("=") for part in found.options.split(","))
-    return Mount(found.type, found.source, {name: value for name, _, value in options})
+
+def is_in_memory(device: int) -> bool:
+    """Return whether the files of a device, by its number, lie in memory; False where the system does not tell."""
+    numbers = f"{os.major(device)}:{os.minor(device)}"
+    return any(mount.device == numbers and mount.type in {"tmpfs", "ramfs"} for mount in _mounts(_mount_table()))
+
+
+def _mount_table() -> str:
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - one file
+            return mounts.read()
+    except OSError:
+        return ""
+
+
+def _mounts(table: str) -> Iterator[Mount]:
+    for line in table.splitlines():
+        # number, parent, device, root, mount point, options, more of them, "-", type, source, options
+        left, _, right = line.partition(" - ")
+        fields, rest = left.split(), right.split(" ")
+        if len(fields) >= _LEFT_FIELDS and len(rest) >= _RIGHT_FIELDS:
+            options = (part.partition("=") for part in f"{rest[2]},{fields[5]}".split(","))
+            named = {name: value for name, _, value in options}
+            yield Mount(rest[0], _unescaped(rest[1]), named, _unescaped(fields[4]).rstrip("/"), fields[2])
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), text)
 
 
 def advice(mount: Mount) -> list[str]:
