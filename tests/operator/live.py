@@ -27,6 +27,8 @@ from kvtier_operator.settings import Settings
 NAMESPACE = "default"
 CORE, APPS, TIERS, BATCH = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1alpha1", "/apis/batch/v1"
 MERGE = "application/merge-patch+json"
+AGENT = "test"
+"""User agent of every request that no operator sends."""
 
 
 class Client:
@@ -41,7 +43,7 @@ class Client:
             self._url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": content_type, "User-Agent": "test"},
+            headers={"Content-Type": content_type, "User-Agent": AGENT},
         )
         with urllib.request.urlopen(request, timeout=60) as response:
             found: dict[str, Any] = json.load(response)
@@ -232,4 +234,4 @@ def running(*, health: Health | None = None, **changes: Any) -> Iterator[Operato
 
 def agents(api: ApiServerThread, *verbs: str) -> list[str]:
     """Return the requests with these verbs that were not made by the test itself."""
-    return [str(entry) for entry in list(api.server.audit) if entry.verb in verbs and entry.user_agent != "test"]
+    return [str(entry) for entry in list(api.server.audit) if entry.verb in verbs and entry.user_agent != AGENT]

@@ -93,6 +93,17 @@ def test_an_object_that_got_its_label_back_is_not_lost_with_the_event_that_told_
     assert data(store) == {"a": "b"}
 
 
+def test_the_answer_to_a_write_that_comes_after_the_deletion_brings_nothing_back(store: ObjectStore) -> None:
+    store.on_update(config(1, name="listed", uid="listed"))
+    store.on_delete(config(7))
+    store.on_list(SCOPE, frozenset(), "8")
+    store.enter(config(5))
+    store.enter(config(6, name="listed", uid="listed"))
+    assert (data(store), data(store, "listed")) == (None, None)
+    store.enter(config(9, a="labelled again"))
+    assert data(store) == {"a": "labelled again"}
+
+
 def test_what_vanished_between_two_lists_is_told_and_what_was_written_meanwhile_stays(
     store: ObjectStore, told: Told
 ) -> None:

@@ -3,7 +3,7 @@
 
 Objects are stored trimmed to the fields we read, and compressed against others of their kind: all objects of a tier
 take some kilobytes. The result of a write is entered at once and stays until the watch has caught up. So a reconcile
-never reads a state from before its own write.
+never reads a state from before its own write. A result that comes after the news of the object's deletion is dropped.
 
 Thread-safe: informers write, workers read and write.
 """
@@ -75,6 +75,9 @@ class _Kept(NamedTuple):
 _MOST_ALIKE: Final = 8
 """Objects of one kind, against which the others are packed."""
 
+_MOST_GONE: Final = 4096
+"""Deletions that are remembered: far more than are reported while the answer to a write is on its way."""
+
 
 class ObjectStore:
     """The objects of one kind. Informers of several namespaces may fill one store."""
@@ -88,6 +91,8 @@ class ObjectStore:
         self._groups: dict[tuple[str, str], tuple[str, ...]] = {}
         self._alike: dict[str, bytes] = {}
         """By component of a tier, one object: all others of it differ in names and numbers."""
+        self._gone: dict[str, str] = {}
+        """The version of the latest deletions, by the uid of the object."""
         self.stamp = 0
         """Changes with every change of what is kept."""
         self.is_followed = watched.is_followed
@@ -108,6 +113,7 @@ class ObjectStore:
         """Forget an object, unless it was written since."""
         where, metadata = _where(body), body["metadata"]
         with self._lock:
+            self._note_deletion(metadata["uid"], metadata["resourceVersion"])
             before = self._kept.get(where)
             if (
                 before is None
@@ -122,14 +128,15 @@ class ObjectStore:
         """Forget what a list did not show any more, unless it was written since."""
         with self._lock:
             vanished = {
-                where: kept.group
+                where: kept
                 for where, kept in self._kept.items()
                 if scope.namespace in {"", where[0]} and kept.uid not in uids and not _is_newer(kept.version, version)
             }
-            for where in vanished:
+            for where, kept in vanished.items():
                 self._take(where)
-        for where, group in vanished.items():
-            self._on_change(*where, {group})
+                self._note_deletion(kept.uid, version)
+        for where, kept in vanished.items():
+            self._on_change(*where, {kept.group})
 
     def on_readable(self, _scope: Scope) -> None:
         """Have every tier reconciled."""
@@ -188,6 +195,8 @@ class ObjectStore:
             before = self._kept.get(where)
             if before is not None and before.uid == kept.uid and not _is_newer(kept.version, before.version):
                 return None
+            if kept.uid in self._gone and not _is_newer(kept.version, self._gone[kept.uid]):
+                return None
             if before is not None and (before.uid, before.packed) == (kept.uid, kept.packed):
                 self._kept[where] = kept
                 return None
@@ -207,6 +216,12 @@ class ObjectStore:
         if component in self._alike or len(self._alike) < _MOST_ALIKE:
             return self._alike.setdefault(component, text)
         return next(iter(self._alike.values()))
+
+    def _note_deletion(self, uid: str, version: str) -> None:
+        """Remember a deletion. Caller holds the lock."""
+        self._gone[uid] = version
+        if len(self._gone) > _MOST_GONE:
+            del self._gone[next(iter(self._gone))]
 
     def _take(self, where: tuple[str, str]) -> None:
         before = self._kept.pop(where, None)
