@@ -12,6 +12,7 @@ Threads: kopf's event loop has a thread of its own; its handlers only write into
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -40,7 +41,7 @@ from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 0.5
+LOOK_SECONDS: Final = 0.2
 """How often it is checked that kopf runs, and where it may."""
 
 
@@ -49,7 +50,8 @@ def serve(operator: Operator, stop: threading.Event, *, login: Callable[[], Cred
     failures = 0
     operator.start_reading()
     try:
-        operator.is_read(stop.is_set)
+        if operator.is_read(stop.is_set):
+            operator.begin()
         while not stop.is_set():
             scopes = operator.readable_scopes()
             if scopes and _run(operator, scopes, stop, login):
@@ -64,39 +66,36 @@ def serve(operator: Operator, stop: threading.Event, *, login: Callable[[], Cred
 
 def _run(operator: Operator, scopes: tuple[str, ...], stop: threading.Event, login: Callable[[], Credentials]) -> bool:
     """Run kopf until it is to stop or other namespaces are to be watched; False where it ended by itself."""
-    # Not an Event: kopf waits for that on a thread, which would outlive a failure.
-    stop_kopf: concurrent.futures.Future[None] = concurrent.futures.Future()
-    problems: list[BaseException] = []
 
-    def target() -> None:
-        try:
-            kopf.run(
-                registry=_registry(operator, stop, login),
+    async def watch() -> str | None:
+        """Return why kopf has ended by itself; None where it was told to."""
+        # Cancelled rather than told by a flag, for which a kopf that fails would wait.
+        running = asyncio.create_task(
+            kopf.operator(
+                registry=_registry(operator, login),
                 settings=_settings(),
                 namespaces=[each for each in scopes if each],
                 clusterwide=scopes == ("",),
                 # A Lease decides who may run: kopf's own peering needs a second CRD and freezes on a tie.
                 standalone=True,
-                stop_flag=stop_kopf,
             )
-        except Exception as error:  # noqa: BLE001  an edge: whatever ends kopf, it runs anew
-            problems.append(error)
+        )
+        while not running.done() and not stop.is_set() and operator.readable_scopes() == scopes:
+            await asyncio.wait((running,), timeout=LOOK_SECONDS)
+        if not running.done():
+            running.cancel()
+        (problem,) = await asyncio.gather(running, return_exceptions=True)
+        return None if isinstance(problem, asyncio.CancelledError) else str(problem or "it does not say why")
 
-    thread = threading.Thread(target=target, name="kopf")
-    thread.start()
-    while thread.is_alive() and operator.readable_scopes() == scopes:
-        if stop.wait(LOOK_SECONDS):
-            break
-    has_ended = not thread.is_alive()
-    with contextlib.suppress(concurrent.futures.InvalidStateError):
-        stop_kopf.set_result(None)
-    thread.join()
-    if problems or has_ended:
-        logger.warning("kopf has ended and runs anew: %s", problems[0] if problems else "it does not say why")
-    return not has_ended
+    # On the main thread kopf would take the signals.
+    with concurrent.futures.ThreadPoolExecutor(1, "kopf") as thread:
+        problem = thread.submit(asyncio.run, watch()).result()
+    if problem is not None:
+        logger.warning("kopf has ended and runs anew: %s", problem)
+    return problem is None
 
 
-def _registry(operator: Operator, stop: threading.Event, login: Callable[[], Credentials]) -> kopf.OperatorRegistry:
+def _registry(operator: Operator, login: Callable[[], Credentials]) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -114,15 +113,6 @@ def _registry(operator: Operator, stop: threading.Event, login: Callable[[], Cre
             certificate_path=found.certificate_path,
             private_key_path=found.private_key_path,
         )
-
-    @kopf.on.startup(registry=registry)
-    def _start_up(**_: Any) -> None:
-        operator.begin()
-
-    @kopf.on.cleanup(registry=registry)
-    def _clean_up(**_: Any) -> None:
-        if stop.is_set():  # else kopf runs anew
-            operator.end()
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
     async def _on_tier(event: kopf.RawEvent, **_: Any) -> None:

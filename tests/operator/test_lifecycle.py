@@ -202,14 +202,28 @@ def test_faults_of_the_api_server_are_outlived(api: ApiServerThread, kubectl: Cl
 
 
 @pytest.mark.usefixtures("controllers")
-def test_dropped_watches_and_expired_versions_are_outlived(api: ApiServerThread, kubectl: Client) -> None:
+def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
+    api: ApiServerThread, kubectl: Client
+) -> None:
+    ended: list[str] = []
+
+    def end_kopf(request: Any) -> ApiError | None:
+        # kopf takes no list that fails in this way, and ends.
+        is_meant = request.headers.get("User-Agent", "").startswith("kopf") and "watch" not in request.query
+        if not is_meant or ended:
+            return None
+        ended.append(request.path)
+        return ApiError(409, "Conflict", "injected")
+
     with running():
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
+        api.server.faults.append(end_kopf)
         api.compact()
         api.drop_watches()
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 1}})
-        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1)
+        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1, seconds=20)
+    assert ended
 
 
 def test_tiers_are_watched_by_kopf_alone(api: ApiServerThread, kubectl: Client) -> None:
