@@ -110,7 +110,6 @@ prose: venv ## long sentences and private words in the code; IN=PATH prints all 
 
 fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.api.crd --check
-	$(RUN) kvtier_operator.api.conditions_reference --check
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
 	$(RUN) kvtier_connector.vllm_adapter.metrics_reference --check
@@ -120,7 +119,6 @@ fresh: venv ## generated files agree with the code
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.api.crd --write
-	$(RUN) kvtier_operator.api.conditions_reference --write
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
 	$(RUN) kvtier_connector.vllm_adapter.metrics_reference --write

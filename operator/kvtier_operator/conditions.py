@@ -14,12 +14,11 @@ from typing import Any, Generic, TypeVar
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
+from kvtier_operator.api.status_schema import Capacity, PodSizing
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.observe.findings import Findings
 from kvtier_operator.observe.targets import ObservationPlan
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.sizing import PodSizing
 from kvtier_operator.snapshot import Snapshot
 
 Status = Mapping[str, Any]

@@ -12,19 +12,16 @@ from typing import Any
 import kubernetes_schemas
 import pytest
 import yaml
-from pydantic.alias_generators import to_camel
 
 from kvtier_localcluster.apiserver.admission.cel import rule_problems
 from kvtier_localcluster.apiserver.admission.cel_cost import DEFINITION_LIMIT, RULE_LIMIT, costs
 from kvtier_localcluster.apiserver.admission.crd_schema import set_defaults
 from kvtier_localcluster.apiserver.admission.structural import structural_problems
-from kvtier_operator import names, status
+from kvtier_operator import names
 from kvtier_operator.api import crd, parse
-from kvtier_operator.api.reasons import CONDITIONS
+from kvtier_operator.api.reasons import CONDITIONS, REASONS, REMEDIES, Reason
 from kvtier_operator.api.tier_spec import LONGEST_NAME
 from kvtier_operator.parts import PARTS
-from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.sizing import PodSizing
 
 CRDS = Path(__file__).parents[2] / "crds"
 SHARE = 0.25
@@ -117,10 +114,14 @@ def test_the_committed_files_are_fresh_and_a_stale_one_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert crd.main(["--check"]) == 0
-    monkeypatch.setattr(crd, "CRDS", tmp_path)
+    (tmp_path / "crds").mkdir()
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(crd, "ROOT", tmp_path)
     assert crd.main(["--write"]) == crd.main(["--check"]) == 0
-    (tmp_path / "API.md").write_text("old")
-    assert crd.main(["--check"]) == 1
+    for name in crd.generate():
+        (tmp_path / name).write_text("old")
+        assert crd.main(["--check"]) == 1
+        assert crd.main(["--write"]) == 0
 
 
 def test_the_committed_definition_reads_back_as_it_was_generated(definition: dict[str, Any]) -> None:
@@ -150,21 +151,18 @@ def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any]
         assert re.sub(r"\[\?\(.*?\)\]", "[]", path).lstrip(".") in known, path
 
 
-def test_status_has_a_field_for_every_term_of_the_sizing(schema: dict[str, Any]) -> None:
-    described = schema["properties"]["status"]["properties"]["sizing"]["properties"]
-    terms = {*PodSizing.__dataclass_fields__, *Capacity.__dataclass_fields__, "node_bytes", "cpu_size"}
-    assert set(described) == {to_camel(term) for term in terms}
-
-
-def test_the_reference_explains_every_condition_and_reason() -> None:
-    page = crd.generate()["API.md"]
-    for reason in status.Reason:
-        assert f"| `{reason.value}` | {reason.doc} |" in page
-    assert {each.kind for part in PARTS for each in part.conditions} < set(CONDITIONS)
+def test_every_condition_and_every_reason_has_its_place_on_the_page() -> None:
+    assert REASONS.keys() == CONDITIONS.keys() > {each.kind for part in PARTS for each in part.conditions}
+    placed = {reason for group in REASONS.values() for reason in group}
+    assert placed | {Reason.NOT_CHECKED, Reason.NOT_APPLICABLE} == set(Reason)
+    assert set(REMEDIES) <= placed
+    page = crd.generate()["docs/conditions.md"]
+    assert all(each.doc in page for each in Reason)
+    assert all(remedy in page for remedy in REMEDIES.values())
 
 
 def test_the_reference_has_a_row_for_every_field(schema: dict[str, Any]) -> None:
-    page = crd.generate()["API.md"]
+    page = crd.generate()["crds/API.md"]
     for path, _, _ in walk(schema["properties"]["spec"], "spec"):
         leaf = path.rsplit(".", 1)[-1].removesuffix("[]")
         assert f"`{leaf}`" in page or leaf in {"spec", "*"}, path

@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_operator.plan import engine_args, models
-from kvtier_operator.plan.model_layout import (
-    EngineLayout,
-    KvUnknown,
-    ModelLayout,
-    make_model_layout,
-)
+from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, make_model_layout
 
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 32,

@@ -15,6 +15,7 @@ from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, made_by, tier
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.status_schema import Capacity
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.inventory import Inventory, from_objects
 from kvtier_operator.plan import (
@@ -28,7 +29,7 @@ from kvtier_operator.plan import (
     models,
     nodes,
 )
-from kvtier_operator.plan.capacity import Capacity, make_capacity
+from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 from kvtier_operator.reconcile import ReconcileResult, reconcile
 from kvtier_operator.snapshot import Engines, Snapshot

@@ -11,19 +11,7 @@ import pytest
 from fake_cluster import FakeCluster
 from test_nodes import GIB, node, share
 from test_reconcile import CHILDREN, JANITORS, condition
-from tiers import (
-    CLAIM,
-    CONFIG,
-    DEPLOYMENT,
-    JANITOR,
-    NAMESPACE,
-    NOON,
-    TIER,
-    TIER_KEY,
-    pod,
-    ready_deployment,
-    tier,
-)
+from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER, TIER_KEY, pod, ready_deployment, tier
 
 from kvtier_connector.contract import engine
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable

@@ -30,11 +30,7 @@ from tiers import (
 )
 
 from kvtier_operator import names, settings
-from kvtier_operator.errors import (
-    ClusterConflict,
-    ClusterForbidden,
-    ClusterUnavailable,
-)
+from kvtier_operator.errors import ClusterConflict, ClusterForbidden, ClusterUnavailable
 from kvtier_operator.names import ObjectKey
 from kvtier_operator.reconcile import ReconcileResult, reconcile
 

@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster
 from test_reconcile import CHILDREN, JANITORS, condition, run
-from tiers import (
-    CLAIM,
-    CONFIG,
-    DEPLOYMENT,
-    JANITOR,
-    NAMESPACE,
-    RUNNING,
-    TIER_KEY,
-    pod,
-    tier,
-    waiting,
-)
+from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, RUNNING, TIER_KEY, pod, tier, waiting
 
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected
 from kvtier_operator.names import ObjectKey

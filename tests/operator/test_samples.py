@@ -16,7 +16,7 @@ from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.api import parse
-from kvtier_operator.api.volume_spec import SHARED
+from kvtier_operator.api.disk_spec import SHARED
 
 FOLDER = ROOT / "crds" / "samples"
 OTHERS = FOLDER / "others"

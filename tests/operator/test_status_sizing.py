@@ -5,18 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from healthy_tier import (
-    HEALTHY,
-    NODE,
-    NOON,
-    READY_POD,
-    REF,
-    VIEW,
-    changed,
-    conditions,
-    varied,
-    with_engines,
-)
+from healthy_tier import HEALTHY, NODE, NOON, READY_POD, REF, VIEW, changed, conditions, varied, with_engines
 from tiers import tier
 
 from kvtier_operator import status

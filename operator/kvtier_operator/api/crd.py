@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate the CustomResourceDefinition and its reference page from the models of the API.
+"""Generate the CustomResourceDefinition, its reference page and the page of conditions from the models of the API.
 
-``python -m kvtier_operator.api.crd --write`` writes both files, ``--check`` exits with 1 when one is stale. Only `main`
+``python -m kvtier_operator.api.crd --write`` writes the files, ``--check`` exits with 1 when one is stale. Only `main`
 touches files.
 """
 
@@ -17,26 +17,32 @@ import yaml
 
 from kvtier_connector.contract import generated_page
 from kvtier_operator import names
-from kvtier_operator.api.reasons import CONDITIONS, Reason
+from kvtier_operator.api.reasons import CONDITIONS, REASONS, REMEDIES, Reason
 from kvtier_operator.api.rules import ApiModel
 from kvtier_operator.api.status_schema import TierStatus
 from kvtier_operator.api.tier_spec import BLOCKS_OF_ANOTHER, NAME_FITS_CHILDREN, TierSpec
 
-CRDS: Final = Path(__file__).parents[3] / "crds"
+ROOT: Final = Path(__file__).parents[3]
 
-ReadSchema = Mapping[str, Any]
+SHORT_NAME: Final = "kvt"
+_DESCRIPTION: Final = (
+    "A group of vLLM engines whose KV cache outlives them, in host memory and on a shared volume: "
+    "any replica, and any later restart, reads what one replica computed."
+)
 
-_INTRODUCTION: Final = """\
+Schema = dict[str, Any]
+
+_INTRODUCTION: Final = f"""\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
 <!-- Generated from operator/kvtier_operator/api: edit the models there, then run
      python -m kvtier_operator.api.crd --write -->
 
 # KVCacheTier
 
-{description}
+{_DESCRIPTION}
 
-`apiVersion: {api_version}`, `kind: {kind}`, short name `{short}`. {scope}. `kubectl explain {singular}.spec
---recursive` shows the same in a terminal. The shortest useful resource is in
+`apiVersion: {names.API_VERSION}`, `kind: {names.KIND}`, short name `{SHORT_NAME}`. Namespaced.
+`kubectl explain kvcachetier.spec --recursive` shows the same in a terminal. The shortest useful resource is in
 [samples/minimal.yaml](samples/minimal.yaml), one with every field in [samples/full.yaml](samples/full.yaml).
 
 A *quantity* is a number with a unit, in quotes: `"64Gi"` (1024³ bytes each), `"64G"` (1000³), `"500m"` (thousandths). A
@@ -53,21 +59,35 @@ the `Ready` condition where a cluster has an older definition.
 |---|---|---|
 """
 
-_CONDITIONS: Final = """
-## Conditions
+_WATCHED: Final = (
+    ("whether requests are answered, for alerts", "`Available`: True while one engine serves, in rollouts, too"),
+    ("whether all is well and a rollout is through", "`Ready`: False from an edit of the engines until all run it"),
+    ("how many engines serve", "`EnginesReady`, `status.readyReplicas`"),
+    ("whether a janitor clears the volume", "`JanitorHealthy`"),
+    ("whether tiers on one claim may take more than it holds", "the reason of `ClaimShared`: `BudgetsOverlap`"),
+    ("whether engines wait for a restart: the operator was upgraded, or their pods were edited", "`UpToDate`"),
+)
 
-`kubectl wait --for=condition=Ready {short}/NAME` waits for the summary. Every condition carries a reason for programs
-and a message for people that says what to do.
+_CONDITIONS: Final = """\
+<!-- SPDX-License-Identifier: Apache-2.0 -->
+<!-- Written by python -m kvtier_operator.api.crd --write; do not edit. -->
+# Conditions, and what to do about them
 
-| Type | True means |
+`kubectl describe kvt NAME` shows them; `kubectl wait --for=condition=Ready kvt/NAME` waits for the summary. The message
+of a condition names the pod, the field or the object, and the remedy; this page says what each reason stands for.
+
+| You want to know | Watch |
 |---|---|
-"""
+{watched}
+`Ready` takes its reason from the first problem below. A dead janitor is one, for then nothing clears the volume.
+Scaling a tier up that was ready, or replacing an engine whose node was lost, is none. The conditions `Available`,
+`UpToDate`, `ClaimShared` and `DiskEffective` do not take it away. The status `Unknown` means that it cannot be told
+yet, and is no problem by itself. Flux reads `Reconciling` and `Stalled` (kstatus), and so
+does Argo CD [once it was taught](install.md#argo-cd-and-flux): a tier that is `Stalled` waits for a person to act.
 
-_REASONS: Final = """
-## Reasons
-
-| Reason | Meaning |
-|---|---|
+Two annotations on the resource act at once. A new value of `kvtier.dev/restart` replaces every engine once; the new
+ones are as a newer operator renders them. The annotation `kvtier.dev/paused: "true"` stops every change, like
+`spec.paused`.
 """
 
 _COLUMNS: Final = """
@@ -78,30 +98,15 @@ _COLUMNS: Final = """
 """
 
 
-def render_page(crd: ReadSchema, *, reasons: Mapping[str, str] | None = None) -> str:
-    """Return the page in Markdown; `reasons` maps each reason of a condition to its sentence."""
-    spec = crd["spec"]
-    version = spec["versions"][0]
+def render_page(crd: Schema) -> str:
+    """Return the reference page in Markdown."""
+    version = crd["spec"]["versions"][0]
     root = version["schema"]["openAPIV3Schema"]
-    parts = [
-        _INTRODUCTION.format(
-            description=root["description"],
-            api_version=f"{spec['group']}/{version['name']}",
-            kind=spec["names"]["kind"],
-            singular=spec["names"]["singular"],
-            short=spec["names"]["shortNames"][0],
-            scope=spec["scope"],
-        )
-    ]
+    parts = [_INTRODUCTION]
     for top in ("spec", "status"):
         parts += [_object(path, schema) for path, schema in _objects(root["properties"][top], top)]
     parts.append(_RULES)
     parts += [_row(*row) for row in _rules(root, "")]
-    parts.append(_CONDITIONS.format(short=spec["names"]["shortNames"][0]))
-    parts += [_row(f"`{name}`", meaning) for name, meaning in CONDITIONS.items()]
-    if reasons:
-        parts.append(_REASONS)
-        parts += [_row(f"`{name}`", meaning) for name, meaning in sorted(reasons.items())]
     parts.append(_COLUMNS)
     for column in version["additionalPrinterColumns"]:
         shown = "with `-o wide`" if column.get("priority") else "always"
@@ -109,7 +114,18 @@ def render_page(crd: ReadSchema, *, reasons: Mapping[str, str] | None = None) ->
     return "".join(parts)
 
 
-def _objects(schema: ReadSchema, path: str) -> Iterator[tuple[str, ReadSchema]]:
+def render_conditions() -> str:
+    """Return the page of conditions in Markdown."""
+    parts = [_CONDITIONS.replace("{watched}", "".join(_row(*each) for each in _WATCHED))]
+    for kind, claim in CONDITIONS.items():
+        parts.append(f"\n## {kind}\n\n{claim}\n\n| Reason | Meaning | What to do |\n|---|---|---|\n")
+        parts += [_row(f"`{each.value}`", each.doc, REMEDIES.get(each, "")) for each in REASONS[kind]]
+    common = ", ".join(f"`{each.value}`: {each.doc}" for each in (Reason.NOT_CHECKED, Reason.NOT_APPLICABLE))
+    parts.append(f"\nAny condition can also be Unknown with {common}\n")
+    return "".join(parts)
+
+
+def _objects(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
     """Yield every object with fields, parents before children."""
     if schema.get("properties"):
         yield path, schema
@@ -119,7 +135,7 @@ def _objects(schema: ReadSchema, path: str) -> Iterator[tuple[str, ReadSchema]]:
         yield from _objects(schema["items"], f"{path}[]")
 
 
-def _object(path: str, schema: ReadSchema) -> str:
+def _object(path: str, schema: Schema) -> str:
     required = schema.get("required", ())
     rows = [
         _row(
@@ -138,7 +154,7 @@ def _object(path: str, schema: ReadSchema) -> str:
     )
 
 
-def _type(schema: ReadSchema, path: str) -> str:
+def _type(schema: Schema, path: str) -> str:
     """Describe what a field takes, bounds included."""
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
@@ -157,7 +173,7 @@ def _type(schema: ReadSchema, path: str) -> str:
     return "time" if schema.get("format") == "date-time" else str(schema["type"])
 
 
-def _default(schema: ReadSchema) -> str:
+def _default(schema: Schema) -> str:
     default = schema.get("default")
     if default is None or default == {}:
         return ""
@@ -168,7 +184,7 @@ def _default(schema: ReadSchema) -> str:
     return f"`{default}`" if default != "" else '`""`'
 
 
-def _rules(schema: ReadSchema, path: str) -> Iterator[tuple[str, str, str]]:
+def _rules(schema: Schema, path: str) -> Iterator[tuple[str, str, str]]:
     """Yield field, message and occasion of every rule."""
     for rule in schema.get("x-kubernetes-validations", ()):
         occasion = "on a change" if "oldSelf" in rule["rule"] else "always"
@@ -188,8 +204,6 @@ def _anchor(path: str) -> str:
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
-
-Schema = dict[str, Any]
 
 HEADER: Final = (
     "# SPDX-License-Identifier: Apache-2.0\n"
@@ -221,7 +235,7 @@ def definition() -> Schema:
                 "listKind": f"{names.KIND}List",
                 "plural": names.PLURAL,
                 "singular": names.KIND.lower(),
-                "shortNames": ["kvt"],
+                "shortNames": [SHORT_NAME],
                 "categories": ["all"],
             },
             "versions": [
@@ -257,63 +271,54 @@ def render(crd: Schema) -> str:
 
 
 def generate() -> dict[str, str]:
-    """Return every generated file: name to text."""
+    """Return every generated file: its path in the repository to its text."""
     crd = definition()
-    reasons = {reason.value: reason.doc for reason in Reason}
-    return {"kvcachetier.yaml": render(crd), "API.md": render_page(crd, reasons=reasons)}
+    return {
+        "crds/kvcachetier.yaml": render(crd),
+        "crds/API.md": render_page(crd),
+        "docs/conditions.md": render_conditions(),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the generated files, or say whether those on disk are up to date."""
     files = generate()
-    statuses = [
-        generated_page.run(arguments, prog="crd", file=CRDS / name, render=functools.partial(files.__getitem__, name))
+    return max(
+        generated_page.run(arguments, prog="crd", file=ROOT / name, render=functools.partial(files.__getitem__, name))
         for name in files
-    ]
-    return max(statuses)
+    )
 
 
 def _columns() -> list[Schema]:
+    def column(name: str, path: str, kind: str = "string", **more: object) -> Schema:
+        return {"name": name, "type": kind, "jsonPath": path, **more}
+
     def of_condition(kind: str, field: str) -> str:
         return f'.status.conditions[?(@.type=="{kind}")].{field}'
 
-    columns = (
-        # Name, type, path, priority, description.
-        ("Ready", "string", of_condition("Ready", "status"), 0, ""),
-        ("Available", "string", of_condition("Available", "status"), 0, ""),
-        ("Model", "string", ".spec.model.name", 0, ""),
-        ("Replicas", "integer", ".spec.replicas", 0, ""),
-        ("Engines", "integer", ".status.readyReplicas", 0, "Ready engines."),
-        ("CPU-Tier", "string", ".status.sizing.cpuSize", 0, ""),
-        ("Disk", "string", '.status.tiers[?(@.name=="disk")].used', 0, ""),
-        ("Up-To-Date", "string", of_condition("UpToDate", "status"), 0, _UP_TO_DATE),
-        ("Reason", "string", of_condition("Ready", "reason"), 0, ""),
-        ("Age", "date", ".metadata.creationTimestamp", 0, ""),
-        ("Generation", "string", ".status.generation.current", 1, ""),
-        ("Volume", "string", of_condition("VolumeBound", "reason"), 1, ""),
-        ("Janitor", "string", of_condition("JanitorHealthy", "reason"), 1, ""),
-        ("Shared", "string", of_condition("ClaimShared", "reason"), 1, ""),
-        ("Message", "string", of_condition("Ready", "message"), 1, ""),
-    )
+    up_to_date = "Whether engines are as the operator that runs would make them."
     return [
-        {
-            "name": name,
-            "type": kind,
-            "jsonPath": path,
-            **({"description": description} if description else {}),
-            **({"priority": priority} if priority else {}),
-        }
-        for name, kind, path, priority, description in columns
+        column("Ready", of_condition("Ready", "status")),
+        column("Available", of_condition("Available", "status")),
+        column("Model", ".spec.model.name"),
+        column("Replicas", ".spec.replicas", "integer"),
+        column("Engines", ".status.readyReplicas", "integer", description="Ready engines."),
+        column("CPU-Tier", ".status.sizing.cpuSize"),
+        column("Disk", '.status.tiers[?(@.name=="disk")].used'),
+        column("Up-To-Date", of_condition("UpToDate", "status"), description=up_to_date),
+        column("Reason", of_condition("Ready", "reason")),
+        column("Age", ".metadata.creationTimestamp", "date"),
+        column("Generation", ".status.generation.current", priority=1),
+        column("Volume", of_condition("VolumeBound", "reason"), priority=1),
+        column("Janitor", of_condition("JanitorHealthy", "reason"), priority=1),
+        column("Shared", of_condition("ClaimShared", "reason"), priority=1),
+        column("Message", of_condition("Ready", "message"), priority=1),
     ]
-
-
-_UP_TO_DATE: Final = "Whether engines are as the operator that runs would make them."
 
 
 def _resource() -> Schema:
     return {
-        "description": "A group of vLLM engines whose KV cache outlives them, in host memory and on a shared volume: "
-        "any replica, and any later restart, reads what one replica computed.",
+        "description": _DESCRIPTION,
         "type": "object",
         "x-kubernetes-validations": [NAME_FITS_CHILDREN.to_schema(), BLOCKS_OF_ANOTHER.to_schema()],
         "required": ["spec"],

@@ -10,17 +10,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field, StrictInt, StrictStr, StringConstraints
 
 from kvtier_operator.api.pod_template import Anything
-from kvtier_operator.api.rules import (
-    TEXT,
-    ApiModel,
-    Checked,
-    Keyed,
-    ObjectName,
-    Pasted,
-    Rule,
-    Word,
-    at,
-)
+from kvtier_operator.api.rules import TEXT, ApiModel, Checked, Keyed, ObjectName, Pasted, Rule, Word, at
 
 MOST_LORAS: Final = 64
 

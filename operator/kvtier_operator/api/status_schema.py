@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``status`` of a KVCacheTier, as a schema: the operator's report about a tier. Pure."""
+"""``status`` of a KVCacheTier: the operator's report about a tier. Pure."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AwareDatetime, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from kvtier_operator.api.rules import Amount, ApiModel, Count, Keyed, Pasted
 
@@ -29,42 +29,47 @@ class Condition(ApiModel):
     """`metadata.generation` that was judged."""
 
 
-class SizingStatus(ApiModel):
-    """Every term of the sizes of one engine pod, so that each sum can be checked by hand."""
+class PodSizing(ApiModel):
+    """Sizes of one engine pod; each term is kept, so that the sums can be checked by hand."""
 
-    cpu_bytes: Amount | None = None
+    model_config = ConfigDict(validate_by_name=True)
+
+    cpu_bytes: Amount
     """Bytes of the CPU tier of one engine: `spec.cpu.size`, or `spec.cpu.fraction` of `nodeBytes` divided by
     `enginesPerPod`, rounded down to 256 MiB. They are pinned at startup."""
-    cpu_size: Annotated[StrictStr, Field(max_length=32)] | None = None
-    """The same as a quantity, for people."""
-    node_bytes: Amount | None = None
-    """Bytes of memory that the smallest matching node had left when `spec.cpu.fraction` of it was decided."""
-    engines_per_pod: Count | None = None
+    engines_per_pod: Count
     """Engine cores in one pod (data parallelism); each has a CPU tier of its own."""
-    shm_overhead_bytes: Amount | None = None
+    shm_overhead_bytes: Amount
     """Bytes of shared memory beside the CPU tier: NCCL and message queues, 1 GiB per engine core."""
-    shm_bytes: Amount | None = None
+    shm_bytes: Amount
     """Bytes of the pod's `/dev/shm`: CPU tiers and overhead."""
-    engine_memory_bytes: Amount | None = None
+    engine_memory_bytes: Amount
     """Bytes of host memory beside shared memory: `spec.engine.memory`."""
-    io_worker_bytes: Amount | None = None
+    io_worker_bytes: Amount
     """Bytes of the processes that move blocks, and of the page tables of all that map the CPU tier."""
-    memory_bytes: Amount | None = None
+    memory_bytes: Amount
     """Bytes of memory that the engine container requests and is limited to: engine memory, shared memory, which is
     charged to the pod, and `ioWorkerBytes`."""
-    weight_bytes: Amount | None = None
+    weight_bytes: Amount
     """Bytes of the weights: of the table of known models, or else as many as `spec.engine.memory` holds."""
-    ephemeral_bytes: Amount | None = None
+    ephemeral_bytes: Amount
     """Bytes of the node's disk that the engine container requests, unless `spec.engine.ephemeralStorage` is set: 2 GiB
     of caches, and the weights where they are downloaded without a volume for them."""
-    startup_base_seconds: Amount | None = None
+    startup_base_seconds: Amount
     """Seconds allowed for imports, compilation and warm-up."""
-    startup_pin_seconds: Amount | None = None
+    startup_pin_seconds: Amount
     """Seconds allowed for pinning the CPU tiers, at 2 GiB a second."""
-    startup_load_seconds: Amount | None = None
+    startup_load_seconds: Amount
     """Seconds allowed for loading the weights, at 0.5 GiB a second."""
-    startup_seconds: Amount | None = None
+    startup_seconds: Amount
     """Seconds that an engine may take to start before it is restarted: the sum of the three."""
+
+
+class Capacity(ApiModel):
+    """Bytes and tokens of the tiers of one engine; None where it cannot be told, and `notes` then say why."""
+
+    model_config = ConfigDict(validate_by_name=True)
+
     kv_bytes_per_token: Amount | None = None
     """Bytes that a tier needs for one token of a prompt, over all layers and ranks. Left out where it is unknown."""
     kv_formula: Annotated[StrictStr, Field(max_length=1024)] | None = None
@@ -88,8 +93,19 @@ class SizingStatus(ApiModel):
     """Tokens that they hold, roughly."""
     device_formula: Annotated[StrictStr, Field(max_length=1024)] | None = None
     """How the estimate comes about."""
-    notes: Annotated[tuple[Annotated[StrictStr, Field(max_length=1024)], ...], Field(max_length=8)] | None = None
+    notes: Annotated[tuple[Annotated[StrictStr, Field(max_length=1024)], ...], Field(max_length=8)] = ()
     """Sizes that are unknown, with the field that tells them, and sizes that make no sense together."""
+
+
+class SizingStatus(Capacity, PodSizing):
+    """Every term of the sizes of one engine pod, so that each sum can be checked by hand."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
+
+    cpu_size: Annotated[StrictStr, Field(max_length=32)] | None = None
+    """`cpuBytes` as a quantity, for people."""
+    node_bytes: Amount | None = None
+    """Bytes of memory that the smallest matching node had left when `spec.cpu.fraction` of it was decided."""
 
 
 class GenerationStatus(ApiModel):

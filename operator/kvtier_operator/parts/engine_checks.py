@@ -14,11 +14,11 @@ from typing import Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.status_schema import PodSizing
 from kvtier_operator.conditions import Check, PlannedStage, Problem, Status, checked, listed, met, quoted
 from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import nodes
 from kvtier_operator.plan import nodes as shares
-from kvtier_operator.plan.sizing import PodSizing
 from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
 
 

@@ -15,6 +15,7 @@ from kvtier_connector.contract import engine
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
+from kvtier_operator.api.status_schema import PodSizing
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import canonical, chunks, digest, engine_args, nodes
@@ -23,7 +24,7 @@ from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.model_layout import KvUnknown, attention_heads, has_uneven_heads
 from kvtier_operator.plan.rendered import RenderedPods
-from kvtier_operator.plan.sizing import PodSizing, make_sizing
+from kvtier_operator.plan.sizing import make_sizing
 from kvtier_operator.snapshot import Snapshot
 
 __all__ = [

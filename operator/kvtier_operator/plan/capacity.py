@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier_operator import quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
+from kvtier_operator.api.status_schema import Capacity
 from kvtier_operator.plan import chunks, engine_args, nodes
 from kvtier_operator.plan.chunks import Checkpoints, Chunking, bytes_of
 from kvtier_operator.plan.decisions import Decisions, checkpoints_of, kv_of
@@ -23,25 +23,6 @@ _LARGE_FILE_BYTES: Final = 64 << 20
 
 WORKING_BYTES: Final = 2 << 30
 """Memory of activations, graphs and libraries on each device, roughly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """Bytes and tokens of one engine; None where it cannot be told, and `notes` then say why."""
-
-    kv_bytes_per_token: int | None = None
-    kv_formula: str | None = None
-    kv_groups: int | None = None
-    chunk_tokens: int | None = None
-    chunk_bytes: int | None = None
-    cpu_tokens: int | None = None
-    disk_bytes: int | None = None
-    disk_tokens: int | None = None
-    device_kv_bytes: int | None = None
-    device_kv_tokens: int | None = None
-    device_formula: str | None = None
-    notes: tuple[str, ...] = ()
-    """Sentences for a person: what is unknown and which field tells it, and sizes that make no sense together."""
 
 
 def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) -> Capacity:
@@ -167,7 +148,7 @@ def _with_notes(found: Capacity, kv: ModelLayout, chunking: Chunking, first: tup
             f"{found.device_kv_tokens:,}: what the one evicts, the other seldom has; give the CPU tier more than "
             f"{quantity.show_bytes(least)}"
         )
-    return replace(found, notes=tuple(notes))
+    return found.model_copy(update={"notes": tuple(notes)})
 
 
 def _is_small(found: Capacity) -> bool:

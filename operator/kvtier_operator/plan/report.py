@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any, Final
-
-from pydantic.alias_generators import to_camel
 
 from kvtier_operator import quantity
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
+from kvtier_operator.api.status_schema import Capacity, PodSizing
 from kvtier_operator.plan import TierPlan, diff
-from kvtier_operator.plan.capacity import Capacity
-from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES, PodSizing
+from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES
 from kvtier_operator.quantity import show_bytes
 
 _WIDTH: Final = 100
@@ -192,14 +189,10 @@ def _notes(notes: Iterable[str]) -> list[str]:
 
 def terms(sizing: PodSizing, capacity: Capacity | None, *, node_bytes: int | None) -> dict[str, Any]:
     """Return every term that is known, by its name in ``status.sizing``."""
-    found: dict[str, Any] = {
-        **asdict(sizing),
-        **({} if capacity is None else asdict(capacity)),
-        "node_bytes": node_bytes,
-        "cpu_size": quantity.format_bytes(sizing.cpu_bytes),
-    }
-    found["notes"] = list(found.get("notes") or ()) or None
-    return {to_camel(term): _bounded(value) for term, value in found.items() if value is not None}
+    found: dict[str, Any] = {"nodeBytes": node_bytes, "cpuSize": quantity.format_bytes(sizing.cpu_bytes)}
+    for model in filter(None, (sizing, capacity)):
+        found |= model.model_dump(mode="json", by_alias=True)
+    return {term: _bounded(value) for term, value in found.items() if value not in (None, [])}
 
 
 def _bounded(value: Any) -> Any:

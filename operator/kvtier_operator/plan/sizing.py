@@ -8,10 +8,10 @@ one number. Each term is kept so that status can show the sum.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 from kvtier_connector.contract.engine import MOST_DEFAULT_IO_PROCESSES, worker_memory_bytes
+from kvtier_operator.api.status_schema import PodSizing
 
 GIB: Final = 1 << 30
 
@@ -38,25 +38,6 @@ MAPPED_PER_BYTE: Final = 512
 
 SCRATCH_BYTES: Final = 2 * GIB
 """Compiled kernels, caches and logs on the node's disk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PodSizing:
-    """The terms and their sums; bytes and seconds."""
-
-    cpu_bytes: int
-    engines_per_pod: int
-    shm_overhead_bytes: int
-    shm_bytes: int
-    engine_memory_bytes: int
-    io_worker_bytes: int
-    memory_bytes: int
-    weight_bytes: int
-    ephemeral_bytes: int
-    startup_base_seconds: int
-    startup_pin_seconds: int
-    startup_load_seconds: int
-    startup_seconds: int
 
 
 def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
