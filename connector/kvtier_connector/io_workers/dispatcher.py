@@ -15,25 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier_connector.io_workers.buffers import OwnRows, Region
-from kvtier_connector.io_workers.supervisor import (
-    PoolSize,
-    ProcessSupervisor,
-    Supervisor,
-    ThreadSupervisor,
-    workers_for,
-)
+from kvtier_connector.io_workers.supervisor import Supervisor, WorkerProcess, WorkerThread
 from kvtier_connector.io_workers.task_table import (
     ENTRIES,
     NO_TICKET,
     TOKEN,
     Current,
-    Head,
     MessagePipe,
     TaskTable,
     create_table,
 )
 from kvtier_connector.io_workers.tasks import REPLY, Answer, Ending, Lane, Refused, Task, decode_answer, encode_task
-from kvtier_connector.io_workers.worker import PoolSettings, Worker, WorkerSettings
+from kvtier_connector.io_workers.worker import PoolSettings, Worker, WorkerSettings, start_process
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.header import Fault
@@ -46,6 +39,24 @@ _LANE_ENTRIES = {
 """Share of the table that each lane may take, so that no lane blocks another."""
 _LOCK_SECONDS = 1.0
 """A copy takes a millisecond; a worker that holds its lock for longer than this is stopped, and is killed."""
+
+
+FEWEST = 3
+"""Fewest workers on any host: two can store and one is free for a load, even where writes hang."""
+_GROW_SECONDS = 0.5
+"""Time until added workers have begun to work."""
+_MOST_WAIT_SHARE = 0.2
+"""Workers that wait for a core for a larger share of their time get no company."""
+_TRIPS = 3
+"""Round trips for one chunk: open, read, close."""
+_CORE_BYTES_PER_SECOND = 2.5e9
+"""Rate at which one core verifies and copies."""
+
+
+def workers_for(*, round_trip_seconds: float, chunk_bytes: int) -> int:
+    """Return the number of workers that keeps every processor busy while other workers wait for the volume."""
+    moving_seconds = max(1, chunk_bytes) / _CORE_BYTES_PER_SECOND
+    return round(len(os.sched_getaffinity(0)) * (1 + _TRIPS * round_trip_seconds / moving_seconds))
 
 
 class TaskState(enum.Enum):
@@ -111,12 +122,12 @@ class Dispatcher:
         self._regions = tuple(regions)
         self._fs = fs
         # A process has the real file system only, so an injected one means threads.
-        has_processes = fs is LOCAL
+        self._has_processes = fs is LOCAL
         pipes: list[MessagePipe] = []
         with contextlib.ExitStack() as opened:
             self._table_fd = create_table()
             opened.callback(os.close, self._table_fd)
-            self._table = TaskTable(self._table_fd, threads=0 if has_processes else settings.workers)
+            self._table = TaskTable(self._table_fd, threads=0 if self._has_processes else settings.workers)
             opened.callback(self._table.close)
             for size in (*[TOKEN.size] * len(Lane), REPLY.size):
                 pipes.append(MessagePipe(size))
@@ -124,13 +135,8 @@ class Dispatcher:
             opened.pop_all()
         self._pipes, self._replies = pipes[:-1], pipes[-1]
         least = min(settings.first_workers or settings.workers, settings.workers)
-        self._pool_size = PoolSize(least, settings.workers)
-        self._supervisor: Supervisor = (
-            ProcessSupervisor(least, self._command, first_backoff_seconds=settings.retry_seconds)
-            if has_processes
-            else ThreadSupervisor(settings.workers, self._run_thread)
-        )
-        self._head = Head(0, 0)
+        self.supervisor = Supervisor(least, self._launch, first_backoff_seconds=settings.retry_seconds)
+        self._grow_at = 0.0
         self._free = list(range(ENTRIES))
         self._taken = dict.fromkeys(Lane, 0)
         self._tickets: dict[int, InFlight] = {}
@@ -140,18 +146,12 @@ class Dispatcher:
         self._placed = 0
         self._answered = dict.fromkeys(Lane, 0)
         """By lane, `InFlight.placed` of the last task that was answered."""
-        self._round_trip_seconds = 0.0
         self._stuck: set[int] = set()
 
     def start(self) -> None:
         """Start the workers."""
         self.share(1.0)
-        self._supervisor.start()
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether there are workers."""
-        return self._supervisor.is_usable
+        self.supervisor.start()
 
     def has_room(self, lane: Lane) -> bool:
         """Return whether the table takes another task of the lane."""
@@ -182,17 +182,14 @@ class Dispatcher:
 
     def share(self, share: float) -> None:
         """Let this share of the workers store at most, but at least one worker."""
-        size = self._supervisor.size
-        head = Head(size, max(1, int(share * size)))
-        if head != self._head:
-            self._head = head
-            self._table.set_head(head)
+        storing = max(1, int(share * self.supervisor.size))
+        if storing != self._table.storing:
+            self._table.storing = storing
 
     def drain(self) -> list[tuple[InFlight, Answer | None, float]]:
         """Return the tasks that workers answered, with the answer and seconds; None for a recalled task not done."""
         answers = []
         for ticket, code, seconds, number in REPLY.iter_unpack(self._replies.receive()):
-            self._supervisor.note_work()
             task = self._tickets.pop(ticket, None)
             if task is not None:
                 task.ticket = NO_TICKET
@@ -203,13 +200,15 @@ class Dispatcher:
                     # Only a torn entry reads so. The task must end.
                     answer = StoreFault.IO if task.lane is Lane.STORE else Fault.IO
                 answers.append((task, answer, seconds))
+        if any(answer is not None for _, answer, _ in answers):
+            self.supervisor.note_work()
         return answers
 
     def recall(self, tasks: Iterable[InFlight]) -> None:
         """Begin to recall tasks; `recalled` returns those that are."""
         cleared = [task for task in tasks if self._clear(task)]
         if cleared:
-            self._fences.append(_Fence(set(self._supervisor.numbers()), time.monotonic(), cleared))
+            self._fences.append(_Fence(set(self.supervisor.numbers()), time.monotonic(), cleared))
 
     def recalled(self) -> list[InFlight]:
         """Return recalled tasks whose rows no worker will touch any more."""
@@ -225,7 +224,7 @@ class Dispatcher:
 
     def working(self) -> set[int]:
         """Return the tickets that workers work on."""
-        return {self._table.current(worker).ticket for worker in self._supervisor.numbers()} - {NO_TICKET}
+        return {self._table.current(worker).ticket for worker in self.supervisor.numbers()} - {NO_TICKET}
 
     def on_table(self) -> list[InFlight]:
         """Return the tasks on the table."""
@@ -234,7 +233,7 @@ class Dispatcher:
     def reap(self) -> list[tuple[int, InFlight | None]]:
         """Return the workers that died, each with its task; the caller ends the task and calls `replace`."""
         found = []
-        for worker in self._supervisor.reap():
+        for worker in self.supervisor.reap():
             task = self._tickets.pop(self._table.current(worker).ticket, None)
             if task is not None:
                 task.ticket = NO_TICKET
@@ -243,15 +242,11 @@ class Dispatcher:
             found.append((worker, task))
         return found
 
-    def replace(self, worker: int) -> None:
-        """Start a worker in the place of a dead one."""
-        self._supervisor.replace(worker)
-
     def end_hanging(self, now: float) -> list[InFlight]:
         """Kill the workers that hang, as far as they can be killed, and return their tasks."""
         found = []
         self._stuck = set()
-        for worker in self._supervisor.numbers():
+        for worker in self.supervisor.numbers():
             current = self._table.current(worker)
             if current.ticket == NO_TICKET:
                 continue
@@ -259,7 +254,7 @@ class Dispatcher:
             if now - current.started > self._settings.deadline_seconds:
                 # It counts as stuck until it is reaped.
                 self._stuck.add(worker)
-                self._supervisor.kill(worker)
+                self.supervisor.kill(worker)
                 if task is not None:
                     found.append(task)
         return found
@@ -283,43 +278,39 @@ class Dispatcher:
 
     def end_all(self) -> None:
         """Kill all workers: none of them does anything."""
-        for worker in self._supervisor.numbers():
-            self._supervisor.kill(worker)
+        for worker in self.supervisor.numbers():
+            self.supervisor.kill(worker)
 
-    def tick(self, now: float, *, reads: int, ended: int, round_trip_seconds: float) -> None:
-        """Let the supervisor work, and adapt the number of workers to the open tasks and the speed of the volume."""
-        self._supervisor.tick(self._is_ready)
-        if not self._supervisor.is_usable:
+    def tick(self, now: float, *, reads: int, round_trip_seconds: float) -> None:
+        """Let the supervisor work, and start more workers where the volume leaves processors idle.
+
+        Workers never become fewer again: one that waits costs its memory only.
+        """
+        supervisor = self.supervisor
+        supervisor.tick(self._is_ready)
+        if not supervisor.is_usable or now < self._grow_at:
             return
-        if round_trip_seconds != self._round_trip_seconds:
-            self._round_trip_seconds = round_trip_seconds
-            self._pool_size.expect(
-                workers_for(
-                    len(os.sched_getaffinity(0)),
-                    round_trip_seconds=round_trip_seconds,
-                    chunk_bytes=self._rows.row_bytes,
-                )
-            )
-        size = self._pool_size.decide(now, reads=reads, ended=ended, wait_share=self._supervisor.wait_share)
-        if size != self._supervisor.size:
-            self._supervisor.resize(size)
+        self._grow_at = now + _GROW_SECONDS
+        size = wanted = supervisor.size
+        if reads > size and supervisor.wait_share() <= _MOST_WAIT_SHARE:
+            wanted += max(1, size // 2)
+        if round_trip_seconds:
+            wanted = max(wanted, workers_for(round_trip_seconds=round_trip_seconds, chunk_bytes=self._rows.row_bytes))
+        if (wanted := min(wanted, self._settings.workers)) > size:
+            supervisor.grow(wanted)
 
     def is_ready(self) -> bool:
         """Return whether a worker is ready for work."""
-        return any(self._is_ready(worker) for worker in self._supervisor.numbers())
+        return any(self._is_ready(worker) for worker in self.supervisor.numbers())
 
     def is_stuck(self, lane: Lane) -> bool:
         """Return whether a new task of the lane would not start, because every worker that may take it hangs."""
         if not self._stuck:
             return False
-        able = self._supervisor.numbers()
+        able = self.supervisor.numbers()
         if lane is Lane.STORE:
-            able = [worker for worker in able if worker < self._head.storing]
+            able = [worker for worker in able if worker < self._table.storing]
         return self._stuck.issuperset(able)
-
-    def count_processes(self) -> int:
-        """Return the number of usable processes."""
-        return self._supervisor.count()
 
     def count_stuck(self) -> int:
         """Return the number of workers that hang."""
@@ -334,8 +325,8 @@ class Dispatcher:
             time.sleep(0.001)
         for pipe in self._pipes:
             os.close(pipe.writer)
-        is_ended = self._supervisor.close(max(0.0, deadline - time.monotonic()))
-        if not is_ended and isinstance(self._supervisor, ThreadSupervisor):
+        is_ended = self.supervisor.close(max(0.0, deadline - time.monotonic()))
+        if not is_ended and not self._has_processes:
             # A thread that hangs still uses the descriptors.
             return False
         for pipe in self._pipes:
@@ -361,36 +352,39 @@ class Dispatcher:
             tasks += fence.tasks
         elif time.monotonic() - fence.began > _LOCK_SECONDS:
             for worker in fence.remaining:
-                self._supervisor.kill(worker)
+                self.supervisor.kill(worker)
         return not fence.remaining
 
     def _is_ready(self, worker: int) -> bool:
         return self._table.current(worker).started > 0
 
-    def _command(self, worker: int) -> tuple[str, list[int]]:
+    def _launch(self, number: int) -> WorkerProcess:
         # The record of the worker before it does not hold for the new one.
-        self._table.set_current(worker, Current(0, NO_TICKET, 0.0))
+        self._table.set_current(number, Current(0, NO_TICKET, 0.0))
         pipes = tuple(pipe.reader for pipe in self._pipes)
+        row_bytes, replies = self._rows.row_bytes, self._replies.writer
+        if not self._has_processes:
+            store = self._settings.open_volume(self._fs)
+            return WorkerThread(
+                Worker(
+                    number,
+                    table=self._table,
+                    rows=self._rows,
+                    row_bytes=row_bytes,
+                    store=store,
+                    pipes=pipes,
+                    replies=replies,
+                ).run
+            )
         settings = WorkerSettings(
-            worker=worker,
+            worker=number,
             parent=os.getpid(),
             table=self._table_fd,
             regions=self._regions,
-            row_bytes=self._rows.row_bytes,
+            row_bytes=row_bytes,
             pipes=pipes,
-            replies=self._replies.writer,
+            replies=replies,
             pool=self._settings,
         )
-        inherited = [self._table_fd, *{region.fd for region in self._regions}, *pipes, self._replies.writer]
-        return settings.encode(), inherited
-
-    def _run_thread(self, number: int) -> None:
-        Worker(
-            number,
-            table=self._table,
-            rows=self._rows,
-            row_bytes=self._rows.row_bytes,
-            store=self._settings.open_volume(self._fs),
-            pipes=[pipe.reader for pipe in self._pipes],
-            replies=self._replies.writer,
-        ).run()
+        inherited = [self._table_fd, *{region.fd for region in self._regions}, *pipes, replies]
+        return start_process("kvtier_connector.io_workers.worker", settings.encode(), inherited)

@@ -16,19 +16,18 @@ import logging
 import marshal
 import math
 import os
-import queue
 import select
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from kvtier_connector.io_workers.supervisor import Supervisor, WorkerProcess, WorkerThread
 from kvtier_connector.io_workers.worker import PoolSettings, die_with, file_system, lower_priority, start_process
-from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import BlockKey
@@ -50,11 +49,10 @@ _QUESTIONS = 8
 _LENGTH = struct.Struct("=I")
 _READ_BYTES = 1 << 16
 _FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1.0, 60.0
-_MOST_HANGING = 2
-"""Workers that hang in the volume and cannot be killed; no other one is started beside so many."""
 
 Look = Callable[[BlockKey], bool | Fault]
 """Says whether the volume has a block; `BlockStore.look_up`."""
+LookAt = Callable[[Sequence[BlockKey]], Sequence[bool | Fault]]
 
 
 class BlockQuery(NamedTuple):
@@ -85,78 +83,59 @@ class Answer(NamedTuple):
     """None: the volume did not answer in time."""
 
 
-def find(
-    question: BlockQuery,
-    look_at: Callable[[Sequence[BlockKey]], Sequence[bool | Fault]],
-    *,
-    now: Callable[[], float] = time.monotonic,
-) -> Found | Fault:
+def find(question: BlockQuery, look_at: LookAt, *, now: Callable[[], float] = time.monotonic) -> Found | Fault:
     """Look blocks up with few calls; `look_at` looks at several at once.
 
     A prefix costs one call where its first block is absent. Else the last block and some between are looked at, and
     then those around the end: two rounds for a thousand blocks.
     """
-    return _Search(question, look_at, now).run()
-
-
-class _FaultError(Exception):
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault)
-        self.fault = fault
+    search = _Search(question, look_at, now)
+    present = search.run()
+    seen = tuple(number for number, is_there in search.present.items() if is_there)
+    return search.fault or Found(present, seen, len(search.present))
 
 
 class _Search:
-    def __init__(
-        self,
-        question: BlockQuery,
-        look_at: Callable[[Sequence[BlockKey]], Sequence[bool | Fault]],
-        now: Callable[[], float],
-    ) -> None:
+    """One lookup; a fault of the volume ends it."""
+
+    def __init__(self, question: BlockQuery, look_at: LookAt, now: Callable[[], float]) -> None:
         self._question = question
-        self._now = now
         self._look_at = look_at
-        self._present: dict[int, bool] = {}
+        self._now = now
+        self.present: dict[int, bool] = {}
+        self.fault: Fault | None = None
 
-    def run(self) -> Found | Fault:
-        keys = self._question.keys
-        try:
-            present = self._find_prefix(len(keys)) if self._question.is_prefix else sum(self._ask(range(len(keys))))
-        except _FaultError as error:
-            return error.fault
-        seen = tuple(number for number, is_there in self._present.items() if is_there)
-        return Found(present, seen, len(self._present))
-
-    def _find_prefix(self, count: int) -> int:
+    def run(self) -> int:
+        """Return `Found.present`; worth nothing after a fault."""
+        count = len(self._question.keys)
+        if not self._question.is_prefix:
+            return sum(self._ask(range(count)))
         began = self._now()
-        if not count or not self._ask([0])[0]:
+        if not any(self._ask(range(min(count, 1)))):
             return 0
-        is_quick = self._now() - began < _QUICK_SECONDS
+        most = 1 if self._now() - began < _QUICK_SECONDS else MOST_CALLS
         low, high = 0, count
         """The last block that is known to be there, and the first that is known not to be."""
-        points = _spread(low, high, 1 if is_quick else MOST_CALLS - 1)
-        points = sorted({*points, count - 1} - {0})
-        while points:
+        points = sorted({*_spread(low, high, max(1, most - 1)), count - 1} - {0})
+        while points and self.fault is None:
             for number, is_there in zip(points, self._ask(points), strict=True):
                 if not is_there:
-                    high = min(high, number)
+                    high = number
                     break
                 low = number
-            points = _spread(low, high, 1 if is_quick else MOST_CALLS)
-        if self._question.is_exact:
-            rest = [number for number in range(low) if number not in self._present]
-            return next((number for number, is_there in zip(rest, self._ask(rest), strict=True) if not is_there), high)
+            points = _spread(low, high, most)
+        if self._question.is_exact and self.fault is None:
+            rest = [number for number in range(low) if number not in self.present]
+            high = next((number for number, found in zip(rest, self._ask(rest), strict=True) if not found), high)
         return high
 
     def _ask(self, numbers: Iterable[int]) -> list[bool]:
         numbers = list(numbers)
-        keys = self._question.keys
-        answers = []
-        for number, found in zip(numbers, self._look_at([keys[number] for number in numbers]), strict=True):
-            if isinstance(found, Fault):
-                raise _FaultError(found)
-            self._present[number] = found
-            answers.append(found)
-        return answers
+        answers = self._look_at([self._question.keys[number] for number in numbers])
+        self.fault = next((answer for answer in answers if isinstance(answer, Fault)), self.fault)
+        found = [answer is True for answer in answers]
+        self.present.update(zip(numbers, found, strict=True))
+        return found
 
 
 def _spread(low: int, high: int, most: int) -> list[int]:
@@ -165,54 +144,6 @@ def _spread(low: int, high: int, most: int) -> list[int]:
     if gap <= most:
         return list(range(low + 1, high))
     return [low + (high - low) * place // (most + 1) for place in range(1, most + 1)]
-
-
-def serve(
-    look: Look, receive: Callable[[], tuple[int, BlockQuery] | None], send: Callable[[int, Found | Fault], None]
-) -> None:
-    """Answer questions until `receive` returns None: the loop of a worker."""
-    send(_READY, Found(0, ()))
-    with (
-        ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="kvtier-look") as calls,
-        ThreadPoolExecutor(_QUESTIONS, thread_name_prefix="kvtier-find") as questions,
-    ):
-
-        def look_at(keys: Sequence[BlockKey]) -> Sequence[bool | Fault]:
-            return [look(keys[0])] if len(keys) == 1 else list(calls.map(look, keys))
-
-        def answer(number: int, question: BlockQuery) -> None:
-            try:
-                found = find(question, look_at)
-            except Exception:
-                # The edge of the thread: a store reports what it expects by itself, so this is a defect of ours.
-                logger.exception("A lookup failed")
-                found = Fault.IO
-            send(number, found)
-
-        while (received := receive()) is not None:
-            questions.submit(answer, *received)
-
-
-class _Worker(Protocol):
-    """A worker as the engine sees it. Nothing waits."""
-
-    def send(self, number: int, question: BlockQuery) -> None:
-        """Hand a question over."""
-
-    def receive(self) -> list[tuple[int, Found | Fault]]:
-        """Return the answers that have come."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for an answer; say whether one has come."""
-
-    def is_alive(self) -> bool:
-        """Say whether it can answer."""
-
-    def end(self) -> None:
-        """Have it end; one that hangs is left behind."""
-
-    def is_gone(self) -> bool:
-        """Say whether one that was to end has ended."""
 
 
 class LookupWorker:
@@ -234,141 +165,137 @@ class LookupWorker:
             lookup_seconds: A question that is open for longer is given up together with the worker.
             now: Seconds that never go back.
         """
-        self._make: Callable[[], _Worker] = lambda: (
-            _Process(settings) if fs is LOCAL else _Thread(settings.open_volume(fs))
-        )
+        self._settings, self._fs = settings, fs
         self._lookup_seconds = lookup_seconds
         self._now = now
-        self._worker: _Worker | None = None
-        self._hanging: list[_Worker] = []
+        self._supervisor = Supervisor(
+            1,
+            self._launch,
+            what="Lookups",
+            first_backoff_seconds=_FIRST_BACKOFF_SECONDS,
+            longest_backoff_seconds=_LONGEST_BACKOFF_SECONDS,
+            spare_deaths=-1,
+        )
+        self._pipe: _Pipe | None = None
+        """To the last worker; None after it was given up."""
         self._open: dict[int, float] = {}
         """By number of the question, when it is given up."""
-        self._is_ready = False
-        self._started_at = self._answered_at = -math.inf
-        self._done: list[Answer] = []
-        self._backoff = _FIRST_BACKOFF_SECONDS
-        self._retry_at = -math.inf
         self._is_closed = False
+        self._started_at = self._answered_at = -math.inf
+        self.is_ready = False
+        """Whether the worker has begun to work."""
+        self._done: list[Answer] = []
         self.calls = 0
         """Calls to the volume that lookups made."""
 
     def start(self) -> None:
         """Start the worker."""
-        self._retry_at = -math.inf
-        self._try_to_start()
+        self._supervisor.start()
 
     @property
     def is_stuck(self) -> bool:
         """Whether a question would not be answered now: the last worker hung or died, and none was started since."""
-        return self._worker is None and not self._is_closed
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the worker has begun to work."""
-        return self._worker is not None and self._is_ready
+        return not self._is_closed and (self._pipe is None or not self._supervisor.is_usable)
 
     def submit(self, number: int, question: BlockQuery) -> None:
         """Ask; `collect` returns the answer under the same number, which is more than 0."""
-        self._try_to_start()
-        if self._worker is None:
+        if self._pipe is None or not self._supervisor.is_usable:
             self._done.append(Answer(number, None))
             return
         self._open[number] = self._now() + self._lookup_seconds
-        self._worker.send(number, question)
+        keys = [tuple(key) for key in question.keys]
+        self._pipe.send((number, keys, question.is_prefix, question.is_exact))
 
     def wait(self, seconds: float) -> bool:
-        """Wait for an answer; say whether one can be collected. A worker on a thread is not waited for."""
-        return self._worker is not None and bool(self._open) and self._worker.wait(seconds)
+        """Wait for an answer; say whether one can be collected."""
+        return self._pipe is not None and bool(self._open) and self._pipe.wait(seconds)
 
     def collect(self) -> list[Answer]:
         """Return the questions that have ended since the last call."""
-        if (worker := self._worker) is not None:
-            for number, found in worker.receive():
-                if number == _READY:
-                    self._is_ready = True
-                    self._open = dict.fromkeys(self._open, self._now() + self._lookup_seconds)
-                elif self._open.pop(number, None) is not None:
-                    self._answered_at = self._now()
-                    self._backoff = _FIRST_BACKOFF_SECONDS
-                    self.calls += 0 if isinstance(found, Fault) else found.calls
-                    self._done.append(Answer(number, found))
-            # A burst of questions waits in line: a worker that still answers does not hang.
-            quiet_until = self._answered_at + self._lookup_seconds
-            is_late = bool(self._open) and max(min(self._open.values()), quiet_until) < self._now()
-            if not self._is_ready:
-                is_late = self._now() - self._started_at > _START_SECONDS
-            if is_late or not worker.is_alive():
-                self._give_up(worker)
-        else:
-            self._try_to_start()
+        for number, present, seen, calls, fault in self._pipe.receive() if self._pipe else ():
+            if number == _READY:
+                self.is_ready = True
+                self._open = dict.fromkeys(self._open, self._now() + self._lookup_seconds)
+            elif self._open.pop(number, None) is not None:
+                self._answered_at = self._now()
+                self._supervisor.note_work()
+                self.calls += calls
+                self._done.append(Answer(number, Fault(fault) if fault else Found(present, seen, calls)))
+        if self._pipe is not None and self._is_late():
+            self._give_up()
+            self._supervisor.kill(0, counts_as_death=True)
+        if not self._is_closed:
+            for worker in self._supervisor.reap():
+                self._give_up()
+                self._supervisor.replace(worker)
+            self._supervisor.tick(lambda _: self.is_ready)
         done, self._done = self._done, []
         return done
 
     def close(self) -> None:
         """End the worker; questions that are open end without an answer."""
         self._is_closed = True
-        if self._worker is not None:
-            self._give_up(self._worker)
+        self._give_up()
+        self._supervisor.close(0.0)
 
-    def _give_up(self, worker: _Worker) -> None:
-        worker.end()
-        self._hanging.append(worker)
-        self._worker = None
+    def _is_late(self) -> bool:
+        if not self.is_ready:
+            return self._now() - self._started_at > _START_SECONDS
+        # A burst of questions waits in line: a worker that still answers does not hang.
+        quiet_until = self._answered_at + self._lookup_seconds
+        return bool(self._open) and max(min(self._open.values()), quiet_until) < self._now()
+
+    def _give_up(self) -> None:
+        """Expect nothing more of the last worker."""
+        if self._pipe is not None:
+            self._pipe.close()
+        self._pipe = None
         self._done += [Answer(number, None) for number in self._open]
         self._open.clear()
-        self._retry_at = self._now() + self._backoff
-        self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF_SECONDS)
 
-    def _try_to_start(self) -> None:
-        if self._worker is not None or self._is_closed or self._now() < self._retry_at:
-            return
-        self._hanging = [each for each in self._hanging if not each.is_gone()]
-        if len(self._hanging) >= _MOST_HANGING:
-            return
+    def _launch(self, _number: int) -> WorkerProcess:
+        ends: list[int] = []
         try:
-            self._worker, self._is_ready, self._started_at = self._make(), False, self._now()
-        except OSError as error:
-            logger.warning("No worker for lookups can be started: %s", error)
-            self._retry_at = self._now() + self._backoff
-
-
-class _Process:
-    """A worker in a process of its own."""
-
-    def __init__(self, settings: PoolSettings) -> None:
-        reader, self._writer = os.pipe()
-        self._reader, writer = os.pipe()
-        arguments = json.dumps([os.getpid(), reader, writer, asdict(settings)])
-        try:
-            self._process = start_process("kvtier_connector.io_workers.lookups", arguments, [reader, writer])
+            ends += os.pipe()
+            ends += os.pipe()
+            reader, its_writer, its_reader, writer = ends
+            if self._fs is not LOCAL:
+                server = _Server(self._settings.open_volume(self._fs).look_up, its_reader, its_writer)
+                worker: WorkerProcess = WorkerThread(server.run_and_close)
+            else:
+                arguments = json.dumps([os.getpid(), its_reader, its_writer, asdict(self._settings)])
+                worker = start_process("kvtier_connector.io_workers.lookups", arguments, [its_reader, its_writer])
+                os.close(its_reader)
+                os.close(its_writer)
         except OSError:
-            os.close(self._writer)
-            os.close(self._reader)
+            for end in ends:
+                os.close(end)
             raise
-        finally:
-            os.close(reader)
-            os.close(writer)
-        os.set_blocking(self._writer, False)
-        os.set_blocking(self._reader, False)
+        self._pipe, self.is_ready, self._started_at = _Pipe(reader, writer), False, self._now()
+        return worker
+
+
+class _Pipe:
+    """Both ways between engine and worker, at the engine's end. Nothing waits but `wait`."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader, self._writer = reader, writer
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
         self._unsent = bytearray()
         self._received = bytearray()
 
-    def send(self, number: int, question: BlockQuery) -> None:
-        keys = [tuple(key) for key in question.keys]
-        data = marshal.dumps((number, keys, question.is_prefix, question.is_exact))
-        self._unsent += _LENGTH.pack(len(data)) + data
+    def send(self, message: tuple[Any, ...]) -> None:
+        self._unsent += _framed(message)
         self._flush()
 
-    def receive(self) -> list[tuple[int, Found | Fault]]:
+    def receive(self) -> Iterator[tuple[Any, ...]]:
         self._flush()
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reader, _READ_BYTES):
                 self._received += data
-        answers = []
         while (message := _cut(self._received)) is not None:
-            number, present, seen, calls, fault = marshal.loads(message)  # noqa: S302 - our own process
-            answers.append((number, Fault(fault) if fault else Found(present, seen, calls)))
-        return answers
+            yield message
 
     def wait(self, seconds: float) -> bool:
         self._flush()
@@ -376,98 +303,85 @@ class _Process:
         poll.register(self._reader, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def end(self) -> None:
-        self._process.kill()
+    def close(self) -> None:
         os.close(self._writer)
         os.close(self._reader)
-        # One that hangs in the volume ends when the call returns.
-        threading.Thread(target=self._process.wait, name="kvtier-lookups-end", daemon=True).start()
-
-    def is_gone(self) -> bool:
-        return self._process.poll() is not None
 
     def _flush(self) -> None:
-        while self._unsent:
-            try:
-                sent = os.write(self._writer, self._unsent)
-            except (BlockingIOError, BrokenPipeError):
-                return
-            del self._unsent[:sent]
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            while self._unsent:
+                del self._unsent[: os.write(self._writer, self._unsent)]
 
 
-def _cut(received: bytearray) -> bytes | None:
-    """Take the first whole message off what has been received."""
+def _framed(message: tuple[Any, ...]) -> bytes:
+    data = marshal.dumps(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _cut(received: bytearray) -> tuple[Any, ...] | None:
+    """Take the first whole message off the bytes that were received."""
     if len(received) < _LENGTH.size:
         return None
     end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
     if len(received) < end:
         return None
-    message = bytes(received[_LENGTH.size : end])
+    message: tuple[Any, ...] = marshal.loads(received[_LENGTH.size : end])  # noqa: S302 - our own process
     del received[:end]
     return message
 
 
-class _Thread:
-    """A worker on threads of this process, for tests with file systems of their own."""
+class _Server:
+    """Answers questions: the worker's side. `run` belongs to one thread; several send answers."""
 
-    def __init__(self, store: BlockStore) -> None:
-        self._questions: queue.SimpleQueue[tuple[int, BlockQuery] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, Found | Fault]] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=serve,
-            args=(store.look_up, self._questions.get, lambda *answer: self._answers.put(answer)),
-            name="kvtier-lookups",
-            daemon=True,
-        )
-        self._thread.start()
+    def __init__(self, look: Look, reader: int, writer: int) -> None:
+        self._look = look
+        self._reader, self._writer = reader, writer
+        self._sending = threading.Lock()
+        self._calls = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="kvtier-look")
+        self._questions = ThreadPoolExecutor(_QUESTIONS, thread_name_prefix="kvtier-find")
 
-    def send(self, number: int, question: BlockQuery) -> None:
-        self._questions.put((number, question))
+    def run(self) -> None:
+        """Work until the engine closes its end of the pipe."""
+        self._send(_READY, Found(0, ()))
+        received = bytearray()
+        while data := os.read(self._reader, _READ_BYTES):
+            received += data
+            while (message := _cut(received)) is not None:
+                self._questions.submit(self._answer, *message)
 
-    def receive(self) -> list[tuple[int, Found | Fault]]:
-        return [self._answers.get() for _ in range(self._answers.qsize())]
+    def run_and_close(self) -> None:
+        """The same on a thread of the engine; calls that hang are waited for."""
+        self.run()
+        self._questions.shutdown()
+        self._calls.shutdown()
+        os.close(self._reader)
+        os.close(self._writer)
 
-    def wait(self, seconds: float) -> bool:  # noqa: ARG002 - tests decide when an answer comes
-        return False
+    def _answer(self, number: int, keys: Iterable[tuple[Any, ...]], is_prefix: bool, is_exact: bool) -> None:
+        try:
+            found = find(BlockQuery(tuple(BlockKey(*key) for key in keys), is_prefix, is_exact), self._look_at)
+        except Exception:
+            # The edge of the thread: a store reports what it expects by itself, so this is a defect of ours.
+            logger.exception("A lookup failed")
+            found = Fault.IO
+        self._send(number, found)
 
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def _look_at(self, keys: Sequence[BlockKey]) -> Sequence[bool | Fault]:
+        return [self._look(keys[0])] if len(keys) == 1 else list(self._calls.map(self._look, keys))
 
-    def end(self) -> None:
-        self._questions.put(None)
-
-    def is_gone(self) -> bool:
-        return not self._thread.is_alive()
+    def _send(self, number: int, found: Found | Fault) -> None:
+        fields = (0, (), 0, found.value) if isinstance(found, Fault) else (*found, "")
+        view = memoryview(_framed((number, *fields)))
+        with self._sending, contextlib.suppress(BrokenPipeError):
+            while view:
+                view = view[os.write(self._writer, view) :]
 
 
 def main(parent: int, reader: int, writer: int, settings: PoolSettings) -> None:
     """Run a worker for lookups; it ends when its engine closes the pipe, or ends."""
     die_with(parent)
     lower_priority()
-    received = bytearray()
-    sending = threading.Lock()
-
-    def receive() -> tuple[int, BlockQuery] | None:
-        while (message := _cut(received)) is None:
-            data = os.read(reader, _READ_BYTES)
-            if not data:
-                return None
-            received.extend(data)
-        number, keys, is_prefix, is_exact = marshal.loads(message)  # noqa: S302 - our own engine
-        return number, BlockQuery(tuple(BlockKey(*key) for key in keys), is_prefix, is_exact)
-
-    def send(number: int, found: Found | Fault) -> None:
-        fields = (0, (), 0, found.value) if isinstance(found, Fault) else (*found, "")
-        data = marshal.dumps((number, *fields))
-        with sending, contextlib.suppress(BrokenPipeError):
-            view = memoryview(_LENGTH.pack(len(data)) + data)
-            while view:
-                view = view[os.write(writer, view) :]
-
-    serve(settings.open_volume(file_system(settings.file_system)).look_up, receive, send)
+    _Server(settings.open_volume(file_system(settings.file_system)).look_up, reader, writer).run()
     # A thread that hangs in the volume must not keep the process.
     os._exit(0)
 

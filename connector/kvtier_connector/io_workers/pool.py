@@ -47,7 +47,7 @@ class PoolCounts(NamedTuple):
     """Values of the pool's gauges."""
 
     processes: int
-    """Usable worker processes; 0 while none can be started, and with threads."""
+    """Usable worker processes; 0 while none can be started."""
     stuck: int
     """Workers that hang in the volume."""
 
@@ -98,7 +98,6 @@ class WorkerPool:
         """Largest share of the workers that may store."""
         self._reads = self._stores = 0
         """Numbers of open tasks."""
-        self._ended = 0
         self._read_at = self._moved_at = 0.0
         """When a worker last finished a read, and any task."""
         self._ticked = 0.0
@@ -181,7 +180,7 @@ class WorkerPool:
     @property
     def is_usable(self) -> bool:
         """Whether there are workers, hanging ones included."""
-        return self._dispatcher.is_usable
+        return self._dispatcher.supervisor.is_usable
 
     def is_stuck(self, lane: Lane) -> bool:
         """Return whether a new task of the lane would be refused, because no worker could start it."""
@@ -190,7 +189,7 @@ class WorkerPool:
     def counts(self) -> PoolCounts:
         """Return the values of gauges."""
         self._recheck_stuck()
-        return PoolCounts(self._dispatcher.count_processes(), self._dispatcher.count_stuck())
+        return PoolCounts(self._dispatcher.supervisor.count(), self._dispatcher.count_stuck())
 
     def close(self, timeout_seconds: float) -> bool:
         """End the workers and all tasks; False if workers hang and stay behind. No row is touched afterwards."""
@@ -207,13 +206,13 @@ class WorkerPool:
     def _refusal(self, lane: Lane) -> Refused | None:
         if self._is_closed:
             return CLOSED
-        if not self._dispatcher.is_usable:
+        if not self._dispatcher.supervisor.is_usable:
             return NO_WORKERS
         return STUCK if self._dispatcher.is_stuck(lane) else None
 
     def _feed(self) -> None:
         """Put tasks on the table while there is room and the breaker admits them."""
-        if self._is_closed or not self._dispatcher.is_usable:
+        if self._is_closed or not self._dispatcher.supervisor.is_usable:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
         for lane, queue in self._queues.items():
@@ -244,7 +243,6 @@ class WorkerPool:
         answers = self._dispatcher.drain()
         if answers:
             self._moved_at = time.monotonic()
-            self._ended += len(answers)
         for task, answer, seconds in answers:
             if task.lane is not Lane.STORE:
                 self._read_at = self._moved_at
@@ -323,9 +321,9 @@ class WorkerPool:
     def _tick(self, now: float) -> None:
         """Look after the workers, and give up on late tasks."""
         self._ticked = now
-        self._dispatcher.tick(now, reads=self._reads, ended=self._ended, round_trip_seconds=self.round_trip_seconds)
+        self._dispatcher.tick(now, reads=self._reads, round_trip_seconds=self.round_trip_seconds)
         self._reap()
-        if not self._dispatcher.is_usable:
+        if not self._dispatcher.supervisor.is_usable:
             self._refuse_all()
             return
         hanging = [task for task in self._dispatcher.end_hanging(now) if task.ending is None]
@@ -372,7 +370,7 @@ class WorkerPool:
         working = self._dispatcher.working()
         self._dispatcher.recall(task for task in self._dispatcher.on_table() if task.ticket not in working)
         for worker, _ in dead:
-            self._dispatcher.replace(worker)
+            self._dispatcher.supervisor.replace(worker)
 
     def _refuse_all(self) -> None:
         """Refuse the open tasks: there are no workers."""

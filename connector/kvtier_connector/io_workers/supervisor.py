@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervisors of I/O workers: start them, replace those that die, kill those that hang, and choose how many there are.
+"""A supervisor of worker processes: it starts them, replaces those that die, and kills those that hang.
 
 A process that hangs in an uninterruptible system call cannot be killed: it stays until the call returns. Where
 processes die again and again, or none can be started, the supervisor gives up for a while and tries again, as a circuit
@@ -15,147 +15,62 @@ import math
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-
-from kvtier_connector.io_workers.worker import UNWANTED, start_process
+from typing import Protocol
 
 logger = logging.getLogger("vllm.kvtier.io_workers")
 
-_DEATH_WINDOW_SECONDS = 60.0
 _SPARE_DEATHS = 8
+_LONGEST_BACKOFF_SECONDS = 600.0
+"""Each failed attempt doubles the back-off, up to this."""
 _KILLED_SECONDS = 1.0
 """How long `close` waits for killed processes. One that hangs in the volume ends when its call returns."""
-LONGEST_BACKOFF_SECONDS = 600.0
-"""Each failed attempt doubles the back-off, up to this."""
-
-FEWEST = 3
-"""Fewest workers on any host: two can store and one is free for a load, even where writes hang."""
-_LOOK_SECONDS = 0.25
-_TRIAL_SECONDS = 1.0
-"""Time until added processes have begun to work and their effect shows."""
-_HOLD_SECONDS = 30.0
-"""Time without growth after added processes had no effect."""
-_IDLE_SECONDS = 60.0
-_GAIN = 1.1
-_MOST_WAIT_SHARE = 0.2
-_TRIPS = 3
-"""Round trips for one chunk: open, read, close."""
-_CORE_BYTES_PER_SECOND = 2.5e9
-"""Rate at which one core verifies and copies."""
 
 
-def workers_for(processors: int, *, round_trip_seconds: float, chunk_bytes: int) -> int:
-    """Return the number of workers that keeps every processor busy while other workers wait for the volume."""
-    moving_seconds = max(1, chunk_bytes) / _CORE_BYTES_PER_SECOND
-    return round(processors * (1 + _TRIPS * round_trip_seconds / moving_seconds))
-
-
-class PoolSize:
-    """Chooses the number of workers: few at first, more while more help, few again when idle.
-
-    A volume that answers slowly leaves cores idle, so more workers help. There are enough once workers wait for a core,
-    or added workers raised the rate no further. Scheduler's thread only; the caller passes time and measurements.
-    """
-
-    def __init__(self, least: int, most: int) -> None:
-        """Store the limits."""
-        self._least = least
-        self._most = most
-        self._size = least
-        self._looked = self._busy_at = self._hold_until = 0.0
-        self._ended = 0
-        self._trial: tuple[int, float] | None = None
-        """Size before the last growth, and tasks a second at that size."""
-
-    def expect(self, size: int) -> None:
-        """Raise the least size: the volume was found to answer slowly."""
-        self._least = max(self._least, min(size, self._most))
-        self._size = max(self._size, self._least)
-
-    def decide(self, now: float, *, reads: int, ended: int, wait_share: Callable[[], float]) -> int:
-        """Return the number of workers to have.
-
-        Args:
-            now: Monotonic seconds.
-            reads: Open tasks that a request waits for, or may soon wait for.
-            ended: Number of tasks that have ended so far.
-            wait_share: Measures the share of runnable time that workers spend waiting for a core.
-        """
-        if reads:
-            self._busy_at = now
-        elif now - self._busy_at > _IDLE_SECONDS:
-            self._size, self._trial = self._least, None
-        seconds = now - self._looked
-        if seconds < (_TRIAL_SECONDS if self._trial else _LOOK_SECONDS):
-            return self._size
-        rate = (ended - self._ended) / seconds
-        self._looked, self._ended = now, ended
-        trial, self._trial = self._trial, None
-        if reads <= self._size:
-            # Workers were idle at times, so the rate shows nothing.
-            return self._size
-        if trial is not None and rate < _GAIN * trial[1]:
-            self._size, self._hold_until = trial[0], now + _HOLD_SECONDS
-        elif self._size < self._most and now >= self._hold_until and wait_share() <= _MOST_WAIT_SHARE:
-            self._trial = self._size, rate
-            self._size = min(self._most, self._size + max(1, self._size // 2))
-        return self._size
-
-
-class Supervisor:
-    """The workers of one engine, by number. Scheduler's thread only; no method but `close` waits.
-
-    The methods with a body do what suits workers that neither die nor change in number.
-    """
-
-    size: int
-    """Number of workers to have."""
+class WorkerProcess(Protocol):
+    """A worker, as `subprocess.Popen` has it."""
 
     @property
-    def is_usable(self) -> bool:
-        """Whether tasks can be given to workers now."""
-        return True
+    def pid(self) -> int:
+        """Number of the process."""
 
-    def start(self) -> None:
-        """Start the workers; returns before they are ready."""
-        raise NotImplementedError
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
 
-    def numbers(self) -> list[int]:
-        """Return the numbers of the workers, dead ones included until they are replaced."""
-        raise NotImplementedError
+    def kill(self) -> None:
+        """Kill it, if it can be killed."""
 
-    def count(self) -> int:
-        """Return the number of usable processes."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raise `subprocess.TimeoutExpired`."""
+
+
+class WorkerThread(threading.Thread):
+    """A worker on a thread of this process, for tests, which inject file systems.
+
+    It cannot be killed: one that hangs in the volume stays, and touches no row that was given away.
+    """
+
+    pid = 0
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        """Start the thread."""
+        super().__init__(target=run, name="kvtier-worker", daemon=True)
+        self.start()
+
+    def poll(self) -> int | None:
+        """Return 0 when the thread has ended."""
+        return None if self.is_alive() else 0
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        self.join(timeout)
+        if self.is_alive():
+            raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
         return 0
-
-    def wait_share(self) -> float:
-        """Return the share of runnable time that workers waited for a core since the last call."""
-        return 0.0
-
-    def resize(self, size: int) -> None:
-        """Start missing workers. The task table orders those with a number from `size` on to end."""
-
-    def reap(self) -> list[int]:
-        """Return the numbers of dead workers; the caller ends their tasks and calls `replace`."""
-        return []
-
-    def replace(self, worker: int) -> None:
-        """Start a worker in the place of a dead one."""
-
-    def note_work(self) -> None:
-        """Note that a worker finished a task."""
-
-    def tick(self, is_ready: Callable[[int], bool]) -> None:
-        """Start missing workers when it is time to."""
-
-    def kill(self, worker: int) -> None:
-        """Kill a worker that hangs, if it can be killed; `reap` returns it when it is gone."""
-
-    def close(self, timeout_seconds: float) -> bool:
-        """Wait for the workers, whose pipes must be closed; return False if some stay behind."""
-        raise NotImplementedError
 
 
 class _State(enum.Enum):
@@ -166,34 +81,44 @@ class _State(enum.Enum):
     """Processes are started again, and some are not ready. Tasks are given to none of them."""
 
 
-class ProcessSupervisor(Supervisor):
-    """Workers that are processes."""
+class Supervisor:
+    """The workers of one engine, by number. Scheduler's thread only; no method but `close` waits."""
 
-    def __init__(
-        self, size: int, command: Callable[[int], tuple[str, list[int]]], *, first_backoff_seconds: float
+    def __init__(  # noqa: PLR0913 - keywords but for two
+        self,
+        size: int,
+        launch: Callable[[int], WorkerProcess],
+        *,
+        what: str = "I/O workers",
+        first_backoff_seconds: float,
+        longest_backoff_seconds: float = _LONGEST_BACKOFF_SECONDS,
+        spare_deaths: int = _SPARE_DEATHS,
     ) -> None:
         """Store the settings.
 
         Args:
-            size: Number of workers at first.
-            command: Returns settings and inherited descriptors of a worker.
+            size: Number of workers.
+            launch: Starts the worker of a number; raises OSError where that is not possible.
+            what: Names the workers in messages.
             first_backoff_seconds: Delay before the first new attempt.
+            longest_backoff_seconds: Largest delay.
+            spare_deaths: So many more than `size` may die without one task that was done in between.
         """
         self.size = size
-        self._command = command
+        self._launch = launch
+        self._what = what
         self._first_backoff_seconds = first_backoff_seconds
+        self._longest_backoff_seconds = longest_backoff_seconds
+        self._spare_deaths = spare_deaths
         self._backoff_seconds = first_backoff_seconds
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, WorkerProcess] = {}
         self._killed: set[int] = set()
-        self._deaths: deque[float] = deque()
         self._deaths_in_vain = 0
         """Deaths since a worker last finished a task."""
         self._times: dict[int, list[int]] = {}
         """Nanoseconds that a process had run and waited at the last measurement."""
         self._state = _State.USABLE
         self._retry_at = math.inf
-        self._trial_ends: float | None = None
-        """After a new attempt, a single death before this time ends it."""
 
     @property
     def is_usable(self) -> bool:
@@ -201,19 +126,41 @@ class ProcessSupervisor(Supervisor):
         return self._state is _State.USABLE
 
     def start(self) -> None:
-        """Start the processes."""
-        self._start_missing()
+        """Start missing workers; returns before they are ready. Those that cannot be started are tried again later."""
+        self._retry_at = math.inf
+        for worker in range(self.size):
+            if worker in self._processes:
+                continue
+            try:
+                self._processes[worker] = self._launch(worker)
+            except OSError as error:
+                if not self._processes:
+                    self._give_up(f"none can be started: {error}")
+                    return
+                logger.warning(
+                    "Only %d of %d I/O workers can be started (%s): raise the container's limit of processes",
+                    len(self._processes),
+                    self.size,
+                    error,
+                )
+                self._retry_at = time.monotonic() + self._first_backoff_seconds
+                return
+
+    def grow(self, size: int) -> None:
+        """Have more workers."""
+        self.size = size
+        self.start()
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the processes."""
+        """Return the numbers of the workers, dead ones included until they are replaced."""
         return list(self._processes)
 
     def count(self) -> int:
-        """Return the number of usable processes."""
+        """Return the number of usable workers."""
         return len(self._processes) if self.is_usable else 0
 
     def wait_share(self) -> float:
-        """Return the share of runnable time that the first and the last process waited for a core."""
+        """Return the share of runnable time that two processes waited for a core since the last call."""
         ran = waited = 0
         for worker in {min(self._processes, default=0), max(self._processes, default=0)}:
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -224,160 +171,85 @@ class ProcessSupervisor(Supervisor):
                 self._times[worker] = times
         return max(0, waited) / max(1, ran + waited)
 
-    def resize(self, size: int) -> None:
-        """Start missing processes."""
-        self.size = size
-        self._start_missing()
-
     def reap(self) -> list[int]:
-        """Return the numbers of dead processes."""
+        """Return the numbers of dead workers; the caller ends their tasks and calls `replace`."""
         return [worker for worker, process in self._processes.items() if process.poll() is not None]
 
     def replace(self, worker: int) -> None:
-        """Start a process in the place of a dead one, unless too many have died."""
-        process = self._processes.pop(worker)
-        was_killed = worker in self._killed
-        self._killed.discard(worker)
-        if worker >= self.size or self._state is _State.GIVEN_UP:
-            return
-        if process.returncode == UNWANTED:
-            # It ended just before the pool grew again.
-            self._start_missing()
-            return
-        now = time.monotonic()
-        if not was_killed:
+        """Start a worker in the place of a dead one, unless too many have died."""
+        status = self._processes.pop(worker).poll()
+        if worker in self._killed:
             # A killed one shows that the volume hangs, not that processes cannot live here.
-            self._deaths.append(now)
-            self._deaths_in_vain += 1
-        while self._deaths and self._deaths[0] < now - _DEATH_WINDOW_SECONDS:
-            self._deaths.popleft()
-        if self._are_too_many():
-            self._give_up(now, f"they die again and again, the last with status {process.returncode}")
+            self._killed.discard(worker)
         else:
-            logger.warning("I/O worker %d ended with status %s and is started again", worker, process.returncode)
-            self._start_missing()
+            self._deaths_in_vain += 1
+        if self._state is _State.GIVEN_UP:
+            return
+        if self._deaths_in_vain > self.size + self._spare_deaths:
+            self._give_up(f"they die again and again, the last with status {status}")
+        else:
+            logger.warning("I/O worker %d ended with status %s and is started again", worker, status)
+            self.start()
 
     def note_work(self) -> None:
-        """Note that a process finished a task."""
+        """Note that a worker finished a task."""
         self._deaths_in_vain = 0
+        self._backoff_seconds = self._first_backoff_seconds
 
     def tick(self, is_ready: Callable[[int], bool]) -> None:
-        """Start missing processes once the back-off is over; after giving up, use them when all are ready."""
-        now = time.monotonic()
-        if self._state is _State.GIVEN_UP and now >= self._retry_at:
+        """Start missing workers once the back-off is over; after giving up, use them when all are ready."""
+        is_due = time.monotonic() >= self._retry_at
+        if self._state is _State.GIVEN_UP and is_due:
             self._state = _State.STARTING
-            self._deaths.clear()
-            self._deaths_in_vain = 0
-            self._start_missing()
+            self.start()
         elif self._state is _State.STARTING and all(is_ready(worker) for worker in self._processes):
             self._state = _State.USABLE
-            self._trial_ends = now + _DEATH_WINDOW_SECONDS
-            logger.info("I/O workers are running again")
-        elif self._state is _State.USABLE:
-            if self._trial_ends is not None and now >= self._trial_ends:
-                self._trial_ends = None
-            if now >= self._retry_at:
-                self._start_missing()
+            logger.info("%s are running again", self._what)
+        elif self._state is _State.USABLE and is_due:
+            self.start()
 
-    def kill(self, worker: int) -> None:
-        """Kill a process."""
+    def kill(self, worker: int, *, counts_as_death: bool = False) -> None:
+        """Kill a worker that hangs, if it can be killed; `reap` returns it when it is gone."""
         process = self._processes.get(worker)
         if process is not None:
-            self._killed.add(worker)
+            if not counts_as_death:
+                self._killed.add(worker)
             process.kill()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Wait for the processes, and kill those that are late."""
+        """Wait for the workers, whose pipes must be closed, and kill those that are late; False if some stay behind."""
         deadline = time.monotonic() + timeout_seconds
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+        left = [process for process in self._processes.values() if not _ends(process, deadline)]
+        for process in left:
+            process.kill()
         killed_until = time.monotonic() + _KILLED_SECONDS
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, killed_until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                # Its exit status must be read, however late it comes.
-                threading.Thread(target=process.wait, name="kvtier-worker-end", daemon=True).start()
-        return all(process.returncode is not None for process in self._processes.values())
+        left = [process for process in left if not _ends(process, killed_until)]
+        for process in left:
+            # Its exit status must be read, however late it comes.
+            threading.Thread(target=process.wait, name="kvtier-worker-end", daemon=True).start()
+        return not left
 
-    def _are_too_many(self) -> bool:
-        if self._state is _State.STARTING or self._trial_ends is not None:
-            return bool(self._deaths)
-        return len(self._deaths) > 2 * self.size + _SPARE_DEATHS or self._deaths_in_vain > self.size + _SPARE_DEATHS
-
-    def _start_missing(self) -> None:
-        """Start missing processes. Where some can be started, the others are tried again after the back-off."""
-        self._retry_at = math.inf
-        for worker in range(self.size):
-            if worker in self._processes:
-                continue
-            settings, descriptors = self._command(worker)
-            try:
-                self._processes[worker] = start_process("kvtier_connector.io_workers.worker", settings, descriptors)
-            except OSError as error:
-                now = time.monotonic()
-                if not self._processes:
-                    self._give_up(now, f"none can be started: {error}")
-                    return
-                logger.warning(
-                    "Only %d of %d I/O workers can be started (%s): raise the container's limit of processes",
-                    len(self._processes),
-                    self.size,
-                    error,
-                )
-                self._retry_at = now + self._first_backoff_seconds
-                return
-
-    def _give_up(self, now: float, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         if self._state is _State.GIVEN_UP:
             return
-        if self._state is _State.STARTING or self._trial_ends is not None:
-            self._backoff_seconds = min(2 * self._backoff_seconds, LONGEST_BACKOFF_SECONDS)
-        else:
-            self._backoff_seconds = self._first_backoff_seconds
-            # Logged once: failed attempts until processes run again are no news.
+        if self._backoff_seconds == self._first_backoff_seconds:
+            # Logged once: failed attempts until workers do something again are no news.
             logger.error(
-                "I/O workers are given up (%s); the engine serves without its disk tier, and they are started again "
-                "after %.0f s",
+                "%s are given up (%s); the engine serves without its disk tier and starts them again after %.0f s",
+                self._what,
                 reason,
                 self._backoff_seconds,
             )
         self._state = _State.GIVEN_UP
-        self._trial_ends = None
-        self._retry_at = now + self._backoff_seconds
+        self._retry_at = time.monotonic() + self._backoff_seconds
+        self._backoff_seconds = min(2 * self._backoff_seconds, self._longest_backoff_seconds)
         for worker in self._processes:
             self.kill(worker)
 
 
-class ThreadSupervisor(Supervisor):
-    """Workers on threads of this process: for tests, which inject file systems.
-
-    A thread cannot be killed: one that hangs in the volume stays, and touches no row that was given away.
-    """
-
-    def __init__(self, size: int, run: Callable[[int], None]) -> None:
-        """Store the number of workers, and the function that runs the worker of a number."""
-        self.size = size
-        self._run = run
-        self._threads: dict[int, threading.Thread] = {}
-
-    def start(self) -> None:
-        """Start the threads."""
-        for number in range(self.size):
-            name = f"kvtier-io-{number}"
-            thread = self._threads[number] = threading.Thread(target=self._run, args=(number,), name=name, daemon=True)
-            thread.start()
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of the threads that run."""
-        return [number for number, thread in self._threads.items() if thread.is_alive()]
-
-    def close(self, timeout_seconds: float) -> bool:
-        """Wait for the threads."""
-        deadline = time.monotonic() + timeout_seconds
-        for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not self.numbers()
+def _ends(process: WorkerProcess, deadline: float) -> bool:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True

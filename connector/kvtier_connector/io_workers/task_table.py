@@ -37,11 +37,11 @@ NO_TICKET = 0
 TOKEN = struct.Struct("=II")
 """Entry and ticket of a task, sent to the workers through a pipe."""
 
-_HEAD = struct.Struct("=II8x")
+_HEAD_BYTES = 16
 _WORKER = struct.Struct("=IId")
 _LENGTH = struct.Struct("=H")
 _ENTRY_BYTES = 1024
-_WORKERS_START = _HEAD.size
+_WORKERS_START = _HEAD_BYTES
 _TICKETS_START = _WORKERS_START + MOST_IO_PROCESSES * _WORKER.size
 _ENTRIES_START = _TICKETS_START + ENTRIES * 4
 MOST_TASK_BYTES = _ENTRY_BYTES - _LENGTH.size
@@ -50,15 +50,6 @@ _TABLE_BYTES = _ENTRIES_START + ENTRIES * _ENTRY_BYTES
 _PIPE_BYTES = 1 << 20
 _ATOMIC_BYTES = select.PIPE_BUF
 """The kernel writes so many bytes to a pipe completely or not at all."""
-
-
-class Head(NamedTuple):
-    """Orders to all workers."""
-
-    wanted: int
-    """A worker with this number or a higher one ends when it is idle."""
-    storing: int
-    """Workers with a lower number may store."""
 
 
 class Current(NamedTuple):
@@ -72,7 +63,7 @@ class Current(NamedTuple):
 
 
 class TaskTable:
-    """A view of the shared memory. The engine writes the head, tasks and tickets; each worker writes its own record.
+    """A view of the shared memory. The engine writes `storing`, tasks and tickets; each worker writes its own record.
 
     In the engine, only the scheduler's thread uses it, except for the methods of workers that run on threads.
     """
@@ -98,13 +89,14 @@ class TaskTable:
             view.release()
         self._memory.close()
 
-    def head(self) -> Head:
-        """Return the latest orders."""
-        return Head(*_HEAD.unpack_from(self._memory))
+    @property
+    def storing(self) -> int:
+        """Workers with a lower number may store."""
+        return self._numbers[0]
 
-    def set_head(self, head: Head) -> None:
-        """Give orders to all workers."""
-        self._numbers[0], self._numbers[1] = head
+    @storing.setter
+    def storing(self, workers: int) -> None:
+        self._numbers[0] = workers
 
     def ticket(self, entry: int) -> int:
         """Return the ticket that the entry shows."""

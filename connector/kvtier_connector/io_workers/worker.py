@@ -38,8 +38,6 @@ from kvtier_connector.store.mounts import is_in_memory
 
 logger = logging.getLogger("vllm.kvtier.io_workers")
 
-_IDLE_MILLISECONDS = 1000
-"""How often an idle worker checks whether it is still wanted."""
 _BARRED_MILLISECONDS = 20
 """How often a worker that may not store checks whether it may."""
 _SLOW_SECONDS = 0.0003
@@ -57,8 +55,6 @@ _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x10000"
 A cache line is then not read before it is written, which saves a third of the memory traffic. Other C libraries
 ignore the setting.
 """
-UNWANTED = 3
-"""Exit status of a worker that ended on the engine's order."""
 _NICENESS = 5
 """The engine's threads get three times the processor time of a worker where both want it."""
 
@@ -75,7 +71,7 @@ class PoolSettings:
     workers: int
     """Most workers."""
     first_workers: int = 0
-    """Number of workers at first; more are started while that helps. 0 starts all."""
+    """Number of workers at first; more are started where the volume answers slowly. 0 starts all."""
     deadline_seconds: float
     """A worker that spends longer on one chunk hangs: its task ends late, and the worker is killed."""
     retry_seconds: float = 30.0
@@ -174,7 +170,7 @@ class Worker:
         self._staging_address = address_of(self._staging)
 
     def run(self) -> None:
-        """Work until the engine closes the pipes or orders the worker to end."""
+        """Work until the engine closes the pipes."""
         self._rest()
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:
@@ -185,12 +181,9 @@ class Worker:
 
     def _next_token(self) -> bytes:
         """Return the most urgent token, empty if none came for a while; raise EOFError at the end."""
-        poll, wait = (self._all, _IDLE_MILLISECONDS) if self._may_store else (self._urgent, _BARRED_MILLISECONDS)
+        poll, wait = (self._all, None) if self._may_store else (self._urgent, _BARRED_MILLISECONDS)
         ready = dict(poll.poll(wait))
-        wanted, storing = self._table.head()
-        self._may_store = self._number < storing
-        if self._number >= wanted:
-            raise EOFError
+        self._may_store = self._number < self._table.storing
         for pipe in self._pipes if self._may_store else self._pipes[: Lane.STORE]:
             if pipe in ready:
                 try:
@@ -415,8 +408,6 @@ def main(settings: WorkerSettings) -> None:
         pipes=settings.pipes,
         replies=settings.replies,
     ).run()
-    if settings.worker >= table.head().wanted:
-        sys.exit(UNWANTED)
 
 
 def file_system(name: str) -> FileSystem:

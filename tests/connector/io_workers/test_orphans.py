@@ -91,28 +91,6 @@ def test_the_workers_of_two_engines_of_one_pod_know_nothing_of_each_other(pools:
     assert all(is_alive(worker) for worker in other.processes)
 
 
-def waits(process: int) -> int:
-    """Return how often a process has waited for something."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-
-
-def test_workers_stay_with_an_engine_that_asks_for_nothing(pools: Pools) -> None:
-    pool = pools.make(workers=2)
-    wait_until(lambda: all(ignores(process, signal.SIGTERM) for process in pool.processes), "they are past their start")
-
-    def have_looked(since: list[int]) -> bool:
-        assert all(is_alive(process) for process in pool.processes)
-        return all(waits(process) > before + 2 for process, before in zip(pool.processes, since, strict=True))
-
-    since = [waits(process) for process in pool.processes]
-    wait_until(lambda: have_looked(since), "each has looked for work again and again")
-    pool.write(1)
-    pool.load(1, 1)
-    pool.wait_for(1)
-    assert all(is_alive(process) for process in pool.processes)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

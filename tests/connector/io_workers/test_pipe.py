@@ -13,7 +13,7 @@ from pathlib import Path
 from pools import ROW_BYTES, wait_until
 
 from kvtier_connector.io_workers.buffers import Region
-from kvtier_connector.io_workers.task_table import TOKEN, Head, MessagePipe, TaskTable, create_table
+from kvtier_connector.io_workers.task_table import TOKEN, MessagePipe, TaskTable, create_table
 from kvtier_connector.io_workers.tasks import REPLY, Lane
 from kvtier_connector.io_workers.worker import PoolSettings, WorkerSettings
 
@@ -45,7 +45,7 @@ def test_a_worker_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Pat
     table_fd, region = create_table(), os.memfd_create("cpu-tier")
     os.ftruncate(region, ROW_BYTES)
     table = TaskTable(table_fd)
-    table.set_head(Head(1, 1))
+    table.storing = 1
     settings = WorkerSettings(
         worker=0,
         parent=os.getpid(),

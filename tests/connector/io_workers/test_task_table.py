@@ -22,7 +22,6 @@ from kvtier_connector.io_workers.task_table import (
     ENTRIES,
     MOST_TASK_BYTES,
     Current,
-    Head,
     TaskTable,
     create_table,
 )
@@ -96,13 +95,13 @@ def test_both_sides_of_a_table_see_the_same() -> None:
     last = ENTRIES - 1
     engine.write_task(last, b"x" * MOST_TASK_BYTES)
     engine.set_ticket(last, 2**32 - 1)
-    engine.set_head(Head(3, 2))
+    engine.storing = 2
     worker.set_current(MOST_IO_PROCESSES - 1, Current(last, 7, 1.5))
 
     assert worker.task(last) == b"x" * MOST_TASK_BYTES
     assert worker.ticket(last) == 2**32 - 1
     assert worker.ticket(last - 1) == 0
-    assert worker.head() == Head(3, 2)
+    assert worker.storing == 2
     assert engine.current(MOST_IO_PROCESSES - 1) == Current(last, 7, 1.5)
     with pytest.raises(ValueError, match="does not fit"):
         engine.write_task(0, b"x" * (MOST_TASK_BYTES + 1))
@@ -215,22 +214,3 @@ def test_nobody_sees_a_task_that_began_before_the_worker_did() -> None:
         os.close(fd)
     assert any(current.ticket for current in seen)
     assert min(current.started for current in seen) > began
-
-
-def test_nobody_sees_a_head_that_was_not_said() -> None:
-    fd = create_table()
-    table = TaskTable(fd)
-    table.set_head(Head(8, 4))
-    say = "import sys; from kvtier_connector.io_workers.task_table import TaskTable, Head\n"
-    say += "table = TaskTable(int(sys.argv[1]))\n"
-    say += "while True: table.set_head(Head(8, 4)); table.set_head(Head(9, 4))"
-    engine = subprocess.Popen([sys.executable, "-c", say, str(fd)], pass_fds=[fd])
-    try:
-        until(lambda: table.head().wanted > 8)
-        seen = {table.head() for _ in range(400_000)}
-    finally:
-        engine.kill()
-        engine.wait()
-        table.close()
-        os.close(fd)
-    assert seen <= {Head(8, 4), Head(9, 4)}
