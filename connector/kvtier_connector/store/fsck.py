@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +30,17 @@ from kvtier_connector.store.header import (
     misplaced,
 )
 from kvtier_connector.store.identity import find_generations
-from kvtier_connector.store.layout import TIER_FILE, BlockKey, Home, find_home
+from kvtier_connector.store.layout import TIER_FILE, Home, find_home
 from kvtier_connector.store.reading import PIECE_BYTES
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, LeftoverKind, WalkProgress, list_journals, scan
+from kvtier_connector.store.scan import (
+    PARTIAL_AGE_SECONDS,
+    BlockEntry,
+    Leftover,
+    LeftoverKind,
+    WalkProgress,
+    list_journals,
+    scan,
+)
 
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
@@ -62,10 +70,6 @@ EXPLAINED = {
 }
 
 
-Note = Callable[[Header], None]
-"""Is told the header of a file that has the right name and length."""
-
-
 class FsckProblem(NamedTuple):
     """One thing that should not be so."""
 
@@ -77,13 +81,13 @@ class FsckProblem(NamedTuple):
     """For people."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class FsckReport:
     """Result of a check."""
 
-    blocks: int
-    bytes: int
-    problems: tuple[FsckProblem, ...]
+    blocks: int = 0
+    bytes: int = 0
+    problems: list[FsckProblem] = field(default_factory=list)
     unverified: int = 0
     """Blocks whose key was not given: their headers and lengths are right, of their payloads nothing is known."""
     compressed: int = 0
@@ -93,54 +97,10 @@ class FsckReport:
 
 
 def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> list[FsckProblem]:
-    """Return every problem under the root, in the order of their paths."""
-    return list(check_generation(root, fs=fs, partial_age_seconds=partial_age_seconds).problems)
-
-
-def check_generation(  # noqa: PLR0913 - keywords with defaults
-    root: Path,
-    *,
-    fs: FileSystem = LOCAL,
-    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
-    threads: int = 1,
-    keyring: Keyring | None = None,
-    progress: WalkProgress | None = None,
-) -> FsckReport:
-    """Verify every file under the root of one generation.
-
-    Args:
-        root: The directory of ``tier.json``.
-        fs: The system calls.
-        partial_age_seconds: Younger partial files belong to a writer at work.
-        threads: How many files are verified at once.
-        keyring: The keys of encrypted blocks.
-        progress: Told of each file that was verified, by the calling thread.
-    """
-    progress = progress or WalkProgress()
-    problems = _identity_problems(fs, root)
-    blocks = size = unverified = 0
-    saved: list[int] = []
-
-    def note(header: Header) -> None:
-        if header.packing != NOT_PACKED:
-            saved.append(header.block_bytes - header.payload_bytes)
-
-    try:
-        for entry, fault in _verify_all(fs, root, partial_age_seconds, threads, keyring, progress, note):
-            if isinstance(entry, FsckProblem):
-                problems.append(entry)
-                continue
-            blocks += 1
-            size += entry.size
-            progress.add(entry.size)
-            if fault in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
-                unverified += 1
-            elif fault is not None:
-                problems.append(FsckProblem(entry.path, fault.value, EXPLAINED[fault]))
-    except ConnectorError as error:
-        problems.append(FsckProblem("", "unreadable", str(error)))
-    progress.finish()
-    return FsckReport(blocks, size, tuple(sorted(problems)), unverified, len(saved), sum(saved))
+    """Return every problem under the root of one generation, in the order of their paths."""
+    report = FsckReport()
+    check_generation(root, report, fs=fs, partial_age_seconds=partial_age_seconds)
+    return report.problems
 
 
 def check_all(
@@ -152,35 +112,99 @@ def check_all(
     progress: WalkProgress | None = None,
 ) -> FsckReport:
     """Verify every generation at or below the directory; paths in the report are relative to the directory."""
+    report = FsckReport()
     try:
         roots = find_generations(directory)
     except ConnectorError as error:
-        return FsckReport(0, 0, (FsckProblem("", "unreadable", str(error)),))
-    blocks = size = unverified = compressed = saved = 0
-    problems: list[FsckProblem] = []
+        report.problems.append(FsckProblem("", "unreadable", str(error)))
+        return report
     progress = progress or WalkProgress()
     progress.begin(len(roots))
     for root in roots:
-        report = check_generation(
-            root, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, progress=progress
+        first = len(report.problems)
+        check_generation(
+            root, report, partial_age_seconds=partial_age_seconds, threads=threads, keyring=keyring, progress=progress
         )
-        prefix = root.relative_to(directory)
-        blocks += report.blocks
-        size += report.bytes
-        unverified += report.unverified
-        compressed += report.compressed
-        saved += report.saved_bytes
-        problems += [
-            problem if root == directory else problem._replace(path=str(prefix / problem.path))
-            for problem in report.problems
-        ]
-    return FsckReport(blocks, size, tuple(problems), unverified, compressed, saved)
+        if root != directory:
+            prefix = root.relative_to(directory)
+            report.problems[first:] = [
+                problem._replace(path=str(prefix / problem.path)) for problem in report.problems[first:]
+            ]
+    return report
 
 
-def verify(
-    fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | None = None, note: Note = lambda _header: None
-) -> Fault | None:
-    """Read one block file piece by piece; return what is wrong with it, None if it is sound or gone."""
+def check_generation(  # noqa: PLR0913 - keywords with defaults
+    root: Path,
+    report: FsckReport,
+    *,
+    fs: FileSystem = LOCAL,
+    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
+    threads: int = 1,
+    keyring: Keyring | None = None,
+    progress: WalkProgress | None = None,
+) -> None:
+    """Verify every file under the root of one generation.
+
+    Args:
+        root: The directory of ``tier.json``.
+        report: The result is added to it.
+        fs: The system calls.
+        partial_age_seconds: Younger partial files belong to a writer at work.
+        threads: How many files are verified at once.
+        keyring: The keys of encrypted blocks.
+        progress: Told of each file that was verified, by the calling thread.
+    """
+    progress = progress or WalkProgress()
+    problems = _identity_problems(fs, root)
+    entries = scan(root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads, on_share=progress.reach)
+    try:
+        for entry, found in _verify_all(fs, root, entries, threads, keyring):
+            if not isinstance(entry, BlockEntry):
+                problems.append(FsckProblem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]))
+                continue
+            report.blocks += 1
+            report.bytes += entry.size
+            progress.add(entry.size)
+            if isinstance(found, Header):
+                report.compressed += found.packing != NOT_PACKED
+                report.saved_bytes += found.block_bytes - found.payload_bytes
+            elif found in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
+                report.unverified += 1
+            elif found is not None:
+                problems.append(FsckProblem(entry.path, found.value, EXPLAINED[found]))
+    except ConnectorError as error:
+        problems.append(FsckProblem("", "unreadable", str(error)))
+    progress.finish()
+    report.problems += sorted(problems)
+
+
+_Verified = Header | Fault | None
+"""The header of a sound block, the fault of another, or None for a file that is gone."""
+
+
+def _verify_all(
+    fs: FileSystem, root: Path, entries: Iterator[BlockEntry | Leftover], threads: int, keyring: Keyring | None
+) -> Iterator[tuple[BlockEntry | Leftover, _Verified]]:
+    """Verify the blocks among the entries; few are read ahead of the caller."""
+    waiting: deque[tuple[BlockEntry, Future[_Verified]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-check") as pool:
+        for entry in entries:
+            if not isinstance(entry, BlockEntry):
+                yield entry, None
+                continue
+            waiting.append((entry, pool.submit(_verify, fs, root, entry, keyring)))
+            if len(waiting) >= 4 * threads:
+                oldest, future = waiting.popleft()
+                yield oldest, future.result()
+        for oldest, future in waiting:
+            yield oldest, future.result()
+
+
+def _verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | None) -> _Verified:
+    """Read a block file piece by piece.
+
+    A compressed payload is not decompressed: its checksum says that it is the one that was written.
+    """
     try:
         fd = fs.open(f"{root}/{entry.path}", READ_FLAGS)
     except FileNotFoundError:
@@ -188,73 +212,31 @@ def verify(
     except OSError:
         return Fault.IO
     try:
-        return verify_open(fs, fd, entry.key, find_home(root.absolute().name), keyring, note)
+        page = memoryview(bytearray(HEADER_BYTES))
+        header = decode_header(page[: read_page(fs, fd, page)])
+        if isinstance(header, Fault):
+            return header
+        # A directory that no generation can have is the home of no block.
+        home = find_home(root.absolute().name) or Home("")
+        if (fault := misplaced(header, entry.key, home)) is not None:
+            return fault
+        size = fs.fstat(fd).st_size
+        if size != HEADER_BYTES + header.payload_bytes:
+            return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.TRAILING
+        reader = begin_reading(header, page, keyring if header.encryption else None)
+        if isinstance(reader, Fault):
+            return reader
+        piece = memoryview(bytearray(PIECE_BYTES))
+        offset = HEADER_BYTES
+        while count := fs.preadv(fd, [piece], offset):
+            reader.take(piece[:count])
+            offset += count
+        return reader.end() or header
     except OSError:
         return Fault.IO
     finally:
         with contextlib.suppress(OSError):
             fs.close(fd)
-
-
-def _verify_all(  # noqa: PLR0913, PLR0917 - what a check is told
-    fs: FileSystem,
-    root: Path,
-    partial_age_seconds: float,
-    threads: int,
-    keyring: Keyring | None,
-    progress: WalkProgress,
-    note: Note,
-) -> Iterator[tuple[BlockEntry | FsckProblem, Fault | None]]:
-    """Yield the leftovers as problems, and the blocks with what is wrong with them; few are looked at ahead."""
-    waiting: deque[tuple[BlockEntry, Future[Fault | None]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-check") as pool:
-        for entry in scan(
-            root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads, on_share=progress.reach
-        ):
-            if not isinstance(entry, BlockEntry):
-                yield FsckProblem(entry.path, entry.kind.value, _LEFTOVERS[entry.kind]), None
-                continue
-            waiting.append((entry, pool.submit(verify, fs, root, entry, keyring, note)))
-            if len(waiting) >= 4 * threads:
-                oldest, future = waiting.popleft()
-                yield oldest, future.result()
-        while waiting:
-            oldest, future = waiting.popleft()
-            yield oldest, future.result()
-
-
-def verify_open(  # noqa: PLR0913, PLR0917 - what is expected of a file
-    fs: FileSystem,
-    fd: int,
-    key: BlockKey,
-    home: Home | None,
-    keyring: Keyring | None,
-    note: Note = lambda _header: None,
-) -> Fault | None:
-    """Verify a block file that is open; return what is wrong with it, raise OSError if it cannot be read.
-
-    A compressed payload is not decompressed: its checksum says that it is the one that was written.
-    """
-    page = memoryview(bytearray(HEADER_BYTES))
-    header = decode_header(page[: read_page(fs, fd, page)])
-    if isinstance(header, Fault):
-        return header
-    # A directory that no generation can have is the home of no block.
-    if (fault := misplaced(header, key, home or Home(""))) is not None:
-        return fault
-    size = fs.fstat(fd).st_size
-    if size != HEADER_BYTES + header.payload_bytes:
-        return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.TRAILING
-    note(header)
-    reading = begin_reading(header, page, keyring if header.encryption else None)
-    if isinstance(reading, Fault):
-        return reading
-    piece = memoryview(bytearray(PIECE_BYTES))
-    offset = HEADER_BYTES
-    while count := fs.preadv(fd, [piece], offset):
-        reading.take(piece[:count])
-        offset += count
-    return reading.end()
 
 
 def _identity_problems(fs: FileSystem, root: Path) -> list[FsckProblem]:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A circuit breaker stops asking a volume that fails, and tries it again later; loads and stores have a circuit each.
 
-Pure but for its lock: the clock is passed in, and the user of the volume reports every outcome.
+Pure: the clock is passed in, and the user of the volume reports every outcome. Owned by one thread.
 """
 
 from __future__ import annotations
 
 import enum
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier_connector.store.blockstore import Outcome, Present, StoreFault, StoreOutcome
 from kvtier_connector.store.header import Fault
@@ -34,7 +34,7 @@ class CircuitState(enum.Enum):
     """One operation, which decides."""
 
 
-class Sign(enum.Enum):
+class _Sign(enum.Enum):
     """Evidence of one operation about the volume."""
 
     GOOD = "good"
@@ -46,32 +46,14 @@ class Sign(enum.Enum):
     """The next one will end the same way."""
 
 
-_HARMLESS = frozenset({Sign.GOOD, Sign.NEUTRAL})
-
-_STORE_SIGNS = {
-    StoreFault.NO_BUDGET: Sign.NEUTRAL,
-    StoreFault.NO_QUOTA: Sign.NEUTRAL,
-    StoreFault.NO_PERMIT: Sign.NEUTRAL,
-    StoreFault.NO_KEY: Sign.NEUTRAL,
-    StoreFault.PURGED: Sign.NEUTRAL,
-    StoreFault.NO_SPACE: Sign.FATAL,
-    StoreFault.READ_ONLY: Sign.FATAL,
-    StoreFault.DENIED: Sign.FATAL,
-    StoreFault.RESOURCES: Sign.BAD,
-    StoreFault.IO: Sign.BAD,
+_SIGNS: dict[Fault | StoreFault, _Sign] = {
+    # A volume that shows a missing or damaged file is a volume that answers.
+    **dict.fromkeys(Fault, _Sign.GOOD),
+    Fault.IO: _Sign.BAD,
+    **dict.fromkeys(StoreFault, _Sign.NEUTRAL),
+    **dict.fromkeys((StoreFault.NO_SPACE, StoreFault.READ_ONLY, StoreFault.DENIED), _Sign.FATAL),
+    **dict.fromkeys((StoreFault.RESOURCES, StoreFault.IO), _Sign.BAD),
 }
-
-
-def load_sign(outcome: Outcome) -> Sign:
-    """Return the evidence of a `get`: a volume that shows a missing or damaged file is a volume that answers."""
-    return Sign.BAD if outcome is Fault.IO else Sign.GOOD
-
-
-def store_sign(outcome: StoreOutcome) -> Sign:
-    """Return the evidence of a `put`."""
-    if isinstance(outcome, StoreFault):
-        return _STORE_SIGNS[outcome]
-    return Sign.NEUTRAL if isinstance(outcome, Present) else Sign.GOOD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,21 +68,18 @@ class BreakerLimits:
     """The one admitted operation counts as failed if its end is not reported by then."""
 
 
-@dataclass(frozen=True, slots=True)
-class CircuitView:
+class CircuitView(NamedTuple):
     """How a circuit stands, for metrics and messages."""
 
     state: CircuitState
     cause: str
     """The cause of its last opening: the value of a fault, or ``timeout``; empty if nothing ever did."""
-    opened: int
-    """How often it went from closed to open."""
     retry_in_seconds: float
     """Until the next attempt; 0 when one may be made now."""
 
 
 class _Circuit:
-    """One direction. Not thread-safe: the breaker's lock guards it."""
+    """One direction."""
 
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
@@ -109,18 +88,17 @@ class _Circuit:
         self._retry_at = 0.0
         self._attempt_ends: float | None = None
         self.is_closed = True
-        self.cause = ""
-        self.opened = 0
+        self._cause = ""
 
-    def state(self, now: float) -> CircuitState:
+    def view(self, now: float) -> CircuitView:
         self._give_up_attempt(now)
         if self.is_closed:
-            return CircuitState.CLOSED
-        is_waiting = now < self._retry_at
-        return CircuitState.OPEN if is_waiting else CircuitState.HALF_OPEN
+            return CircuitView(CircuitState.CLOSED, self._cause, 0.0)
+        left = max(0.0, self._retry_at - now)
+        return CircuitView(CircuitState.OPEN if left else CircuitState.HALF_OPEN, self._cause, left)
 
     def has_room(self, now: float) -> bool:
-        state = self.state(now)
+        state = self.view(now).state
         return state is CircuitState.CLOSED or (state is CircuitState.HALF_OPEN and self._attempt_ends is None)
 
     def admit(self, now: float) -> bool:
@@ -130,37 +108,26 @@ class _Circuit:
             self._attempt_ends = now + self._limits.attempt_seconds
         return True
 
-    def retry_in(self, now: float) -> float:
-        return 0.0 if self.is_closed else max(0.0, self._retry_at - now)
-
-    def record(self, sign: Sign, cause: str, now: float) -> None:
+    def record(self, sign: _Sign, cause: str, now: float) -> None:
         self._give_up_attempt(now)
-        if self.is_closed:
-            self._record_closed(sign, cause, now)
-        elif self._attempt_ends is not None:
-            self._record_attempt(sign, cause, now)
-        elif sign is Sign.FATAL and now >= self._retry_at:
+        is_attempt, is_due = self._attempt_ends is not None, now >= self._retry_at
+        if self.is_closed or is_attempt:
+            self._attempt_ends = None
+            if sign is _Sign.GOOD:
+                self.is_closed, self.bad = True, 0
+            elif sign is _Sign.NEUTRAL:
+                pass
+            elif is_attempt:
+                self._fail_attempt(cause, now)
+            else:
+                self.bad += 1
+                if sign is _Sign.FATAL or self.bad >= self._limits.bad_in_a_row:
+                    self._backoff_seconds = self._limits.first_backoff_seconds
+                    self._open(cause, now)
+        elif sign is _Sign.FATAL and is_due:
             # Half open, and an operation that was not admitted shows how the attempt would end.
             self._fail_attempt(cause, now)
         # Open: this one began before the circuit opened, and says nothing new.
-
-    def _record_closed(self, sign: Sign, cause: str, now: float) -> None:
-        if sign is Sign.GOOD:
-            self.bad = 0
-        elif sign is not Sign.NEUTRAL:
-            self.bad += 1
-            if sign is Sign.FATAL or self.bad >= self._limits.bad_in_a_row:
-                self.opened += 1
-                self._backoff_seconds = self._limits.first_backoff_seconds
-                self._open(cause, now)
-
-    def _record_attempt(self, sign: Sign, cause: str, now: float) -> None:
-        self._attempt_ends = None
-        if sign is Sign.GOOD:
-            self.is_closed = True
-            self.bad = 0
-        elif sign is not Sign.NEUTRAL:
-            self._fail_attempt(cause, now)
 
     def _give_up_attempt(self, now: float) -> None:
         if self._attempt_ends is not None and now >= self._attempt_ends:
@@ -172,13 +139,13 @@ class _Circuit:
 
     def _open(self, cause: str, now: float) -> None:
         self.is_closed = False
-        self.cause = cause
+        self._cause = cause
         self._retry_at = now + self._backoff_seconds
         self._attempt_ends = None
 
 
 class Breaker:
-    """Any thread may call any method; one lock guards both circuits and nothing waits while it is held."""
+    """Both circuits of one volume."""
 
     def __init__(
         self,
@@ -188,54 +155,43 @@ class Breaker:
     ) -> None:
         """Start with both circuits closed; `now` are seconds that never go back."""
         self._now = now
-        self._lock = threading.Lock()
         self._circuits = {direction: _Circuit(limits) for direction in Direction}
 
     def has_room(self, direction: Direction) -> bool:
         """Return whether `admit` would let something through now, without taking the attempt: for planning."""
-        with self._lock:
-            return self._circuits[direction].has_room(self._now())
+        return self._circuits[direction].has_room(self._now())
 
     def admit(self, direction: Direction) -> bool:
         """Ask before each operation; True obliges to tell its end with one of the methods below."""
         circuit = self._circuits[direction]
-        # Without the lock, for it is asked for each block: a circuit that opens meanwhile lets one more through.
-        if circuit.is_closed:
-            return True
-        with self._lock:
-            return circuit.admit(self._now())
+        return circuit.is_closed or circuit.admit(self._now())
 
     def record_load(self, outcome: Outcome) -> None:
-        """Tell what a `get` answered."""
-        self._record(Direction.LOAD, load_sign(outcome), _cause(outcome))
+        """Tell the answer of a `get`."""
+        fault = outcome if isinstance(outcome, Fault) else None
+        self._record(Direction.LOAD, _SIGNS[fault] if fault else _Sign.GOOD, fault.value if fault else "")
 
     def record_store(self, outcome: StoreOutcome) -> None:
-        """Tell what a `put` answered."""
-        self._record(Direction.STORE, store_sign(outcome), _cause(outcome))
+        """Tell the answer of a `put`."""
+        fault = outcome if isinstance(outcome, StoreFault) else None
+        sign = _SIGNS[fault] if fault else _Sign.NEUTRAL if isinstance(outcome, Present) else _Sign.GOOD
+        self._record(Direction.STORE, sign, fault.value if fault else "")
 
     def record_timeout(self, direction: Direction) -> None:
         """Tell that an operation has not ended in time: the volume hangs, and so would the next one."""
-        self._record(direction, Sign.FATAL, "timeout")
+        self._record(direction, _Sign.FATAL, "timeout")
 
     def skip(self, direction: Direction) -> None:
         """Tell that an admitted operation was not carried out, so that another may be the attempt."""
-        self._record(direction, Sign.NEUTRAL, "")
+        self._record(direction, _Sign.NEUTRAL, "")
 
     def view(self, direction: Direction) -> CircuitView:
         """Return how the circuit stands."""
-        with self._lock:
-            now = self._now()
-            circuit = self._circuits[direction]
-            return CircuitView(circuit.state(now), circuit.cause, circuit.opened, circuit.retry_in(now))
+        return self._circuits[direction].view(self._now())
 
-    def _record(self, direction: Direction, sign: Sign, cause: str) -> None:
+    def _record(self, direction: Direction, sign: _Sign, cause: str) -> None:
         circuit = self._circuits[direction]
-        if sign in _HARMLESS and circuit.is_closed and not circuit.bad:
+        if sign in {_Sign.GOOD, _Sign.NEUTRAL} and circuit.is_closed and not circuit.bad:
             # The outcome of nearly every block, which changes nothing.
             return
-        with self._lock:
-            circuit.record(sign, cause, self._now())
-
-
-def _cause(outcome: Outcome | StoreOutcome) -> str:
-    return outcome.value if isinstance(outcome, Fault | StoreFault) else ""
+        circuit.record(sign, cause, self._now())

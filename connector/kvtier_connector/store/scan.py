@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import os
+import queue
 import stat
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -91,10 +92,9 @@ def scan(  # noqa: PLR0913 - keywords with defaults
         StoreUnavailable: a directory or a file cannot be looked at, and there is no `unread`.
     """
     youngest_ns = clock() - int(partial_age_seconds * 1e9)
-    directories = _Directories(fs, str(root), unread)
     share = 0.0
     try:
-        for done, found in directories.list_all() if threads <= 1 else _walk_parallel(directories, threads):
+        for done, found in _walk(functools.partial(_list, fs, str(root)), threads, unread):
             for path, status in found:
                 entry = _classify(path, status)
                 if entry is not None and (not _is_partial(entry) or entry.mtime_ns <= youngest_ns):
@@ -144,128 +144,82 @@ def _shares(share: float, below: list[str]) -> tuple[float, list[tuple[str, floa
     return 0.0 if heavy else share, parts
 
 
-class _Directories:
-    """Lists one directory after the other; stateless but for a list that grows, so any thread may."""
-
-    def __init__(self, fs: FileSystem, root: str, unread: list[OSError] | None) -> None:
-        self._fs = fs
-        self._root = root
-        self._unread = unread
-
-    def list_one(self, relative: str) -> tuple[list[str], _Found]:
-        """Return the directories in this one, and its files."""
-        if self._unread is None:
-            return self._list(relative)
+def _list(fs: FileSystem, root: str, relative: str) -> tuple[list[str], _Found]:
+    """Return the directories in this one, and its files."""
+    path = f"{root}/{relative}" if relative else root
+    try:
         try:
-            return self._list(relative)
-        except OSError as error:
-            self._unread.append(error)
-            return [], []
-
-    def _list(self, relative: str) -> tuple[list[str], _Found]:
-        try:
-            entries = self._entries(f"{self._root}/{relative}" if relative else self._root)
-        except (FileNotFoundError, NotADirectoryError):
-            return [], []
-        directories, found = [], []
-        for entry in entries:
-            path = f"{relative}/{entry.name}" if relative else entry.name
-            if entry.is_dir(follow_symlinks=False):
-                directories.append(path)
-                continue
-            try:
-                found.append((path, self._fs.stat(f"{self._root}/{path}")))
-            except FileNotFoundError:
-                continue
-        return directories, found
-
-    def _entries(self, path: str) -> list[os.DirEntry[str]]:
-        try:
-            return self._fs.scandir(path)
+            entries = fs.scandir(path)
         except OSError as error:
             # It was removed or replaced on the server while it was read: its name says what is there now.
             if error.errno != errno.ESTALE:
                 raise
-            return self._fs.scandir(path)
+            entries = fs.scandir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    directories, found = [], []
+    for entry in entries:
+        path = f"{relative}/{entry.name}" if relative else entry.name
+        if entry.is_dir(follow_symlinks=False):
+            directories.append(path)
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path, fs.stat(f"{root}/{path}")))
+    return directories, found
 
-    def list_all(self) -> Iterator[_Listed]:
-        """Yield the files of one directory after the other."""
-        pending = [("", 1.0)]
-        while pending:
-            relative, share = pending.pop()
-            directories, found = self.list_one(relative)
-            done, parts = _shares(share, directories)
-            # The last one next: so what is pending stays as small as the tree is deep and wide, not as it is large.
+
+_Directory = tuple[str, float]
+"""Path relative to the root, and its share of the whole walk."""
+_Answer = tuple[_Directory, tuple[list[str], _Found] | OSError]
+
+
+def _walk(
+    list_one: Callable[[str], tuple[list[str], _Found]], threads: int, unread: list[OSError] | None
+) -> Iterator[_Listed]:
+    """Yield the files of one directory after the other; few are listed ahead of the caller."""
+    pending: list[_Directory] = [("", 1.0)]
+    wanted: queue.SimpleQueue[_Directory | None] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+    work = functools.partial(_list_wanted, list_one, wanted, answers)
+    for number in range(threads if threads > 1 else 0):
+        threading.Thread(target=work, name=f"kvtier-walk-{number}", daemon=True).start()
+    under_way = 0
+    try:
+        while pending or under_way:
+            while pending and under_way < 2 * threads - 1:
+                wanted.put(pending.pop())
+                under_way += 1
+            if threads <= 1:
+                wanted.put(None)
+                work()
+            (_, share), answer = answers.get()
+            under_way -= 1
+            if isinstance(answer, OSError):
+                if unread is None:
+                    raise answer
+                unread.append(answer)
+                answer = [], []
+            below, found = answer
+            done, parts = _shares(share, below)
+            # The last one next: so the list stays as small as the tree is deep and wide, not as it is large.
             pending.extend(reversed(parts))
             yield done, found
-
-
-_MOST_READY = 64
-"""Listed directories that wait for the caller; the threads pause then, so that memory stays bounded."""
-
-
-class _ParallelWalk:
-    """Shared by the threads of one walk; `changed` guards every field and is not held over a system call."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.pending = [("", 1.0)]
-        self.busy = 0
-        self.ready: deque[_Listed] = deque()
-        self.error: OSError | None = None
-        self.is_stopped = False
-
-    def has_ended(self) -> bool:
-        return self.is_stopped or (not self.pending and not self.busy)
-
-    def may_start(self) -> bool:
-        return bool(self.pending) and len(self.ready) < _MOST_READY
-
-
-def _walk_parallel(directories: _Directories, threads: int) -> Iterator[_Listed]:
-    walk = _ParallelWalk()
-    for number in range(threads):
-        threading.Thread(target=_work, args=(walk, directories), name=f"kvtier-walk-{number}", daemon=True).start()
-    try:
-        while True:
-            with walk.changed:
-                walk.changed.wait_for(lambda: walk.ready or walk.error or walk.has_ended())
-                if walk.error is not None:
-                    raise walk.error
-                if not walk.ready:
-                    return
-                found = walk.ready.popleft()
-                walk.changed.notify_all()
-            yield found
     finally:
-        with walk.changed:
-            walk.is_stopped = True
-            walk.changed.notify_all()
+        for _ in range(threads):
+            wanted.put(None)
 
 
-def _work(walk: _ParallelWalk, directories: _Directories) -> None:
-    while True:
-        with walk.changed:
-            walk.changed.wait_for(lambda: walk.may_start() or walk.has_ended())
-            if walk.has_ended():
-                return
-            relative, share = walk.pending.pop()
-            walk.busy += 1
-        error: OSError | None = None
-        below: list[str] = []
-        found: _Found = []
+def _list_wanted(
+    list_one: Callable[[str], tuple[list[str], _Found]],
+    wanted: queue.SimpleQueue[_Directory | None],
+    answers: queue.SimpleQueue[_Answer],
+) -> None:
+    """List directories until there is a None."""
+    while (directory := wanted.get()) is not None:
         try:
-            below, found = directories.list_one(relative)
-        except OSError as raised:
-            error = raised
-        done, parts = _shares(share, below)
-        with walk.changed:
-            walk.busy -= 1
-            walk.error = walk.error or error
-            walk.pending.extend(reversed(parts))
-            if found or done:
-                walk.ready.append((done, found))
-            walk.changed.notify_all()
+            answers.put((directory, list_one(directory[0])))
+        except OSError as error:
+            answers.put((directory, error))
 
 
 def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int, int]]:

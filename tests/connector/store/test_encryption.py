@@ -34,7 +34,7 @@ from store_faults import CrashError, CrashingFs
 from kvtier_connector.janitor import commands
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.crypto import Keyring, encrypt, parse_key
-from kvtier_connector.store.fsck import check_generation
+from kvtier_connector.store.fsck import check_all
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_path
@@ -272,9 +272,9 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    without = check_generation(root)
-    assert (without.blocks, without.unverified, without.problems) == (3, 3, ())
-    with_keys = check_generation(root, keyring=Keyring(str(keys_dir)))
+    without = check_all(root)
+    assert (without.blocks, without.unverified, without.problems) == (3, 3, [])
+    with_keys = check_all(root, keyring=Keyring(str(keys_dir)))
     assert with_keys.unverified == 0
     assert [problem.kind for problem in with_keys.problems] == ["tag"]
     found = commands.do("check", root, {"keys_dir": str(keys_dir)}, lambda *_: None)
@@ -342,7 +342,7 @@ def test_a_crash_at_any_step_leaves_no_block_or_one_that_can_be_decrypted(tmp_pa
         outcomes.add(outcome)
         assert outcome == Miss() or content == bytes(payload(1))
         clear(root, LeftoverKind.PARTIAL)
-        assert check_generation(root, partial_age_seconds=0, keyring=Keyring(str(keys_dir))).problems == ()
+        assert check_all(root, partial_age_seconds=0, keyring=Keyring(str(keys_dir))).problems == []
         if not fs.has_crashed:
             break
     assert outcomes == {Miss(), Hit(BLOCK_BYTES)}
@@ -358,8 +358,8 @@ class TestContractWithEncryption(BlockStoreContract):
         root = base / "tier" / "d1gest"
         claim(root, {"model": "test"}, "d1gest")
         yield root
-        report = check_generation(root, partial_age_seconds=0, keyring=Keyring(str(base / "keys")))
-        assert (report.problems, report.unverified) == ((), 0)
+        report = check_all(root, partial_age_seconds=0, keyring=Keyring(str(base / "keys")))
+        assert (report.problems, report.unverified) == ([], 0)
 
     def make(self, root: Path, direct: bool | None) -> BlockStore:
         store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(root.parents[1] / "keys"))

@@ -17,7 +17,7 @@ from store_faults import FailingFs
 from kvtier_cli.app import main
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.fsck import check_all, check_generation
+from kvtier_connector.store.fsck import check_all
 from kvtier_connector.store.identity import claim, find_generations
 from kvtier_connector.store.layout import block_path, partial_path
 from kvtier_connector.store.scan import WalkProgress
@@ -68,7 +68,7 @@ def test_a_volume_that_cannot_be_listed_is_unavailable(volume: Path) -> None:
 
 
 def test_a_check_of_a_volume_verifies_all_its_generations(volume: Path) -> None:
-    assert check_all(volume).problems == ()
+    assert check_all(volume).problems == []
     assert check_all(volume).blocks == 6
     (volume / "kv/ns.llama/bbb" / block_path(key(0))).write_bytes(b"damaged")
     report = check_all(volume)
@@ -76,7 +76,7 @@ def test_a_check_of_a_volume_verifies_all_its_generations(volume: Path) -> None:
         (f"kv/ns.llama/bbb/{block_path(key(0))}", "truncated")
     ]
     assert len(check_all(volume / "kv").problems) == 1
-    assert check_all(volume / "ns.qwen").problems == ()
+    assert check_all(volume / "ns.qwen").problems == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -90,8 +90,8 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
             file.seek(5000)
             file.write(b"damaged")
     told: list[tuple[float, int, int]] = []
-    report = check_generation(root, threads=threads, progress=WalkProgress(lambda *each: told.append(each)))
-    assert report == check_generation(root)
+    report = check_all(root, threads=threads, progress=WalkProgress(lambda *each: told.append(each)))
+    assert report == check_all(root)
     assert len(report.problems) == 15
     assert told[-1][1:] == (report.blocks, report.bytes) == (100, 100 * 8192)
 

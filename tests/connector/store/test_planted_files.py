@@ -14,7 +14,6 @@ from store_contract import BLOCK_BYTES, key, pages, payload
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import Fault
-from kvtier_connector.store.health import Sign, load_sign
 from kvtier_connector.store.layout import block_path
 
 
@@ -29,8 +28,6 @@ def test_what_is_no_file_under_a_blocks_name_is_a_fault_once_and_holds_nobody_up
     assert store.look_up(key(1)) is False
     outcome = store.get(key(1), pages())
     assert outcome is Fault.MAGIC
-    # It is no sign that the volume fails.
-    assert load_sign(outcome) is Sign.GOOD
     assert store.get(key(1), pages()) == Miss()
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)

@@ -18,7 +18,7 @@ from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store import fsck as check_module
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.fsck import EXPLAINED, FsckProblem, check, check_generation
+from kvtier_connector.store.fsck import EXPLAINED, FsckProblem, FsckReport, check, check_all
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path, partial_path
@@ -122,8 +122,7 @@ def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str) ->
 
 
 def test_a_sound_root_has_no_problems(root: Path) -> None:
-    report = check_generation(root)
-    assert (report.blocks, report.bytes, report.problems) == (3, 3 * BLOCK_BYTES, ())
+    assert check_all(root) == FsckReport(blocks=3, bytes=3 * BLOCK_BYTES)
 
 
 def test_a_check_changes_nothing(root: Path) -> None:
