@@ -57,19 +57,8 @@ test-backends: venv ## real engines with every connector that vLLM's CPU build c
 	    opentelemetry-exporter-prometheus==0.66b2
 	.venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps --upgrade --only-binary=:all: \
 	    --target "$(DATA)/nixl" nixl==1.5.1 nixl-cu12==1.5.1
-	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --out "$(DATA)/backends/cases.json"
-	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --lmcache --out "$(DATA)/backends/lmcache.json"
-	PYTHONPATH=. $(RUN) e2e.backends.render --device cpu --pair --out "$(DATA)/backends/pair.json"
 	PYTHONPATH="$(abspath $(DATA))/lmcache" $(RUN) pytest tests/operator/test_lmcache.py
-	PYTHONPATH=.:connector $(RUN) e2e.backends --cases "$(DATA)/backends/cases.json" --out "$(DATA)/backends" \
-	    --work "$(abspath $(DATA))/backends/work" --second shared --at-a-time 3 --must-hit
-	PYTHONPATH=.:connector:"$(abspath $(DATA))/lmcache" $(RUN) e2e.backends --cases "$(DATA)/backends/lmcache.json" \
-	    --out "$(DATA)/backends/lmcache" --work "$(abspath $(DATA))/backends/work" --second shared --at-a-time 2 \
-	    --redis redis-server --must-hit
-	PYTHONPATH=.:connector:"$(abspath $(DATA))/nixl" $(RUN) e2e.backends.disaggregated --cases "$(DATA)/backends/pair.json" \
-	    --out "$(DATA)/backends/pair" --work "$(abspath $(DATA))/backends/work"
-	PYTHONPATH=. $(RUN) e2e.backends.page --take "$(DATA)/backends/backends.json" "$(DATA)/backends/lmcache/backends.json" \
-	    "$(DATA)/backends/pair/disaggregated.json"
+	PYTHONPATH=.:connector:"$(abspath $(DATA))/lmcache":"$(abspath $(DATA))/nixl" $(RUN) e2e.backends --work "$(DATA)/backends"
 
 test-netfs: venv ## network file systems with servers that fail, and the store's suites on each (root; half an hour)
 	$(RUN) pytest tests/connector/netfs --timeout 300

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy for LMCache where vLLM's KV cache is ordinary memory: the one thing that it has no class for on the CPU build.
 
-vLLM loads `register` in each of its processes, as a plugin that `install` writes. Everything else of LMCache runs as
-its wheel has it: the connector, the token database, the lookup between scheduler and worker, memory, disk and Redis.
+The engine's process calls `register` before it makes the engine. Everything else of LMCache runs as its wheel has it:
+ the connector, the token database, the lookup between scheduler and worker, memory, disk and Redis.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
-
-ENTRY_POINTS: Final = "[vllm.general_plugins]\nkvtier_lmcache_memcpy = e2e.backends.lmcache_memcpy:register\n"
+from typing import Any
 
 
 class Memcpy:
@@ -93,11 +90,3 @@ class _Patch(importlib.abc.MetaPathFinder):
 def register() -> None:
     """Have LMCache use the class above, once it is imported."""
     sys.meta_path.insert(0, _Patch())
-
-
-def install(directory: Path) -> None:
-    """Write what makes a directory of PYTHONPATH a plugin of vLLM."""
-    made = directory / "kvtier_lmcache_memcpy-0.dist-info"
-    made.mkdir(parents=True, exist_ok=True)
-    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-lmcache-memcpy\nVersion: 0\n")
-    (made / "entry_points.txt").write_text(ENTRY_POINTS)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 STEMS: Final = 4
@@ -27,10 +27,8 @@ class Request:
     """Seed of the picture that goes with the prompt."""
     embedding: int | None = None
     """Seed of the table by which the prompt is given as embeddings; None where it is given as tokens."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as another process reads it."""
-        return asdict(self)
+    transfer: Mapping[str, Any] | None = None
+    """What a proxy tells the connector of another engine's blocks."""
 
 
 def tokens(count: int, vocabulary: int, *, seed: int) -> tuple[int, ...]:
@@ -75,11 +73,6 @@ def sharing(vocabulary: int, length: int) -> list[tuple[int, ...]]:
     """Return four prompts that have two thirds in common."""
     common = tokens(length * 2 // 3, vocabulary, seed=900)
     return [common + tokens(length - len(common), vocabulary, seed=901 + number) for number in range(4)]
-
-
-def plain(made: Sequence[tuple[int, ...]], **settings: Any) -> list[Request]:
-    """Return requests that differ in nothing but their prompts."""
-    return [Request(tokens=each, **settings) for each in made]
 
 
 def twins(vocabulary: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,28 +10,36 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.matrix import asking, one_engine, rendering, weights
+from e2e.matrix import asking, rendering, weights
 from e2e.matrix.asking import Request
-from e2e.matrix.classes import CHUNK_TOKENS, GPU_BLOCK_TOKENS, ModelClass
-from e2e.matrix.one_engine import ANSWER_TOKENS, Pace
+from e2e.matrix.cases import (
+    CHUNK_TOKENS,
+    GPU_BLOCK_TOKENS,
+    PICTURE_TOKEN,
+    PICTURE_TOKENS,
+    SHAPES,
+    VOCABULARY,
+    ModelClass,
+)
+from e2e.matrix.engine import ANSWER_TOKENS, Answer, Engine, EngineFailed, Round
 from e2e.matrix.rendering import Rendered
-from e2e.matrix.shapes import PICTURE_TOKEN, PICTURE_TOKENS, VOCABULARY
 
 from kvtier_operator.errors import SpecInvalid
 
 LIMIT_SECONDS: Final = 200.0
+"""For a start, and for a round of answers."""
 TOLERANCE: Final = 0.5
 """Largest difference of log-probabilities for engines that computed in pieces of other lengths.
 
 bfloat16 lets an engine's own hit differ from computing the prompt by half as much."""
 SEEN: Final = 0.05
 """Smallest change that another beginning must make if answers are compared to the last bit."""
-
+AT_ONCE_COLD: Final = 8
 SHOWN: Final = 3
 """Answers of a rewritten adapter that the row keeps."""
 
@@ -55,15 +63,15 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     """Run a class below ``work``; return its row."""
     if model.needs and device == "cpu":
         return {"verdict": "not run", "message": model.needs}
-    directory = work / (model.of or model.name)
-    place = work / "weights" / (model.of or model.name)
-    weights.write(place, model.shape if device == "cpu" or model.gpu_shape is None else model.gpu_shape)
+    directory, place = work / model.name, work / "weights" / model.name
+    shutil.rmtree(directory, ignore_errors=True)
+    weights.write(place, model.shape_on(device))
     for number, name in enumerate(model.loras):
-        weights.write_lora(_adapter(directory, name), model.shape, seed=number)
+        weights.write_lora(_adapter(directory, name), SHAPES[model.shape], seed=number)
     args = [*model.args, *(() if device == "cpu" else model.gpu_args), *_drafting(model, work)]
     try:
         writer, reader = (
-            rendering.with_ranks(rendering.render(tier_spec(model, place, device, (*args, *more)), directory), ranks)
+            rendering.render(tier(model, place, device, (*args, *more)), directory).with_ranks(ranks)
             for ranks, more in zip(model.ranks, ((), model.reader_args), strict=True)
         )
     except SpecInvalid as error:
@@ -78,51 +86,46 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     later = [replace(each, lora=first.lora, image=first.image) for each in later]
     twins = _asked(model, asking.twins(VOCABULARY))
     twins = [replace(each, lora=twins[0].lora, image=twins[0].image) for each in twins]
+    _wait_for_age(model)
     # Blocks of the last prompts have the least time to reach the volume.
     rounds = {"cold": prompts, "pair": [first], "gpu": prompts, "twins": twins}
-    evidence = directory / "writer.json"
-    if model.of:
-        made = json.loads(evidence.read_text())
-    else:
-        shutil.rmtree(directory / "volume", ignore_errors=True)
-        _wait_for_age(model)
-        made = _run(writer, rounds, directory, "writer", Pace(does_write=True))
-    if "error" in made:
-        return _without(model, writer, prompts, directory, message=made["error"])
-    stored = _stored(directory)
-    read = _run(
-        reader,
-        {"strangers": _strangers(model, first), "disk": prompts, "pair": later},
-        directory,
-        f"{model.name}-reader",
-        Pace(at_once=model.at_once, answer_tokens=model.reader_tokens or ANSWER_TOKENS),
-    )
-    if "error" in read:
-        return {"verdict": "failed", "by": "the second engine", "message": read["error"]}
-    row = {**judge(model, made, read), "args": _chosen(writer), **stored}
+    try:
+        made = _run(writer, rounds, directory / "writer.log")
+    except EngineFailed as error:
+        return _without(writer, prompts, directory, message=str(error))
+    stored = [path.stat().st_size for path in (directory / "volume").rglob("*.kvb")]
+    rounds = {"strangers": _strangers(model, first), "disk": prompts, "pair": later}
+    tokens = model.reader_tokens or ANSWER_TOKENS
+    try:
+        read = _run(reader, rounds, directory / "reader.log", at_once=model.at_once, answer_tokens=tokens)
+    except EngineFailed as error:
+        return {"verdict": "failed", "by": "the second engine", "message": str(error)}
+    row = judge(model, made, read)
+    # The flags by which the operator has windows and states kept in the middle of prompts.
+    row["args"] = [word for word in writer.argv if word.startswith(_KEPT)]
+    row |= {"stored_blocks": len(stored), "stored_bytes": sum(stored)}
     if model.loras:
-        answers = [*made["answers"]["pair"], *made["answers"]["gpu"]]
-        row.update(_rewrite(model, reader, directory, list(zip([first, *prompts], answers, strict=True))))
+        answers = [*made["pair"].answers, *made["gpu"].answers]
+        row |= _rewrite(model, reader, directory, list(zip([first, *prompts], answers, strict=True)))
     return row
 
 
 def _run(
-    rendered: Rendered, rounds: Mapping[str, Sequence[Request]], directory: Path, name: str, pace: Pace
-) -> dict[str, Any]:
-    found = one_engine.run(rendered, rounds, log=directory / f"{name}.log", pace=pace, limit_seconds=LIMIT_SECONDS)
-    (directory / f"{name}.json").write_text(json.dumps(found))
-    return found
-
-
-def _chosen(rendered: Rendered) -> list[str]:
-    """Return the flags by which the operator has windows and states kept in the middle of prompts."""
-    return [word for word in rendered.argv if word.startswith(_KEPT)]
-
-
-def _stored(directory: Path) -> dict[str, int]:
-    """Return how much the first engine has left on the volume."""
-    sizes = [path.stat().st_size for path in (directory / "volume").rglob("*.kvb")]
-    return {"stored_blocks": len(sizes), "stored_bytes": sum(sizes)}
+    rendered: Rendered,
+    rounds: Mapping[str, Sequence[Request]],
+    log: Path,
+    *,
+    at_once: int = 1,
+    answer_tokens: int = ANSWER_TOKENS,
+) -> dict[str, Round]:
+    """Ask an engine of its own round after round, until all lies on the volume; raise EngineFailed if it ends."""
+    with Engine(rendered, log, limit_seconds=LIMIT_SECONDS) as engine:
+        found = {
+            name: engine.ask(requests, at_once=AT_ONCE_COLD if name == "cold" else at_once, answer_tokens=answer_tokens)
+            for name, requests in rounds.items()
+        }
+        engine.settle()
+        return found
 
 
 def _adapter(directory: Path, name: str) -> Path:
@@ -130,47 +133,41 @@ def _adapter(directory: Path, name: str) -> Path:
 
 
 def _wait_for_age(model: ModelClass) -> None:
-    """An engine knows what an adapter holds if its files are older than the engine, by any clock."""
+    """Wait until adapters are older than the next engine, by any clock: then it knows what they hold."""
     if model.loras:
         time.sleep(2 * ADAPTER_SECONDS)
 
 
 def _rewrite(
-    model: ModelClass, rendered: Rendered, directory: Path, before: Sequence[tuple[Request, Mapping[str, Any]]]
+    model: ModelClass, rendered: Rendered, directory: Path, before: Sequence[tuple[Request, Answer]]
 ) -> dict[str, Any]:
     """Write an adapter anew at its place and ask for it again: no block of the old one may be found."""
     name = model.loras[0]
-    weights.write_lora(_adapter(directory, name), model.shape, seed=len(model.loras))
+    weights.write_lora(_adapter(directory, name), SHAPES[model.shape], seed=len(model.loras))
     _wait_for_age(model)
     known = [(request, answer) for request, answer in before if request.lora == name]
-    asked = [request for request, _ in known]
-    found = _run(rendered, {"rewritten": asked}, directory, "rewritten", Pace())
-    if "error" in found:
-        return {"verdict": "failed", "by": "the third engine", "message": found["error"]}
-    alone = _run(rendering.without_tier(rendered), {"rewritten": asked}, directory, "rewritten-without", Pace())
-    if "error" in alone:
-        return {"verdict": "failed", "by": "the engine without the tier", "message": alone["error"]}
-    return judge_rewritten([answer for _, answer in known], found, alone)
+    rounds = {"rewritten": [request for request, _ in known]}
+    try:
+        found = _run(rendered, rounds, directory / "rewritten.log")["rewritten"]
+        alone = _run(rendered.without_tier(), rounds, directory / "rewritten-without.log")["rewritten"]
+    except EngineFailed as error:
+        return {"verdict": "failed", "by": "the third engine", "message": str(error)}
+    return judge_rewritten([answer for _, answer in known], found, alone.answers)
 
 
-def judge_rewritten(
-    before: Sequence[Mapping[str, Any]], found: Mapping[str, Any], alone: Mapping[str, Any]
-) -> dict[str, Any]:
+def judge_rewritten(before: Sequence[Answer], found: Round, computed: Sequence[Answer]) -> dict[str, Any]:
     """Compare what an adapter answered before it was written anew, what it answers now, and does without the tier."""
-    now, computed = found["answers"]["rewritten"], alone["answers"]["rewritten"]
-    changed = sum(one["tokens"] != other["tokens"] for one, other in zip(before, now, strict=True))
-    right = sum(
-        one["tokens"] == other["tokens"] or is_tie(one, other) for one, other in zip(now, computed, strict=True)
-    )
-    blocks = found["counts"]["rewritten"].get(_READ, 0)
+    now = found.answers
+    changed = sum(one.tokens != other.tokens for one, other in zip(before, now, strict=True))
+    right = sum(one.tokens == other.tokens or is_tie(one, other) for one, other in zip(now, computed, strict=True))
+    blocks = found.counts.get(_READ, 0)
     row: dict[str, Any] = {
         "rewritten": len(before),
         "rewritten_blocks": blocks,
         "rewritten_changed": changed,
         "rewritten_right": right,
         "rewritten_tokens": [
-            [answer["tokens"] for answer in answers]
-            for answers in list(zip(before, now, computed, strict=True))[:SHOWN]
+            [answer.tokens for answer in answers] for answers in list(zip(before, now, computed, strict=True))[:SHOWN]
         ],
     }
     if blocks or right < len(before):
@@ -180,24 +177,23 @@ def judge_rewritten(
     return row
 
 
-def _without(
-    model: ModelClass, writer: Rendered, prompts: Sequence[Request], directory: Path, *, message: str
-) -> dict[str, Any]:
+def _without(writer: Rendered, prompts: Sequence[Request], directory: Path, *, message: str) -> dict[str, Any]:
     """Say whose fault it is that the first engine ended: run it once more without the tier."""
-    found = _run(rendering.without_tier(writer), {"cold": prompts}, directory, f"{model.name}-without", Pace())
-    if "error" not in found:
-        return {"verdict": "failed", "by": "kvtier", "message": message}
-    return {"verdict": "refused", "by": "vLLM, without kvtier too", "message": found["error"]}
+    try:
+        _run(writer.without_tier(), {"cold": prompts}, directory / "without.log")
+    except EngineFailed as error:
+        return {"verdict": "refused", "by": "vLLM, without kvtier too", "message": str(error)}
+    return {"verdict": "failed", "by": "kvtier", "message": message}
 
 
 def _asked(model: ModelClass, prompts: Sequence[tuple[int, ...]]) -> list[Request]:
     settings: Mapping[str, Mapping[str, Any]] = {"salted": {"salt": "pepper"}, "embedded": {"embedding": 3}}
-    made = asking.plain(prompts, **settings.get(model.asks, {}))
+    made = [Request(tokens=each, **settings.get(model.asks, {})) for each in prompts]
     if model.asks == "lora":
         names = (*model.loras, "")
         made = [replace(each, lora=names[number % len(names)]) for number, each in enumerate(made)]
     if model.asks == "image":
-        mark = () if model.shape["model_type"] in _PICTURE_FIRST else (PICTURE_TOKEN,)
+        mark = () if SHAPES[model.shape]["model_type"] in _PICTURE_FIRST else (PICTURE_TOKEN,)
         made = [
             replace(each, tokens=(*mark, *each.tokens), image=number // asking.PROMPTS_A_STEM)
             for number, each in enumerate(made)
@@ -207,28 +203,27 @@ def _asked(model: ModelClass, prompts: Sequence[tuple[int, ...]]) -> list[Reques
 
 def _strangers(model: ModelClass, request: Request) -> list[Request]:
     """Return a request that was computed under identities under which it was not."""
-    if model.asks == "salted":
-        return [replace(request, salt=""), replace(request, salt="another")]
-    if model.asks == "embedded":
-        return [replace(request, embedding=4)]
-    if model.asks == "lora":
-        return [replace(request, lora=name) for name in (*model.loras, "") if name != request.lora]
-    if model.asks == "image":
-        return [replace(request, image=100)]
-    return []
+    others: Mapping[str, Sequence[Mapping[str, Any]]] = {
+        "salted": [{"salt": ""}, {"salt": "another"}],
+        "embedded": [{"embedding": 4}],
+        "lora": [{"lora": name} for name in (*model.loras, "") if name != request.lora],
+        "image": [{"image": 100}],
+    }
+    return [replace(request, **other) for other in others.get(model.asks, ())]
 
 
 def _drafting(model: ModelClass, work: Path) -> list[str]:
-    if model.draft is None:
+    if not model.draft:
         return []
     place = work / "weights" / f"{model.name}-draft"
-    (weights.write_eagle if model.draft_method == "eagle" else weights.write)(place, model.draft, seed=weights.SEED + 1)
+    write = weights.write_eagle if model.draft_method == "eagle" else weights.write
+    write(place, SHAPES[model.draft], seed=weights.SEED + 1)
     settings = {"method": model.draft_method, "model": str(place), "num_speculative_tokens": 2}
     return [f"--speculative-config={json.dumps(settings)}"]
 
 
-def tier_spec(model: ModelClass, place: Path, device: str, args: Sequence[str]) -> dict[str, Any]:
-    """Return the ``spec`` of the tier that a user would apply."""
+def tier(model: ModelClass, place: Path, device: str, args: Sequence[str]) -> dict[str, Any]:
+    """Return the tier that a user would apply."""
     config = json.loads((place / "config.json").read_text())
     is_cpu = device == "cpu"
     flags = ["--enforce-eager", "--dtype=bfloat16", "--max-model-len=4096", *args]
@@ -239,78 +234,73 @@ def tier_spec(model: ModelClass, place: Path, device: str, args: Sequence[str]) 
     # By CUDA's own messages, which need no GPU to reach another one's memory.
     flags += ["--disable-custom-all-reduce"] if max(model.ranks) > 1 and not is_cpu else []
     loras = [{"name": name, "source": {"claim": ADAPTERS, "path": name}} for name in model.loras]
-    return {
+    disk: dict[str, Any] = {"admission": {"costAware": False}}
+    disk |= {"blockTokens": model.block_tokens} if model.block_tokens else {}
+    disk |= {"canonicalLayout": True} if model.has_other_ranks else {}
+    spec = {
         "model": {"name": str(place), "config": config, **({"loras": loras} if loras else {})},
-        "engine": {
-            "image": rendering.IMAGE,
-            "accelerator": {"resource": "none" if is_cpu else "nvidia.com/gpu"},
-            "args": flags,
-        },
+        "engine": {"accelerator": {"resource": "none" if is_cpu else "nvidia.com/gpu"}, "args": flags},
         "cpu": {"size": "256Mi"},
         "volume": {"existingClaim": "blocks"},
-        "disk": {"admission": {"costAware": False}},
+        "disk": disk,
         # No janitor runs here whose permit engines would store by.
         "janitor": {"enabled": False},
-        **model.spec,
     }
+    return rendering.body_of("matrix", spec)
 
 
-def judge(model: ModelClass, made: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round]) -> dict[str, Any]:
     """Compare the answers and say what they show."""
-    gpu, disk, cold = made["answers"]["gpu"], read["answers"]["disk"], made["answers"]["cold"]
+    gpu, disk, pair = made["gpu"].answers, read["disk"].answers, read["pair"].answers
+    counts = read["disk"].counts
     both = list(zip(gpu, disk, strict=True))
     # Two engines that found as much of a prompt compute the rest by the same steps, to the same bits.
-    alike = [(one, other) for one, other in both if one["cached_tokens"] == other["cached_tokens"]]
-    alike = alike if model.at_once == 1 and model.ranks[0] == model.ranks[1] else []
-    are_other_ranks = model.ranks[0] != model.ranks[1]
-    lengths = _numbers(gpu, "prompt_tokens")
+    alike = [(one, other) for one, other in both if one.cached_tokens == other.cached_tokens]
+    alike = alike if model.at_once == 1 and not model.has_other_ranks else []
+    lengths = [answer.prompt_tokens for answer in gpu]
     row: dict[str, Any] = {
         "prompts": len(gpu),
         "lengths": [min(lengths), max(lengths)],
         "prompt_tokens": sum(lengths),
-        "block_tokens": made["block_tokens"],
-        "same_tokens": sum(one["tokens"] == other["tokens"] for one, other in both),
+        "same_tokens": sum(one.tokens == other.tokens for one, other in both),
         # In another order of adding up, of two tokens that are as good as each other either may come first.
         "ties": sum(
-            (are_other_ranks or one["cached_tokens"] != other["cached_tokens"]) and is_tie(one, other)
+            (model.has_other_ranks or one.cached_tokens != other.cached_tokens) and is_tie(one, other)
             for one, other in both
         ),
         "alike": len(alike),
         "alike_difference": max(
-            (difference(*pair) if pair[0]["tokens"] == pair[1]["tokens"] else _UNLIKE for pair in alike), default=0.0
+            (difference(*pair) if pair[0].tokens == pair[1].tokens else _UNLIKE for pair in alike), default=0.0
         ),
         # The first token of an answer needs no draft, wherever drafts are.
         "first_difference": max((difference(*pair, tokens=1) for pair in alike), default=0.0),
-        "accepted_drafts": [made["counts"]["gpu"].get(_ACCEPTED, 0), read["counts"]["disk"].get(_ACCEPTED, 0)],
+        "accepted_drafts": [made["gpu"].counts.get(_ACCEPTED, 0), counts.get(_ACCEPTED, 0)],
         "largest_difference": round(max(difference(*pair) for pair in both), 6),
-        "recompute_difference": round(max(map(difference, cold, gpu)), 6),
-        "twins_difference": difference(*made["answers"]["twins"]),
-        "gpu_tokens": sum(_numbers(gpu, "cached_tokens")),
-        "disk_tokens": sum(_numbers(disk, "cached_tokens")),
-        "disk_blocks": read["counts"]["disk"].get(_READ, 0),
-        "external_tokens": read["counts"]["disk"].get(_EXTERNAL, 0),
+        "recompute_difference": round(max(map(difference, made["cold"].answers, gpu)), 6),
+        "twins_difference": difference(*made["twins"].answers),
+        "gpu_tokens": sum(answer.cached_tokens for answer in gpu),
+        "disk_tokens": sum(answer.cached_tokens for answer in disk),
+        "disk_blocks": counts.get(_READ, 0),
+        "external_tokens": counts.get(_EXTERNAL, 0),
         # Blocks that were on the volume and were computed instead.
         "missed_blocks": sum(
-            count
-            for name, count in read["counts"]["disk"].items()
-            if name.startswith(_MISSES) and name != f"{_MISSES}absent"
+            count for name, count in counts.items() if name.startswith(_MISSES) and name != f"{_MISSES}absent"
         ),
-        "strangers": len(read["answers"]["strangers"]),
-        "stranger_blocks": read["counts"]["strangers"].get(_READ, 0),
-        "preemptions": read["counts"]["disk"].get(_PREEMPTIONS, 0),
-        "pair_tokens": read["answers"]["pair"][0]["cached_tokens"],
+        "strangers": len(read["strangers"].answers),
+        "stranger_blocks": read["strangers"].counts.get(_READ, 0),
+        "preemptions": counts.get(_PREEMPTIONS, 0),
+        "pair_tokens": pair[0].cached_tokens,
         # After two more that the second engine has computed itself.
-        "later_tokens": read["answers"]["pair"][-1]["cached_tokens"],
+        "later_tokens": pair[-1].cached_tokens,
         "pair_common": model.pair_tokens * 2 // 3,
-        "seconds": [made["seconds"], read["seconds"]],
     }
-    row["verdict"] = verdict(row, is_drafting=model.is_drafting)
+    row["verdict"] = _verdict(row, is_drafting=model.is_drafting)
     if model.must_preempt and not row["preemptions"]:
         row["verdict"] = "blind: nothing was preempted"
     return row
 
 
-def verdict(row: Mapping[str, Any], *, is_drafting: bool) -> str:
+def _verdict(row: Mapping[str, Any], *, is_drafting: bool) -> str:
     """Say in one word what the numbers show; `is_drafting` is whether tokens are computed in steps with drafts."""
     # Where every bit is compared, any difference that another beginning makes would show.
     if row["twins_difference"] <= (SEEN if row["alike"] == row["prompts"] else TOLERANCE):
@@ -322,40 +312,35 @@ def verdict(row: Mapping[str, Any], *, is_drafting: bool) -> str:
     if row["alike_difference"] and not (is_drafting and row["alike_difference"] <= rounding):
         return "wrong answers"
     # Which drafts are accepted decides how many tokens a step computes, and so how it rounds; not so the first token.
-    if row["alike_difference"] and row.get("first_difference") != 0:
-        return "undecided" if "first_difference" not in row else "wrong answers"
+    if row["alike_difference"] and row["first_difference"]:
+        return "wrong answers"
     if row["same_tokens"] + row["ties"] < row["prompts"] or row["largest_difference"] > rounding:
         return "undecided" if row["alike"] else "wrong answers"
-    if row.get("missed_blocks"):
+    if row["missed_blocks"]:
         return "undecided: the volume was too slow"
     return "works" if row["disk_blocks"] and row["external_tokens"] else "works without disk"
 
 
-def is_tie(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def is_tie(one: Answer, other: Answer) -> bool:
     """Tell whether two answers part at a token that is about as probable as the one in its place, to both."""
-    steps = zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True)
-    for token, instead, left, right in steps:
+    for token, instead, left, right in zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True):
         if token != instead:
-            known = [each.get(str(number)) for each in (left, right) for number in (token, instead)]
-            return None not in known and max(known) - min(known) <= TOLERANCE
+            known = [each.get(number) for each in (left, right) for number in (token, instead)]
+            probable = [value for value in known if value is not None]
+            return len(probable) == len(known) and max(probable) - min(probable) <= TOLERANCE
     return False
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any], *, tokens: int = ANSWER_TOKENS) -> float:
+def difference(one: Answer, other: Answer, *, tokens: int = ANSWER_TOKENS) -> float:
     """Return how far the log-probabilities of so many tokens of two answers lie apart, as far as they can be compared.
 
     After tokens that differ they do not; those of unlike tokens are not alike at all.
     """
     worst = 0.0
-    parted = next(
-        (n for n, pair in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if len({*pair}) > 1), 99
-    )
-    for left, right in list(zip(one["logprobs"], other["logprobs"], strict=True))[: min(parted + 1, tokens)]:
+    pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
+    parted = next((number for number, (token, instead) in pairs if token != instead), ANSWER_TOKENS)
+    for left, right in list(zip(one.logprobs, other.logprobs, strict=True))[: min(parted + 1, tokens)]:
         shared = left.keys() & right.keys()
         worst = max([worst, *(abs(left[token] - right[token]) for token in shared)])
         worst = worst if shared else _UNLIKE
     return worst
-
-
-def _numbers(answers: Iterable[Mapping[str, Any]], name: str) -> list[int]:
-    return [int(answer[name] or 0) for answer in answers]

@@ -6,21 +6,19 @@ So the matrix runs what a user gets: flags, chunks, identity and settings of the
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier_connector.contract import engine as contract
 from kvtier_operator import names
 from kvtier_operator.api.parse import parse
-from kvtier_operator.names import TierRef
-from kvtier_operator.parts import engine
+from kvtier_operator.parts import render as render_objects
+from kvtier_operator.parts.connectors.rendering import OFFLOAD_MOUNT
 from kvtier_operator.plan import make_unchecked_plan
 
-IMAGE: Final = "vllm/vllm-openai:v0.32.0"
-TIER: Final = "matrix"
+PASSWORD: Final = "of-the-script"  # noqa: S105  of servers that only this machine reaches
+"""Value of each variable that comes from a Secret."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +28,57 @@ class Rendered:
     argv: tuple[str, ...]
     env: Mapping[str, str]
 
+    def with_ranks(self, ranks: int) -> Rendered:
+        """Return what an engine of so many ranks is started with.
 
-def render(spec: Mapping[str, Any], directory: Path) -> Rendered:
-    """Write what the pod would mount below ``directory`` and return the engine's command line.
+        Nothing else of its command line differs, and the operator gives the CPU build one rank only.
+        """
+        flag = "--tensor-parallel-size="
+        return replace(self, argv=tuple(f"{flag}{ranks}" if word.startswith(flag) else word for word in self.argv))
+
+    def without_tier(self) -> Rendered:
+        """Return what the same engine is started with where there is no tier."""
+        return replace(self, argv=tuple(word for word in self.argv if not word.startswith("--kv-transfer-config")))
+
+
+def body_of(name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tier of this name."""
+    metadata = {"name": name, "namespace": "matrix", "uid": "0"}
+    return {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "spec": dict(spec)}
+
+
+def engine_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Return the container of a tier's engine, and the files of its ConfigMap.
 
     Raises:
         SpecInvalid: the operator refuses the spec.
     """
-    body = {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "metadata": {"name": TIER, "namespace": TIER, "uid": "0"},
-        "spec": dict(spec),
-    }
-    parsed = parse(body)
-    tier = TierRef(namespace=TIER, name=TIER, uid="0")
-    plan = make_unchecked_plan(parsed, tier, connector_image="kvtier")
+    tier = names.tier_ref(body)
+    objects = render_objects(make_unchecked_plan(parse(body), tier, connector_image="kvtier"))
+    by_name = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    containers = by_name["Deployment", names.engine(tier)]["spec"]["template"]["spec"]["containers"]
+    container = next(each for each in containers if each["name"] == names.ENGINE_CONTAINER)
+    return container, by_name["ConfigMap", names.config(tier)]["data"]
+
+
+def render(body: Mapping[str, Any], directory: Path, *, volume: Path | None = None) -> Rendered:
+    """Write what the pod would mount below ``directory`` and return the engine's command line.
+
+    Args:
+        body: the tier.
+        directory: stands for what this pod mounts.
+        volume: stands for the volume; a folder of ``directory`` if left out.
+
+    Raises:
+        SpecInvalid: the operator refuses the spec.
+    """
+    container, files = engine_of(body)
     mounts = {
-        names.VOLUME_MOUNT: directory / "volume",
+        names.VOLUME_MOUNT: volume or directory / "volume",
         names.CONFIG_MOUNT: directory / "config",
         names.ENGINE_STATE: directory / "state",
         names.LORA_MOUNT: directory / "adapters",
+        OFFLOAD_MOUNT: directory / "node",
     }
     for path in mounts.values():
         path.mkdir(parents=True, exist_ok=True)
@@ -60,42 +88,11 @@ def render(spec: Mapping[str, Any], directory: Path) -> Rendered:
             text = text.replace(mount, str(path))
         return text
 
-    (directory / "config" / contract.CONFIG_FILE).write_text(here(plan.config_text))
-    (directory / "config" / contract.LIVE_FILE).write_text(plan.live_text)
-    (container,) = engine.deployment(plan)["spec"]["template"]["spec"]["containers"]
+    for name, text in files.items():
+        (directory / "config" / name).write_text(here(text))
     env = {entry["name"]: here(entry["value"]) for entry in container["env"] if "value" in entry}
+    sources = {entry["name"]: entry["valueFrom"] for entry in container["env"] if "valueFrom" in entry}
+    env |= {name: PASSWORD for name, source in sources.items() if "secretKeyRef" in source}
+    # The package comes from this checkout, and not from a mount.
+    env.pop("PYTHONPATH", None)
     return Rendered(argv=tuple(here(word) for word in container["args"]), env=env)
-
-
-def with_ranks(rendered: Rendered, ranks: int) -> Rendered:
-    """Return what an engine of so many ranks is started with.
-
-    Nothing else of its command line differs, and the operator gives the CPU build one rank only.
-    """
-    flag = "--tensor-parallel-size="
-    return replace(rendered, argv=tuple(f"{flag}{ranks}" if word.startswith(flag) else word for word in rendered.argv))
-
-
-def without_tier(rendered: Rendered) -> Rendered:
-    """Return what the same engine is started with where there is no tier."""
-    return replace(rendered, argv=tuple(word for word in rendered.argv if not word.startswith("--kv-transfer-config")))
-
-
-def server_arguments() -> Any:
-    """Return vLLM's module for the arguments of its API server."""
-    try:
-        return importlib.import_module("vllm.entrypoints.common.cli_args")
-    except ImportError:
-        # Before 0.33.
-        return importlib.import_module("vllm.entrypoints.launchers.cli_args")
-
-
-def engine_arguments(argv: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """Read the command line as vLLM's API server does; return what it starts the engine with, and adapters by name."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    cli_args = server_arguments()
-    parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
-    cli_args.validate_parsed_serve_args(parsed)
-    return EngineArgs.from_cli_args(parsed), {module.name: module.path for module in parsed.lora_modules or ()}

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.matrix.shapes import PICTURE_SIDE, PICTURE_TOKEN, VOCABULARY, Shape
+from e2e.matrix.cases import PICTURE_SIDE, PICTURE_TOKEN, VOCABULARY, Shape
 
 SEED = 20240607
 LORA_RANK: Final = 8

@@ -1,60 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of an engine: a prompt that its tier holds whole, and nothing that an earlier run has left."""
+"""What is measured of an engine: a prompt that its tier holds whole; and what a case must show."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from e2e.backends import __main__ as alone
-from e2e.backends.pod import Pod
+from e2e.backends import __main__ as backends
+from e2e.matrix.asking import Request
+from e2e.matrix.engine import Answer, Engine, Round
 
-IDS = list(range(2048))
+PROMPT = Request(tokens=tuple(range(2048)))
 
 
-class Engine:
-    """Answers as vLLM does; of a prompt, its tier holds so many tokens at each request."""
+class TierHolding:
+    """An engine whose tier holds so many tokens of the prompt at each request."""
 
     def __init__(self, *held: int) -> None:
         self.held = list(held)
-        self.hits = 0
         self.asked = 0
 
-    def ask(self, _method: str, path: str, document: Any) -> bytes:
-        if path == "/v1/models":
-            return json.dumps({"data": [{"id": "it"}]}).encode()
-        if path == "/metrics":
-            return f'vllm:{alone.HITS}{{engine="0"}} {self.hits}.0\n'.encode()
-        if path == "/v1/completions" and len(document["prompt"]) == len(IDS):
-            self.asked += 1
-            self.hits += self.held.pop(0)
-        return json.dumps({"choices": [{"token_ids": [self.asked]}]}).encode()
+    def forget(self) -> None:
+        """Keep what the tier holds."""
 
-
-@pytest.fixture(autouse=True)
-def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone.time, "sleep", lambda _: None)
+    def ask(self, _requests: Sequence[Request], *, answer_tokens: int) -> Round:
+        assert answer_tokens == 1
+        self.asked += 1
+        answer = Answer(tokens=[self.asked], logprobs=[], cached_tokens=0, prompt_tokens=len(PROMPT.tokens))
+        return Round(answers=[answer], counts={"vllm:external_prefix_cache_hits": self.held.pop(0)})
 
 
 @pytest.mark.parametrize("whole", [2047, 1800])
 def test_a_prompt_that_the_tier_does_not_hold_yet_is_asked_again(whole: int) -> None:
-    engine = Engine(0, 1024, whole)
-    _, token = alone.hit(cast(Pod, engine), IDS)
-    assert token == [3]
+    _, found = backends.hit(cast(Engine, TierHolding(0, 1024, whole)), PROMPT)
+    assert found.answers[0].tokens == [3]
 
 
 def test_a_tier_that_never_holds_it_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "TRIES", 2)
-    engine = Engine(0, 0, 0)
-    alone.hit(cast(Pod, engine), IDS)
+    monkeypatch.setattr(backends, "TRIES", 2)
+    engine = TierHolding(0, 0, 0)
+    backends.hit(cast(Engine, engine), PROMPT)
     assert engine.asked == 2
 
 
-def test_what_an_earlier_run_has_left_of_a_case_is_removed(tmp_path: Path) -> None:
-    for left in ("case-1-volume/blocks", "case-1-a/scratch", "case-11-volume", "model"):
-        (tmp_path / left).mkdir(parents=True)
-    (tmp_path / "case-1-a.log").touch()
-    alone.clear(tmp_path, [{"tier": {"metadata": {"name": "case-1"}}}])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["case-11-volume", "model"]
+GOOD = {"same_tokens": True, "hit_tokens": {backends.HITS: 9}, "replica_hit_tokens": {backends.HITS: 9}}
+NONE = {backends.HITS: 0}
+
+
+@pytest.mark.parametrize(
+    ("title", "result", "problems"),
+    [
+        ("Bundled", GOOD, []),
+        ("Bundled", {**GOOD, "same_tokens": False}, ["tokens differ"]),
+        ("Bundled", {**GOOD, "hit_tokens": NONE}, ["no hit"]),
+        ("Bundled", {**GOOD, "replica_hit_tokens": NONE}, ["another engine found nothing"]),
+        ("SimpleCPU", {**GOOD, "replica_hit_tokens": NONE}, []),
+        ("Hybrid, NIXL", {**GOOD, "handed_over_bytes": 0}, ["nothing was handed over"]),
+        ("Bundled", {"problem": "no answer within 300 s"}, ["no answer within 300 s"]),
+    ],
+)
+def test_a_case_must_hit_give_equal_tokens_and_share_what_it_shares(
+    title: str, result: dict[str, Any], problems: list[str]
+) -> None:
+    assert backends.problems(backends.CASES[title], result) == problems

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,118 +13,87 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from e2e.matrix import asking, page, proof  # noqa: E402 - a folder beside the tests
-from e2e.matrix.classes import CLASSES, ModelClass  # noqa: E402 - as above
+from e2e.matrix import asking, page  # noqa: E402 - a folder beside the tests
+from e2e.matrix.cases import CLASSES, VOCABULARY, ModelClass  # noqa: E402 - as above
+from e2e.matrix.engine import Answer, Round  # noqa: E402 - as above
 from e2e.matrix.proof import judge, judge_rewritten  # noqa: E402 - as above
-from e2e.matrix.shapes import LLAMA, VOCABULARY  # noqa: E402 - as above
 
-MODEL = ModelClass(name="dense", title="Dense", shape=LLAMA)
-DRAFTING = replace(MODEL, name="draft", draft=LLAMA)
-READ, EXTERNAL = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits"
+MODEL = ModelClass(name="dense", title="Dense", shape="llama")
+DRAFTING = ModelClass(name="draft", title="Draft", shape="llama", draft="llama")
+RANKS = ModelClass(name="ranks", title="Ranks", shape="llama", ranks=(1, 2))
+PREEMPTED = ModelClass(name="preempted", title="Preempted", shape="llama", must_preempt=True)
+READ, EXTERNAL, MISSES = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits", "vllm:kvtier_disk_misses"
 
 
-def answer(*tokens: int, logprob: float = -1.0, cached: int = 128) -> dict[str, Any]:
-    return {
-        "tokens": list(tokens),
-        "logprobs": [{str(token): logprob} for token in tokens],
-        "cached_tokens": cached,
-        "prompt_tokens": 200,
+def answer(*tokens: int, logprob: float = -1.0, cached: int = 128) -> Answer:
+    logprobs = [{token: logprob} for token in tokens]
+    return Answer(tokens=list(tokens), logprobs=logprobs, cached_tokens=cached, prompt_tokens=200)
+
+
+ANSWERS = [answer(1, 2), answer(3, 4)]
+
+
+def row(
+    disk: list[Answer] = ANSWERS,
+    *,
+    model: ModelClass = MODEL,
+    gpu: list[Answer] = ANSWERS,
+    twin: int = 6,
+    strangers: float = 0,
+    **counts: float,
+) -> dict[str, Any]:
+    """Return the row of two prompts that the volume answers with ``disk``, and another engine's GPU with ``gpu``."""
+    made = {"cold": Round(answers=gpu), "gpu": Round(answers=gpu), "twins": Round(answers=[answer(5), answer(twin)])}
+    found = {READ: 2, EXTERNAL: 256, **{f"{MISSES}:{cause}": count for cause, count in counts.items()}}
+    read = {
+        "disk": Round(answers=disk, counts=found | {name: counts[name] for name in counts.keys() & found.keys()}),
+        "pair": Round(answers=[answer(7, cached=0), answer(8)]),
+        "strangers": Round(answers=[], counts={READ: strangers}),
     }
+    return judge(model, made, read)
 
 
-def run(*, read: float = 2, external: float = 256, strangers: float = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    answers = [answer(1, 2), answer(3, 4)]
-    made = {
-        "answers": {"cold": answers, "gpu": answers, "twins": [answer(5), answer(6)]},
-        "block_tokens": 128,
-        "counts": {"gpu": {}},
-        "seconds": {"start": 1},
-    }
-    found = {
-        "answers": {"disk": copy.deepcopy(answers), "pair": [answer(7, cached=0), answer(8)], "strangers": []},
-        "counts": {"disk": {READ: read, EXTERNAL: external}, "strangers": {READ: strangers}},
-        "seconds": {"start": 1},
-    }
-    return made, found
+def other(first: float, second: float, *, cached: int = 128) -> Answer:
+    """Return an answer that takes 6 where ``NEAR`` takes 3, with the log-probabilities of 3 and of 6."""
+    return replace(answer(6, 9, cached=cached), logprobs=[{3: first, 6: second}, {9: -7.0}])
 
 
-def test_the_same_answers_from_the_volume_are_what_works() -> None:
-    assert judge(MODEL, *run())["verdict"] == "works"
+NEAR = replace(answer(3, 4), logprobs=[{3: -1.0, 6: -1.1}, {4: -1.0}])
+OTHER_BITS = [answer(1, 2), answer(3, 4, logprob=-1.001)]
+LATER_BITS = [replace(answer(1, 2), logprobs=[{1: -1.0}, {2: -1.3}]), answer(3, 4)]
+FIRST_BITS = [replace(answer(1, 2), logprobs=[{1: -1.3}, {2: -1.3}]), answer(3, 4)]
 
 
-def test_an_engine_that_reads_nothing_works_without_disk() -> None:
-    assert judge(MODEL, *run(read=0))["verdict"] == "works without disk"
-    assert judge(MODEL, *run(external=0))["verdict"] == "works without disk"
-
-
-@pytest.mark.parametrize(("model", "verdict"), [(MODEL, "wrong answers"), (DRAFTING, "works")])
-def test_only_where_drafts_are_checked_later_tokens_may_round_otherwise(model: ModelClass, verdict: str) -> None:
-    made, found = run()
-    made["answers"]["twins"] = [answer(5), answer(6)]
-    found["answers"]["disk"][0]["logprobs"][1] = {"2": -1.3}
-    row = judge(model, made, found)
-    assert (row["verdict"], row["first_difference"]) == (verdict, 0)
-    # Nobody can say it of a row that does not tell the first token from the others.
-    del row["first_difference"]
-    assert proof.verdict(row, is_drafting=True) == "undecided"
-    found["answers"]["disk"][0]["logprobs"][0] = {"1": -1.3}
-    assert judge(model, made, found)["verdict"] == "wrong answers"
-
-
-def test_right_answers_do_not_count_where_the_volume_was_too_slow() -> None:
-    made, found = run()
-    found["counts"]["disk"]["vllm:kvtier_disk_misses:absent"] = 3
-    assert judge(MODEL, made, found)["verdict"] == "works"
-    found["counts"]["disk"]["vllm:kvtier_disk_misses:deadline"] = 1
-    assert judge(MODEL, made, found)["verdict"].startswith("undecided")
-
-
-def test_another_token_is_a_wrong_answer() -> None:
-    made, found = run()
-    found["answers"]["disk"][1]["tokens"] = [3, 5]
-    assert judge(MODEL, made, found)["verdict"] == "wrong answers"
-
-
-def answers_of_ranks(first: float, second: float) -> dict[str, Any]:
-    made, found = run()
-    made["answers"]["gpu"][1]["logprobs"][0] = {"3": -1.0, "6": -1.1}
-    found["answers"]["disk"][1] = {**answer(6, 9), "logprobs": [{"3": first, "6": second}, {"9": -7.0}]}
-    return {"made": made, "read": found}
-
-
-def test_of_two_tokens_that_are_as_good_as_each_other_other_ranks_may_take_either() -> None:
-    ranks = ModelClass(name="ranks", title="Ranks", shape=LLAMA, ranks=(1, 2))
-    row = judge(ranks, **answers_of_ranks(-1.1, -1.0))
-    assert (row["verdict"], row["same_tokens"], row["ties"]) == ("works", 1, 1)
-    assert judge(ranks, **answers_of_ranks(-1.9, -1.0))["verdict"] == "wrong answers"
-    assert judge(MODEL, **answers_of_ranks(-1.1, -1.0))["verdict"] == "wrong answers"
-
-
-def test_the_least_difference_is_a_wrong_answer_where_as_much_was_cached() -> None:
-    made, found = run()
-    found["answers"]["disk"][1] = answer(3, 4, logprob=-1.001)
-    assert judge(MODEL, made, found)["verdict"] == "wrong answers"
-
-
-def test_rounding_is_none_where_less_was_cached() -> None:
-    made, found = run()
-    found["answers"]["disk"][1] = answer(3, 4, logprob=-1.1, cached=0)
-    assert judge(MODEL, made, found)["verdict"] == "works"
-
-
-def test_a_block_read_for_another_identity_is_a_wrong_answer() -> None:
-    assert judge(MODEL, *run(strangers=1))["verdict"].startswith("wrong answers")
-
-
-def test_a_model_that_answers_alike_after_any_beginning_proves_nothing() -> None:
-    made, found = run()
-    made["answers"]["twins"] = [answer(5), answer(5)]
-    assert judge(MODEL, made, found)["verdict"].startswith("blind")
-
-
-def test_a_class_about_preemption_in_which_nothing_was_preempted_proves_nothing() -> None:
-    model = ModelClass(name="preempted", title="Preempted", shape=LLAMA, must_preempt=True)
-    assert judge(model, *run())["verdict"].startswith("blind")
+@pytest.mark.parametrize(
+    ("verdict", "given"),
+    [
+        ("works", {}),
+        ("works without disk", {READ: 0}),
+        ("works without disk", {EXTERNAL: 0}),
+        # A difference, however small, is wrong where as much was cached; where less was, all is rounding.
+        ("wrong answers", {"disk": [answer(1, 2), answer(3, 5)]}),
+        ("wrong answers", {"disk": OTHER_BITS}),
+        ("works", {"disk": [answer(1, 2), answer(3, 4, logprob=-1.1, cached=0)]}),
+        # Only where drafts are checked may tokens after the first round otherwise.
+        ("wrong answers", {"disk": LATER_BITS}),
+        ("works", {"disk": LATER_BITS, "model": DRAFTING}),
+        ("wrong answers", {"disk": FIRST_BITS, "model": DRAFTING}),
+        # Blocks that were on the volume and were computed instead prove nothing.
+        ("works", {"absent": 3}),
+        ("undecided: the volume was too slow", {"deadline": 1}),
+        # Of two tokens that are as good as each other, other ranks may take either, and who found less.
+        ("works", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.1, -1.0)], "model": RANKS}),
+        ("wrong answers", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.9, -1.0)], "model": RANKS}),
+        ("wrong answers", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.1, -1.0)]}),
+        ("works", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.1, -1.0, cached=0)]}),
+        ("undecided", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.9, -1.0, cached=0)]}),
+        ("wrong answers: blocks were read for another identity", {"strangers": 1}),
+        ("blind: the answers do not depend on the prefix", {"twin": 5}),
+        ("blind: nothing was preempted", {"model": PREEMPTED}),
+    ],
+)
+def test_only_equal_answers_out_of_the_volume_are_called_working(verdict: str, given: dict[str, Any]) -> None:
+    assert row(**given)["verdict"] == verdict
 
 
 def test_every_class_is_asked_at_least_32_prompts_of_differing_lengths_with_shared_beginnings() -> None:
@@ -136,62 +104,44 @@ def test_every_class_is_asked_at_least_32_prompts_of_differing_lengths_with_shar
         assert any(other is not prompt and other[:64] == prompt[:64] for other in prompts) or len(prompt) < 250
 
 
-def test_each_class_has_a_name_of_its_own_and_reads_what_a_class_before_it_wrote() -> None:
-    names = [each.name for each in CLASSES]
-    assert len(set(names)) == len(names)
-    for each in CLASSES:
-        assert each.of in {"", *names[: names.index(each.name)]}
-
-
 def test_the_page_says_what_was_run() -> None:
     assert page.PAGE.read_text() == page.text()
 
 
-BEFORE = [answer(1, 2), answer(3, 4)]
+@pytest.mark.parametrize(
+    ("now", "read", "verdict"),
+    [
+        ([answer(5, 6), answer(7, 8)], 0, None),
+        ([answer(5, 6), answer(7, 8)], 1, "wrong answers: an adapter that was rewritten"),
+        (ANSWERS, 0, "wrong answers: an adapter that was rewritten"),
+    ],
+)
+def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier(
+    now: list[Answer], read: float, verdict: str | None
+) -> None:
+    found = judge_rewritten(ANSWERS, Round(answers=now, counts={READ: read}), [answer(5, 6), answer(7, 8)])
+    assert found.get("verdict") == verdict
 
 
-def rewritten(now: list[dict[str, Any]], computed: list[dict[str, Any]], *, read: float = 0) -> dict[str, Any]:
-    found = {"answers": {"rewritten": now}, "counts": {"rewritten": {READ: read}}}
-    return judge_rewritten(BEFORE, found, {"answers": {"rewritten": computed}})
-
-
-def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier_and_otherwise_than_before() -> None:
-    other = [answer(5, 6), answer(7, 8)]
-    row = rewritten(other, other)
-    assert "verdict" not in row
-    assert (row["rewritten_changed"], row["rewritten_right"]) == (2, 2)
-    assert row["rewritten_tokens"] == [[[1, 2], [5, 6], [5, 6]], [[3, 4], [7, 8], [7, 8]]]
-    assert rewritten(other, other, read=1)["verdict"].startswith("wrong answers")
-    assert rewritten(BEFORE, other)["verdict"].startswith("wrong answers")
-    assert rewritten(BEFORE, BEFORE)["verdict"].startswith("blind")
+def test_an_adapter_that_changes_nothing_proves_nothing() -> None:
+    assert judge_rewritten(ANSWERS, Round(answers=ANSWERS), ANSWERS)["verdict"].startswith("blind")
 
 
 def test_rows_of_a_gpu_are_shown_apart_and_only_what_was_run(tmp_path: Path) -> None:
-    ran = {**judge(MODEL, *run()), "vllm": "0.32.0"}
+    ran = {**row(), "args": [], "vllm": "0.32.0"}
     there = {"verdict": "not run", "message": "needs 2 GPUs", "vllm": "0.32.0", "device": "cuda"}
-    page.keep({"dense": {**ran, "device": "cpu"}, "gqa": {**ran, "device": "cuda"}}, tmp_path)
-    page.keep({"dense": there}, tmp_path)
-    here, _, on_gpu = page.text(tmp_path).partition("## On one")
+    page.keep("dense", {**ran, "device": "cpu"}, tmp_path)
+    page.keep("gqa", {**ran, "device": "cuda"}, tmp_path)
+    page.keep("dense", there, tmp_path)
+    text = page.text(tmp_path)
+    here, _, on_gpu = text.partition("## On one")
     assert "| Dense (Llama) | works |" in here
     assert "| Grouped-query attention (Qwen3) | not run yet |" in here
     assert "| Grouped-query attention (Qwen3) | works | 2 of 2 |" in on_gpu
     assert "| Dense (Llama)" not in on_gpu
     assert "needs 2 GPUs" not in on_gpu
-    page.keep({"gqa": there}, tmp_path)
-    assert page.text(tmp_path).partition("## On one")[2] == on_gpu
-
-
-def test_answers_that_differ_where_less_was_cached_decide_nothing_unless_both_tokens_are_as_good() -> None:
-    made, found = run()
-    made["answers"]["gpu"][1]["logprobs"][0] = {"3": -1.0, "6": -1.1}
-    other = {**answer(6, 9, cached=0), "logprobs": [{"3": -1.1, "6": -1.0}, {"9": -7.0}]}
-    found["answers"]["disk"][1] = other
-    row = judge(MODEL, made, found)
-    assert (row["verdict"], row["ties"]) == ("works", 1)
-    other["logprobs"][0] = {"3": -1.9, "6": -1.0}
-    assert judge(MODEL, made, found)["verdict"] == "undecided"
-    found["answers"]["disk"][0] = answer(1, 2, logprob=-1.001)
-    assert judge(MODEL, made, found)["verdict"] == "wrong answers"
+    page.keep("gqa", there, tmp_path)
+    assert page.text(tmp_path) == text
 
 
 @pytest.mark.parametrize(("spare", "ahead"), [(0, 0), (16, 0), (0, 16)])

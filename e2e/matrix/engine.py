@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs vLLM engines, each in a process of its own, and asks them.
+
+The process is a fork of one that has imported vLLM and started nothing, because imports take longer than these models.
+So blocks reach the next engine only through what its connector keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from e2e.matrix.asking import Request
+from e2e.matrix.cases import PICTURE_SIDE, SHAPES, VOCABULARY
+from e2e.matrix.rendering import Rendered
+
+ANSWER_TOKENS = 3
+"""Tokens of an answer that are kept and compared."""
+LOGPROBS = 5
+SETTLE_SECONDS = 60.0
+QUIET_SECONDS = 2.0
+"""Without a further block: then all are written."""
+COUNT_SECONDS = 0.3
+"""In which an engine that only read tells what it counted."""
+END_SECONDS = 20.0
+
+_IMPORTED: Final = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "kvtier_connector.vllm_adapter.offloading_connector",
+)
+_COUNTED = (
+    "vllm:kvtier_",
+    "vllm:nixl_",
+    "vllm:prefix_cache",
+    "vllm:external_prefix_cache",
+    "vllm:num_preemptions",
+    "vllm:spec_decode",
+)
+
+
+class EngineFailed(Exception):
+    """The engine's process ended, or did not answer in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The first tokens of an answer, and the log-probabilities of the likeliest at each."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    cached_tokens: int
+    prompt_tokens: int
+    transfer: Mapping[str, Any] | None = None
+    """Where another engine finds the blocks, if the request asked for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Answers to some requests."""
+
+    answers: list[Answer]
+    seconds: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """By how much vLLM's counters rose, those with a cause by ``<name>:<cause>`` too."""
+
+
+def prepare(*, device: str) -> str:
+    """Import what engines need, once for all that are started from this process; return the version of vLLM."""
+    # Before torch is imported: one thread, because these models are smaller than what it costs to share them.
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    if device == "cuda":
+        # NVLink multicast is not everywhere; and both engines of a class are to choose the same kernels.
+        os.environ.update(NCCL_NVLS_ENABLE="0", VLLM_ALLREDUCE_USE_SYMM_MEM="0", TRITON_CACHE_AUTOTUNING="1")
+    import vllm
+
+    _server_arguments()
+    for name in (*_IMPORTED, f"vllm.v1.worker.{'cpu' if device == 'cpu' else 'gpu'}_worker"):
+        importlib.import_module(name)
+    return str(vllm.__version__)
+
+
+class Engine:
+    """One engine. Use it from one thread, as a context manager; each call may raise EngineFailed."""
+
+    def __init__(self, rendered: Rendered, log: Path, *, limit_seconds: float, plugin: str = "") -> None:
+        """Start the engine and wait until it serves.
+
+        Args:
+            rendered: what it is started with.
+            log: file for what it prints.
+            limit_seconds: for the start and for each call.
+            plugin: module whose `register` is called before the engine is made.
+        """
+        import torch
+
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._limit_seconds = limit_seconds
+        context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, rendered, log, plugin))
+        began = time.monotonic()
+        self._process.start()
+        theirs.close()
+        try:
+            self.block_tokens: int = self._receive()
+        except EngineFailed:
+            self.kill()
+            raise
+        self.start_seconds = time.monotonic() - began
+
+    def ask(self, requests: Sequence[Request], *, at_once: int = 1, answer_tokens: int = ANSWER_TOKENS) -> Round:
+        """Ask so many requests at a time."""
+        return Round(**self._call("ask", list(requests), at_once, answer_tokens))
+
+    def settle(self) -> None:
+        """Wait until all that was computed lies on the volume."""
+        self._call("settle", QUIET_SECONDS)
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, and leave what the connector keeps."""
+        self._call("forget")
+
+    def kill(self) -> None:
+        """End the engine and all that it started as a node that is gone would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+    def _call(self, name: str, *args: Any) -> Any:
+        try:
+            self._pipe.send((name, args))
+        except OSError:
+            raise EngineFailed(f"the engine's process ended with {self._process.exitcode}") from None
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            if not self._pipe.poll(self._limit_seconds):
+                raise EngineFailed(f"no answer within {self._limit_seconds:.0f} s")
+            found = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise EngineFailed(f"the engine's process ended with {self._process.exitcode}") from None
+        if isinstance(found, EngineFailed):
+            raise found
+        return found
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it in order, and what is left of it by force."""
+        self._pipe.close()
+        self._process.join(END_SECONDS)
+        self.kill()
+
+
+def _serve(pipe: Any, rendered: Rendered, log: Path, plugin: str) -> None:
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    os.environ.update(rendered.env)
+    try:
+        if plugin:
+            importlib.import_module(plugin).register()
+        inside = _Inside(rendered)
+        pipe.send(inside.block_tokens)
+        while True:
+            name, args = pipe.recv()
+            pipe.send(getattr(inside, name)(*args))
+    except (EOFError, ConnectionError):
+        inside.shut_down()
+    except BaseException as error:  # noqa: BLE001  whatever ended it is the result
+        traceback.print_exc()
+        pipe.send(EngineFailed(f"{type(error).__name__}: {error}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of torch and of the engine would keep the process, and servers that it started outlive it.
+    os.killpg(0, signal.SIGKILL)
+
+
+class _Inside:
+    """The engine, in its own process."""
+
+    def __init__(self, rendered: Rendered) -> None:
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        # As vLLM's API server reads a command line.
+        cli_args = _server_arguments()
+        parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(list(rendered.argv))
+        cli_args.validate_parsed_serve_args(parsed)
+        self._loras = {module.name: module.path for module in parsed.lora_modules or ()}
+        self._llm: Any = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
+        self.block_tokens = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
+
+    def ask(self, requests: Sequence[Request], at_once: int, answer_tokens: int) -> dict[str, Any]:
+        before = self._counts()
+        began = time.perf_counter()
+        answers: list[Answer] = []
+        for first in range(0, len(requests), at_once):
+            answers += self._generate(requests[first : first + at_once], answer_tokens)
+        seconds = time.perf_counter() - began
+        self.settle(COUNT_SECONDS)
+        counts = {key: value - before.get(key, 0) for key, value in self._counts().items()}
+        return {"answers": answers, "seconds": seconds, "counts": counts}
+
+    def settle(self, quiet_seconds: float) -> None:
+        """Wait until counters stand still; an idle engine counts the work of its I/O workers in its next step."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        last: list[float] = []
+        since = time.monotonic()
+        while time.monotonic() < deadline and time.monotonic() - since < quiet_seconds:
+            self._llm.llm_engine.engine_core.engine_core.step_fn()
+            counts = self._counts()
+            moved = [
+                counts.get(f"vllm:kvtier_disk_{name}", 0) for name in ("written_blocks", "read_blocks", "queued_jobs")
+            ]
+            if moved != last:
+                last, since = moved, time.monotonic()
+            time.sleep(0.05)
+
+    def forget(self) -> None:
+        self.settle(QUIET_SECONDS)
+        for _ in range(20):
+            # Blocks that are being stored are free after a step or two.
+            self._generate([Request(tokens=(5,) * 8)], 2)
+            if self._llm.reset_prefix_cache():
+                return
+            time.sleep(0.2)
+        raise RuntimeError("the prefix cache cannot be emptied: blocks are still in use")
+
+    def shut_down(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _generate(self, requests: Sequence[Request], answer_tokens: int) -> list[Answer]:
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(
+                max_tokens=answer_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=LOGPROBS,
+                extra_args={"kv_transfer_params": dict(request.transfer)} if request.transfer else None,
+            )
+            for request in requests
+        ]
+        outputs = self._llm.generate(
+            [_prompt(request) for request in requests],
+            parameters,
+            use_tqdm=False,
+            lora_request=[self._adapter(request.lora) for request in requests] if self._loras else None,
+        )
+        return [
+            Answer(
+                tokens=list(output.outputs[0].token_ids)[:ANSWER_TOKENS],
+                logprobs=[
+                    {token: entry.logprob for token, entry in step.items()}
+                    for step in output.outputs[0].logprobs[:ANSWER_TOKENS]
+                ],
+                cached_tokens=output.num_cached_tokens or 0,
+                prompt_tokens=len(output.prompt_token_ids or ()),
+                transfer=output.kv_transfer_params,
+            )
+            for output in outputs
+        ]
+
+    def _adapter(self, name: str) -> Any:
+        """Return an adapter as vLLM's API server names it to the engine."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(name, 1 + list(self._loras).index(name), self._loras[name]) if name else None
+
+    def _counts(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if not metric.name.startswith(_COUNTED):
+                continue
+            value = getattr(metric, "value", None)
+            value = getattr(metric, "sum", None) if value is None else value
+            if value is not None:
+                found[metric.name] = found.get(metric.name, 0) + value
+                if "cause" in metric.labels:
+                    found[f"{metric.name}:{metric.labels['cause']}"] = value
+        return found
+
+
+def _server_arguments() -> Any:
+    """Return vLLM's module for the arguments of its API server."""
+    try:
+        return importlib.import_module("vllm.entrypoints.common.cli_args")
+    except ImportError:
+        # Before 0.33.
+        return importlib.import_module("vllm.entrypoints.launchers.cli_args")
+
+
+def _prompt(request: Request) -> dict[str, Any]:
+    salted = {"cache_salt": request.salt} if request.salt else {}
+    if request.embedding is not None:
+        return {"prompt_embeds": _embed(request.tokens, request.embedding), **salted}
+    pictured = {} if request.image is None else {"multi_modal_data": {"image": _picture(request.image)}}
+    return {"prompt_token_ids": list(request.tokens), **pictured, **salted}
+
+
+def _embed(tokens: Sequence[int], seed: int) -> Any:
+    """Return a vector for each token, the same in every process."""
+    import torch
+
+    table = torch.randn((VOCABULARY, SHAPES["llama"]["hidden_size"]), generator=torch.Generator().manual_seed(seed))
+    return table.to(torch.bfloat16)[list(tokens)]
+
+
+def _picture(seed: int) -> Any:
+    """Return a picture of noise, the same in every process."""
+    import numpy as np
+    from PIL import Image
+
+    shape = (PICTURE_SIDE, PICTURE_SIDE, 3)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
