@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from e2e.matrix import rendering
+from e2e.matrix import rendering, weights
 from e2e.matrix.asking import Request, tokens
 from e2e.matrix.cases import SHAPES
 from e2e.matrix.engine import Engine, EngineFailed, Round, prepare
@@ -111,15 +111,15 @@ class Bench:
 
     def start(self, rendered: Rendered, case: BackendCase, log: str) -> Engine:
         """Start an engine."""
-        plugin = MEMCPY if case.copies and self.device == "cpu" and "MultiProcess" not in case.title else ""
+        plugin = MEMCPY if case.copies and self.device == "cpu" else ""
         return Engine(rendered, self.work / f"{log}.log", limit_seconds=LIMIT_SECONDS, plugin=plugin)
 
     def _tier(self, case: BackendCase, connector: Mapping[str, Any], name: str) -> dict[str, Any]:
         is_cpu = self.device == "cpu"
         model = self.work / "model"
-        model.mkdir(parents=True, exist_ok=True)
-        (model / "config.json").write_text(json.dumps(self.shape))
-        args = ["--load-format=dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype=bfloat16", "--seed=0"]
+        # An engine with vLLM's dummy weights has a directory of its own on the volume: no other one finds anything.
+        weights.write(model, self.shape)
+        args = ["--skip-tokenizer-init", "--enforce-eager", "--dtype=bfloat16", "--seed=0"]
         args += ["--gpu-memory-utilization=0.15", f"--max-model-len={4096 if is_cpu else 32768}"]
         args += [] if is_cpu else ["--kv-cache-memory-bytes=4294967296"]
         env = {"VLLM_CPU_KVCACHE_SPACE": "1"} if is_cpu else {}
@@ -128,7 +128,7 @@ class Bench:
             env["LMCACHE_MP_TRANSFER_MODE"] = "lmcache_driven"
         is_ours = connector["type"] == "Bundled" or "nixl" in connector.get("hybrid", {})
         spec: dict[str, Any] = {
-            "model": {"name": str(model), "config": dict(self.shape)},
+            "model": {"name": str(model), "config": json.loads((model / "config.json").read_text())},
             "engine": {
                 "accelerator": {"resource": "none" if is_cpu and not case.copies else "nvidia.com/gpu"},
                 "args": args,
@@ -320,7 +320,10 @@ def main() -> None:
         shutil.rmtree(options.work, ignore_errors=True)
         bench = Bench(options.device, options.work.resolve())
         bench.work.mkdir(parents=True)
-        result: dict[str, Any] = {"title": case.title, "memcpy": case.copies and options.device == "cpu"}
+        result: dict[str, Any] = {
+            "title": case.title,
+            "memcpy": case.copies and options.device == "cpu" and "MultiProcess" not in case.title,
+        }
         try:
             with redis(bench.work):
                 (measure if case.decode is None else measure_pair)(bench, case, result)

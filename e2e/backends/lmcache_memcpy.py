@@ -2,17 +2,13 @@
 """Copy for LMCache where vLLM's KV cache is ordinary memory: the one thing that it has no class for on the CPU build.
 
 The engine's process calls `register` before it makes the engine. Everything else of LMCache runs as its wheel has it:
- the connector, the token database, the lookup between scheduler and worker, memory, disk and Redis.
+the connector, the token database, the lookup between scheduler and worker, memory, disk and Redis.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 
@@ -64,29 +60,18 @@ class Memcpy:
         return [(rows, layer, slots[::size] // size) for rows, layer in zip(parts, self.kvcaches, strict=True)]
 
 
-class _Patch(importlib.abc.MetaPathFinder):
-    """Replaces LMCache's choice when its module is imported.
-
-    That is late: vLLM's CPU worker looks through every module that is there before, and falls over one of LMCache's.
-    """
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  as called
-        """Have the module loaded as always, and patched after that."""
-        if fullname != "lmcache.v1.gpu_connector":
-            return None
-        sys.meta_path.remove(self)
-        found = importlib.util.find_spec(fullname)
-        if found is not None and found.loader is not None:
-            load = found.loader.exec_module
-
-            def load_and_patch(module: ModuleType) -> None:
-                load(module)
-                vars(module)["CreateGPUConnector"] = lambda _config, metadata, *_, **__: Memcpy(metadata)
-
-            vars(found.loader)["exec_module"] = load_and_patch
-        return found
-
-
 def register() -> None:
-    """Have LMCache use the class above, once it is imported."""
-    sys.meta_path.insert(0, _Patch())
+    """Have LMCache use the class above, and vLLM start with LMCache imported."""
+    import lmcache.v1.gpu_connector
+    from vllm.triton_utils import dispatcher
+
+    vars(lmcache.v1.gpu_connector)["CreateGPUConnector"] = lambda _config, metadata, *_, **__: Memcpy(metadata)
+    rebind = dispatcher._rebind_kernels  # noqa: SLF001  nothing public keeps modules from it
+
+    def rebind_others(*args: Any) -> None:
+        """Hide LMCache's modules: the CPU worker looks through all there are, and falls over one of them."""
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("lmcache")}
+        rebind(*args)
+        sys.modules.update(hidden)
+
+    vars(dispatcher)["_rebind_kernels"] = rebind_others

@@ -81,7 +81,7 @@ def _spread(chosen: Sequence[ModelClass], options: argparse.Namespace) -> list[s
             ended = subprocess.run([sys.executable, "-m", "e2e.matrix", *words], check=False, env=env, timeout=left)
         except subprocess.TimeoutExpired:
             return False
-        return bool(ended.returncode == 0)
+        return not ended.returncode
 
     with ThreadPoolExecutor(options.jobs) as pool:
         return [
