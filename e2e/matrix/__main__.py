@@ -65,7 +65,7 @@ def _spread(chosen: Sequence[ModelClass], options: argparse.Namespace) -> list[s
     if options.device == "cuda":
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], check=True, capture_output=True, text=True)
         gpus = [str(number) for number, _ in enumerate(listed.stdout.splitlines())]
-    deadline = time.monotonic() + options.seconds
+    deadline = time.monotonic() + float(options.seconds)
 
     def run(number: int) -> bool:
         model = chosen[number]
