@@ -28,7 +28,7 @@ class Request:
     embedding: int | None = None
     """Seed of the table by which the prompt is given as embeddings; None where it is given as tokens."""
     transfer: Mapping[str, Any] | None = None
-    """What a proxy tells the connector of another engine's blocks."""
+    """Parameters by which a proxy names another engine's blocks to the connector."""
 
 
 def tokens(count: int, vocabulary: int, *, seed: int) -> tuple[int, ...]:

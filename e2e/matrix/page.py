@@ -84,7 +84,7 @@ def _strangers(rows: Sequence[tuple[ModelClass, Mapping[str, Any]]]) -> str:
     lines = []
     for each, row in rows:
         if row.get("strangers"):
-            asked = f"{row['strangers']} as somebody else"
+            asked = f"{row['strangers']} under another identity"
             lines.append(_line([each.title, asked, f"{row['stranger_blocks']:.0f}", _place(row)]))
         if row.get("rewritten"):
             asked = f"{row['rewritten']}; {row['rewritten_changed']} have another answer now"
