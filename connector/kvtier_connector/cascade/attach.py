@@ -33,9 +33,8 @@ from kvtier_connector.contract import engine
 from kvtier_connector.contract.engine import CONFIG_FILE, MOST_DEFAULT_IO_PROCESSES, REPLACED_WEIGHTS, ConnectorConfig
 from kvtier_connector.contract.errors import ConfigInvalid, IdentityMismatch, StoreUnavailable
 from kvtier_connector.io_workers.buffers import Region
-from kvtier_connector.io_workers.dispatcher import FEWEST
 from kvtier_connector.io_workers.lookups import LookupWorker
-from kvtier_connector.io_workers.pool import WorkerPool
+from kvtier_connector.io_workers.pool import FEWEST, WorkerPool
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.pod_tools.ready import StartupReport
 from kvtier_connector.store import identity

@@ -1,30 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of I/O workers of one engine: tasks in, the end of each task out, one chunk a task.
 
-`WorkerPool` decides which tasks are handed to workers, and what happens to those that are late, cancelled or lost with
-a worker. Nothing here waits or makes a system call on the volume. Every task ends once. The breaker knows the outcome
-by then, and no worker touches the task's row any more. Tasks are queued in lanes by urgency. While no worker can be
-started, every task is refused.
+A task waits in the queue of its lane until the table has room and the breaker and the permit admit it. One token
+through a pipe announces it to the workers, and one message back reports its end. Nothing here waits or makes a system
+call on the volume. Every task ends once. The breaker knows the outcome by then, and no worker touches the task's row
+any more. While no worker can be started, every task is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from kvtier_connector.contract.engine import MOST_IO_PROCESSES
 from kvtier_connector.io_workers.buffers import OwnRows, Region
-from kvtier_connector.io_workers.dispatcher import Dispatcher, InFlight, TaskState
+from kvtier_connector.io_workers.supervisor import Supervisor, WorkerProcess, WorkerThread
+from kvtier_connector.io_workers.task_table import (
+    ENTRIES,
+    NO_TICKET,
+    TOKEN,
+    Current,
+    MessagePipe,
+    TaskTable,
+    create_table,
+)
 from kvtier_connector.io_workers.tasks import (
+    REPLY,
     Answer,
     Done,
     Ending,
     Lane,
     Refused,
     Task,
+    decode_answer,
+    encode_task,
 )
-from kvtier_connector.io_workers.worker import PoolSettings
+from kvtier_connector.io_workers.worker import PoolSettings, Worker, WorkerSettings, start_process
 from kvtier_connector.store.blockstore import Outcome, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.crypto import Keyring
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -41,6 +58,79 @@ _START_SECONDS = 20.0
 _STORING_SHARE, _YIELDING_SHARE = 0.75, 0.125
 """Shares of the workers that may store: usually, so that a load finds a free worker, and while something is read."""
 _DIRECTIONS = {Lane.LOAD: Direction.LOAD, Lane.PREFETCH: Direction.LOAD, Lane.STORE: Direction.STORE}
+_LANE_ENTRIES = {
+    Lane.LOAD: ENTRIES // 2,
+    Lane.PREFETCH: ENTRIES // 4,
+    Lane.STORE: ENTRIES // 8,
+}
+"""Share of the table that each lane may take, so that no lane blocks another."""
+_LOCK_SECONDS = 1.0
+"""A copy takes a millisecond; a worker that holds its lock for longer than this is stopped, and is killed."""
+
+
+FEWEST = 3
+"""Fewest workers on any host: two can store and one is free for a load, even where writes hang."""
+_GROW_SECONDS = 0.5
+"""Time until added workers have begun to work."""
+_MOST_WAIT_SHARE = 0.2
+"""Workers that wait for a core for a larger share of their time get no company."""
+_TRIPS = 3
+"""Round trips for one chunk: open, read, close."""
+_CORE_BYTES_PER_SECOND = 2.5e9
+"""Rate at which one core verifies and copies."""
+
+
+def workers_for(*, round_trip_seconds: float, chunk_bytes: int) -> int:
+    """Return the number of workers that keeps every processor busy while other workers wait for the volume."""
+    moving_seconds = max(1, chunk_bytes) / _CORE_BYTES_PER_SECOND
+    return round(len(os.sched_getaffinity(0)) * (1 + _TRIPS * round_trip_seconds / moving_seconds))
+
+
+class TaskState(enum.Enum):
+    """Progress of a task that was submitted."""
+
+    QUEUED = "queued"
+    """It waits with the engine."""
+    ON_TABLE = "on table"
+    """Workers know of it."""
+    RECALLED = "recalled"
+    """Its ticket is cleared, but a worker may still copy."""
+    ENDED = "ended"
+    """The caller knows its end. A ticket that it still has means that a worker has not answered yet."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A task that was submitted, until it has ended and no worker works on it any more."""
+
+    number: int
+    """The caller's number."""
+    task: Task
+    lane: Lane
+    """Its present urgency."""
+    state: TaskState = TaskState.QUEUED
+    entry: int = 0
+    ticket: int = NO_TICKET
+    """Identifies it to workers, until the answer came or is no longer expected."""
+    table_lane: Lane = Lane.STORE
+    """The lane whose share of the table it takes."""
+    ending: Ending | Refused | None = None
+    """Its end if no answer comes before its row is safe."""
+    is_skipped: bool = False
+    """Whether the breaker already counted an end for it."""
+    placed: int = 0
+    """Counts the tasks that were put on the table, this one included."""
+    passed_at: float | None = None
+    """When the engine first saw that a task of the same lane which was placed later had been answered."""
+
+
+@dataclass(slots=True)
+class _Fence:
+    """Waits until no worker copies under a ticket that was cleared before."""
+
+    remaining: set[int]
+    began: float
+    tasks: list[InFlight]
 
 
 class PoolCounts(NamedTuple):
@@ -84,13 +174,37 @@ class WorkerPool:
             OSError: This process may not open more files, or the host has no memory.
             ValueError: The rows are not a table.
         """
-        self._settings = settings
-        self._permit, self._keyring = permit, keyring
+        self._settings, self._permit, self._keyring, self._breaker = settings, permit, keyring, breaker
+        self._rows, self._regions = OwnRows(rows), tuple(regions)
         self.round_trip_seconds = 0.0
         """Time in which the volume says that it does not have a file; 0 while that was not measured."""
-        self._breaker = breaker
-        self._row_bytes = rows.strides[0] if rows.strides else 0
-        self._dispatcher = Dispatcher(settings, OwnRows(rows), regions, fs=fs)
+        self._fs = fs
+        # A process has the real file system only, so an injected one means threads.
+        self._has_processes = fs is LOCAL
+        pipes: list[MessagePipe] = []
+        with contextlib.ExitStack() as opened:
+            self._table_fd = create_table()
+            opened.callback(os.close, self._table_fd)
+            self._table = TaskTable(self._table_fd, threads=0 if self._has_processes else settings.workers)
+            opened.callback(self._table.close)
+            for size in (*[TOKEN.size] * len(Lane), REPLY.size):
+                pipes.append(MessagePipe(size))
+                opened.callback(pipes[-1].close)
+            opened.pop_all()
+        self._pipes, self._replies = pipes[:-1], pipes[-1]
+        least = min(settings.first_workers or settings.workers, settings.workers)
+        self._supervisor = Supervisor(least, self._launch, first_backoff_seconds=settings.retry_seconds)
+        self._grow_at = 0.0
+        self._free = list(range(ENTRIES))
+        self._taken = dict.fromkeys(Lane, 0)
+        self._tickets: dict[int, InFlight] = {}
+        self._fences: list[_Fence] = []
+        self._next_ticket = 1
+        self._placed = 0
+        self._answered = dict.fromkeys(Lane, 0)
+        """By lane, `InFlight.placed` of the last task that was answered."""
+        self._stuck: set[int] = set()
+        """Workers that hang."""
         self._queues: dict[Lane, deque[InFlight]] = {lane: deque() for lane in Lane}
         self._open: dict[int, InFlight] = {}
         self._done: list[Done] = []
@@ -106,7 +220,8 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start the workers."""
-        self._dispatcher.start()
+        self._let_store(1.0)
+        self._supervisor.start()
 
     def submit(self, tasks: Iterable[tuple[int, Task]]) -> None:
         """Queue tasks, each with a number that no open task has; tasks of one lane start in this order."""
@@ -143,24 +258,18 @@ class WorkerPool:
                 self._queues[Lane.LOAD].append(task)
                 continue
             if working is None:
-                working = self._dispatcher.working()
+                working = self._working()
             if task.ticket not in working:
                 task.lane = Lane.LOAD
                 back.append(task)
-        self._dispatcher.recall(back)
+        self._recall(back)
         self._finish_recalled()
         self._feed()
 
     def cancel(self, tasks: Iterable[int]) -> None:
         """Give tasks up; each still ends, with `Ending.CANCELLED` or its outcome, once its row is safe."""
-        back = []
-        for number in tasks:
-            task = self._open.get(number)
-            if task is None or task.ending is not None:
-                continue
-            task.ending = Ending.CANCELLED
-            back.append(task)
-        self._give_up(back)
+        found = [task for number in tasks if (task := self._open.get(number)) is not None and task.ending is None]
+        self._give_up(found, Ending.CANCELLED)
         self._finish_recalled()
 
     def collect(self) -> list[Done]:
@@ -180,7 +289,7 @@ class WorkerPool:
     @property
     def is_usable(self) -> bool:
         """Whether there are workers, hanging ones included."""
-        return self._dispatcher.supervisor.is_usable
+        return self._supervisor.is_usable
 
     def is_stuck(self, lane: Lane) -> bool:
         """Return whether a new task of the lane would be refused, because no worker could start it."""
@@ -189,14 +298,14 @@ class WorkerPool:
     def counts(self) -> PoolCounts:
         """Return the values of gauges."""
         self._recheck_stuck()
-        return PoolCounts(self._dispatcher.supervisor.count(), self._dispatcher.count_stuck())
+        return PoolCounts(self._supervisor.count(), len(self._stuck))
 
     def close(self, timeout_seconds: float) -> bool:
         """End the workers and all tasks; False if workers hang and stay behind. No row is touched afterwards."""
         if self._is_closed:
             return True
         self._is_closed = True
-        is_ended = self._dispatcher.close(timeout_seconds)
+        is_ended = self._end_workers(timeout_seconds)
         for task in list(self._open.values()):
             if task.ticket:
                 self._undo_admission(task)
@@ -206,23 +315,30 @@ class WorkerPool:
     def _refusal(self, lane: Lane) -> Refused | None:
         if self._is_closed:
             return CLOSED
-        if not self._dispatcher.supervisor.is_usable:
+        if not self._supervisor.is_usable:
             return NO_WORKERS
-        return STUCK if self._dispatcher.is_stuck(lane) else None
+        if not self._stuck:
+            return None
+        # A new task would not start where every worker that may take it hangs.
+        storing = self._table.storing if lane is Lane.STORE else MOST_IO_PROCESSES
+        is_stuck = self._stuck.issuperset(worker for worker in self._supervisor.numbers() if worker < storing)
+        return STUCK if is_stuck else None
 
     def _feed(self) -> None:
-        """Put tasks on the table while there is room and the breaker admits them."""
-        if self._is_closed or not self._dispatcher.supervisor.is_usable:
+        """Put tasks on the table while there is room and the breaker admits them, and announce them."""
+        if self._is_closed or not self._supervisor.is_usable:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
-        for lane, queue in self._queues.items():
-            while queue and self._dispatcher.has_room(lane):
+        for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
+            tokens = []
+            while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:
                 task = queue.popleft()
                 # A task that was cancelled or promoted since is still in its first queue.
                 if task.lane is lane and task.state is TaskState.QUEUED and self._admit(task):
-                    self._dispatcher.place(task, active_key)
-        self._dispatcher.share(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
-        self._dispatcher.send()
+                    tokens.append(self._place(task, active_key))
+            if tokens or pipe.is_full:
+                pipe.send(tokens)
+        self._let_store(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
 
     def _admit(self, task: InFlight) -> bool:
         """Ask the breaker and the store permit; end a task that is not admitted."""
@@ -232,20 +348,51 @@ class WorkerPool:
             return False
         task.is_skipped = False
         if direction is Direction.STORE:
-            outcome = self._permit.reserve(HEADER_BYTES + self._row_bytes, task.task.key.tenant)
+            outcome = self._permit.reserve(HEADER_BYTES + self._rows.row_bytes, task.task.key.tenant)
             if outcome is not None:
                 self._breaker.record_store(outcome)
                 self._end(task, outcome)
                 return False
         return True
 
+    def _place(self, task: InFlight, active_key: str) -> bytes:
+        """Put a task on the table; return the token that announces it."""
+        task.entry = entry = self._free.pop()
+        task.ticket = ticket = self._next_ticket
+        task.table_lane = task.lane
+        task.state = TaskState.ON_TABLE
+        self._placed += 1
+        task.placed, task.passed_at = self._placed, None
+        self._next_ticket = ticket % 0xFFFFFFFF + 1
+        self._taken[task.lane] += 1
+        self._tickets[ticket] = task
+        self._table.write_task(entry, encode_task(task.task, active_key))
+        self._table.set_ticket(entry, ticket)
+        return TOKEN.pack(entry, ticket)
+
+    def _let_store(self, share: float) -> None:
+        """Let this share of the workers store at most, but at least one worker."""
+        storing = max(1, int(share * self._supervisor.size))
+        if storing != self._table.storing:
+            self._table.storing = storing
+
     def _take_answers(self) -> None:
-        answers = self._dispatcher.drain()
-        if answers:
+        for ticket, code, seconds, number in REPLY.iter_unpack(self._replies.receive()):
+            task = self._tickets.pop(ticket, None)
+            if task is None:
+                continue
             self._moved_at = time.monotonic()
-        for task, answer, seconds in answers:
+            task.ticket = NO_TICKET
+            self._answered[task.table_lane] = max(self._answered[task.table_lane], task.placed)
+            was_on_table = self._clear(task)
             if task.lane is not Lane.STORE:
                 self._read_at = self._moved_at
+            answer = decode_answer(code, number)
+            if answer is not None:
+                self._supervisor.note_work()
+            elif was_on_table:
+                # Only a torn entry reads so. The task must end.
+                answer = StoreFault.IO if task.lane is Lane.STORE else Fault.IO
             if answer is None:
                 # A recalled task: it ends with the others of its fence.
                 self._undo_admission(task)
@@ -284,31 +431,65 @@ class WorkerPool:
         self._skip(task)
 
     def _end_permitted(self, written: int) -> None:
-        self._permit.end(HEADER_BYTES + self._row_bytes, written)
+        self._permit.end(HEADER_BYTES + self._rows.row_bytes, written)
 
     def _skip(self, task: InFlight) -> None:
         if not task.is_skipped:
             self._breaker.skip(_DIRECTIONS[task.lane])
         task.is_skipped = True
 
-    def _give_up(self, tasks: Sequence[InFlight]) -> None:
-        """Recall the tasks on the table; end the others, whose `ending` is set."""
-        self._dispatcher.recall(tasks)
+    def _working(self) -> set[int]:
+        """Return the tickets that workers work on."""
+        return {self._table.current(worker).ticket for worker in self._supervisor.numbers()} - {NO_TICKET}
+
+    def _on_table(self) -> list[InFlight]:
+        return [task for task in self._tickets.values() if task.state is TaskState.ON_TABLE]
+
+    def _clear(self, task: InFlight) -> bool:
+        """Take a task off the table; return whether it was there. It counts as recalled."""
+        if task.state is not TaskState.ON_TABLE:
+            return False
+        task.state = TaskState.RECALLED
+        self._table.set_ticket(task.entry, NO_TICKET)
+        self._free.append(task.entry)
+        self._taken[task.table_lane] -= 1
+        return True
+
+    def _recall(self, tasks: Iterable[InFlight]) -> None:
+        """Begin to recall tasks; `_finish_recalled` ends those that are."""
+        cleared = [task for task in tasks if self._clear(task)]
+        if cleared:
+            self._fences.append(_Fence(set(self._supervisor.numbers()), time.monotonic(), cleared))
+
+    def _give_up(self, tasks: Sequence[InFlight], ending: Ending | Refused) -> None:
+        """Recall the tasks on the table, and end the others."""
         for task in tasks:
-            if task.state is TaskState.QUEUED and task.ending is not None:
-                self._end(task, task.ending)
+            task.ending = ending
+            if task.state is TaskState.QUEUED:
+                self._end(task, ending)
+        self._recall(tasks)
+
+    def _is_passed(self, fence: _Fence) -> bool:
+        """Return whether no worker copies for the tasks of a fence any more."""
+        fence.remaining = {worker for worker in fence.remaining if not self._table.is_unlocked(worker)}
+        if time.monotonic() - fence.began > _LOCK_SECONDS:
+            for worker in fence.remaining:
+                self._supervisor.kill(worker)
+        return not fence.remaining
 
     def _finish_recalled(self) -> None:
         """End the tasks whose rows are safe, and queue those again that are still wanted."""
-        recalled = self._dispatcher.recalled()
-        if not recalled:
+        if not self._fences:
             return
-        working = self._dispatcher.working()
-        for task in reversed(recalled):
+        passed = [fence for fence in self._fences if self._is_passed(fence)]
+        self._fences = [fence for fence in self._fences if fence.remaining]
+        working = self._working()
+        for task in reversed([task for fence in passed for task in fence.tasks]):
             # A store that is being written has an outcome to record when its answer comes.
             is_awaited = task.ticket in working and task.ending is not None
             if task.ticket and not is_awaited:
-                self._dispatcher.forget(task)
+                self._tickets.pop(task.ticket, None)
+                task.ticket = NO_TICKET
                 self._undo_admission(task)
             if task.state is TaskState.ENDED:
                 continue
@@ -321,20 +502,15 @@ class WorkerPool:
     def _tick(self, now: float) -> None:
         """Look after the workers, and give up on late tasks."""
         self._ticked = now
-        self._dispatcher.tick(now, reads=self._reads, round_trip_seconds=self.round_trip_seconds)
+        self._supervisor.tick(self._is_worker_ready)
+        if self._supervisor.is_usable:
+            self._grow(now)
         self._reap()
-        if not self._dispatcher.supervisor.is_usable:
-            self._refuse_all()
+        if not self._supervisor.is_usable:
+            self._give_up([task for task in self._open.values() if task.ending is None], NO_WORKERS)
             return
-        hanging = [task for task in self._dispatcher.end_hanging(now) if task.ending is None]
-        for task in hanging:
-            task.ending = Ending.LATE
-            self._breaker.record_timeout(_DIRECTIONS[task.lane])
-            task.is_skipped = True
-        lost = [task for task in self._dispatcher.lost(now) if task.ending is None]
-        for task in lost:
-            task.ending = Ending.LATE
-        self._dispatcher.recall([*hanging, *lost])
+        self._end_hanging(now)
+        self._end_lost(now)
         self._end_late(now)
 
     def _tick_idle(self, every_seconds: float) -> None:
@@ -347,19 +523,40 @@ class WorkerPool:
 
     def _recheck_stuck(self) -> None:
         """Check whether workers still hang, since an engine at rest takes no step that would."""
-        if self._dispatcher.count_stuck():
+        if self._stuck:
             self._tick_idle(_TICK_SECONDS)
+
+    def _grow(self, now: float) -> None:
+        """Start more workers where the volume leaves processors idle.
+
+        Workers never become fewer again: one that waits costs its memory only.
+        """
+        if now < self._grow_at:
+            return
+        self._grow_at = now + _GROW_SECONDS
+        size = wanted = self._supervisor.size
+        if self._reads > size and self._supervisor.wait_share() <= _MOST_WAIT_SHARE:
+            wanted += max(1, size // 2)
+        if self.round_trip_seconds:
+            slow = workers_for(round_trip_seconds=self.round_trip_seconds, chunk_bytes=self._rows.row_bytes)
+            wanted = max(wanted, slow)
+        if (wanted := min(wanted, self._settings.workers)) > size:
+            self._supervisor.grow(wanted)
 
     def _reap(self) -> None:
         """End the tasks of dead workers, and replace the workers."""
-        dead = self._dispatcher.reap()
+        dead = self._supervisor.reap()
         if not dead:
             return
         # Their last answers are in the pipe.
         self._take_answers()
-        for _, task in dead:
+        for worker in dead:
+            task = self._tickets.pop(self._table.current(worker).ticket, None)
+            self._table.set_current(worker, Current(0, NO_TICKET, 0.0))
             if task is None:
                 continue
+            task.ticket = NO_TICKET
+            self._clear(task)
             if task.ending is None and task.state is not TaskState.ENDED:
                 fault = StoreFault.IO if task.lane is Lane.STORE else Fault.IO
                 self._record(task, fault, is_from_volume=False)
@@ -367,43 +564,118 @@ class WorkerPool:
             else:
                 self._undo_admission(task)
         # A token that a dead worker had just read is lost.
-        working = self._dispatcher.working()
-        self._dispatcher.recall(task for task in self._dispatcher.on_table() if task.ticket not in working)
-        for worker, _ in dead:
-            self._dispatcher.supervisor.replace(worker)
+        working = self._working()
+        self._recall(task for task in self._on_table() if task.ticket not in working)
+        for worker in dead:
+            self._supervisor.replace(worker)
 
-    def _refuse_all(self) -> None:
-        """Refuse the open tasks: there are no workers."""
-        tasks = [task for task in self._open.values() if task.ending is None]
-        for task in tasks:
-            task.ending = NO_WORKERS
-        self._give_up(tasks)
+    def _end_hanging(self, now: float) -> None:
+        """Kill the workers that hang, as far as they can be killed, and end their tasks."""
+        self._stuck = set()
+        for worker in self._supervisor.numbers():
+            current = self._table.current(worker)
+            if current.ticket == NO_TICKET or now - current.started <= self._settings.deadline_seconds:
+                continue
+            # It counts as stuck until it is reaped.
+            self._stuck.add(worker)
+            self._supervisor.kill(worker)
+            task = self._tickets.get(current.ticket)
+            if task is not None and task.ending is None:
+                self._breaker.record_timeout(_DIRECTIONS[task.lane])
+                task.is_skipped = True
+                self._give_up([task], Ending.LATE)
+
+    def _end_lost(self, now: float) -> None:
+        """End the tasks that a worker has taken and neither works on nor answers, for longer than the deadline.
+
+        Workers take the tasks of a lane in their order, so a task is taken once a later one of its lane was answered.
+        A worker that is stopped before it says what it works on keeps a task for itself.
+        """
+        working = self._working()
+        for task in self._on_table():
+            if task.placed >= self._answered[task.table_lane] or task.ticket in working:
+                task.passed_at = None
+            elif task.passed_at is None:
+                task.passed_at = now
+            elif now - task.passed_at > self._settings.deadline_seconds and task.ending is None:
+                self._give_up([task], Ending.LATE)
 
     def _end_late(self, now: float) -> None:
         """Give up on tasks that wait while no worker finishes one; stores wait for reads, too."""
-        was_ready, self._is_ready = self._is_ready, self._dispatcher.is_ready()
+        was_ready = self._is_ready
+        self._is_ready = any(self._is_worker_ready(worker) for worker in self._supervisor.numbers())
         if self._is_ready and not was_ready:
             # Workers begin just now.
             self._read_at = self._moved_at = now
         slow = self._settings.deadline_seconds
         if not self._is_ready:
             slow = max(slow, _START_SECONDS)
-        is_waiting = {
-            Lane.LOAD: now - self._read_at > slow,
-            Lane.PREFETCH: now - self._read_at > slow,
-            Lane.STORE: now - self._moved_at > slow,
-        }
-        if not any(is_waiting.values()):
+        is_read_late, is_store_late = now - self._read_at > slow, now - self._moved_at > slow
+        if not is_read_late and not is_store_late:
             return
-        working = self._dispatcher.working()
+        working = self._working()
         late = [
             task
             for task in self._open.values()
-            if is_waiting[task.lane] and task.ending is None and task.ticket not in working
+            if (is_store_late if task.lane is Lane.STORE else is_read_late)
+            and task.ending is None
+            and task.ticket not in working
         ]
-        for task in late:
-            task.ending = Ending.LATE
-        self._give_up(late)
+        self._give_up(late, Ending.LATE)
         if late and not working:
             # There is work, and the workers do nothing.
-            self._dispatcher.end_all()
+            for worker in self._supervisor.numbers():
+                self._supervisor.kill(worker)
+
+    def _end_workers(self, timeout_seconds: float) -> bool:
+        """End the workers; False if some hang even now, which touch no row."""
+        self._recall(self._on_table())
+        deadline = time.monotonic() + timeout_seconds
+        while any(not self._is_passed(fence) for fence in self._fences) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        for pipe in self._pipes:
+            os.close(pipe.writer)
+        is_ended = self._supervisor.close(max(0.0, deadline - time.monotonic()))
+        if not is_ended and not self._has_processes:
+            # A thread that hangs still uses the descriptors.
+            return False
+        for pipe in self._pipes:
+            os.close(pipe.reader)
+        self._replies.close()
+        self._table.close()
+        os.close(self._table_fd)
+        return is_ended
+
+    def _is_worker_ready(self, worker: int) -> bool:
+        return self._table.current(worker).started > 0
+
+    def _launch(self, number: int) -> WorkerProcess:
+        # The record of the worker before it does not hold for the new one.
+        self._table.set_current(number, Current(0, NO_TICKET, 0.0))
+        pipes = tuple(pipe.reader for pipe in self._pipes)
+        row_bytes, replies = self._rows.row_bytes, self._replies.writer
+        if not self._has_processes:
+            store = self._settings.open_volume(self._fs)
+            return WorkerThread(
+                Worker(
+                    number,
+                    table=self._table,
+                    rows=self._rows,
+                    row_bytes=row_bytes,
+                    store=store,
+                    pipes=pipes,
+                    replies=replies,
+                ).run
+            )
+        settings = WorkerSettings(
+            worker=number,
+            parent=os.getpid(),
+            table=self._table_fd,
+            regions=self._regions,
+            row_bytes=row_bytes,
+            pipes=pipes,
+            replies=replies,
+            pool=self._settings,
+        )
+        inherited = [self._table_fd, *{region.fd for region in self._regions}, *pipes, replies]
+        return start_process("kvtier_connector.io_workers.worker", settings.encode(), inherited)

@@ -23,7 +23,7 @@ from pools import (
     wait_until,
 )
 
-from kvtier_connector.io_workers import dispatcher as dispatcher_module
+from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers.task_table import ENTRIES, TaskTable
 from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
@@ -210,7 +210,7 @@ def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(pools:
 def test_a_prefetch_that_is_promoted_while_it_is_recalled_is_loaded_once(
     pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher_module, "_LOCK_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(pool_module, "_LOCK_SECONDS", PATIENCE_SECONDS)
     pool = pools.make(workers=2, file_system="worker_fs:HoldingFs")
     pool.write(1, 2, 3)
     gate = shut(pools)

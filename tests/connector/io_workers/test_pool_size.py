@@ -8,7 +8,7 @@ import os
 import pytest
 from pools import Pools, wait_until
 
-from kvtier_connector.io_workers.dispatcher import workers_for
+from kvtier_connector.io_workers.pool import workers_for
 from kvtier_connector.io_workers.supervisor import Supervisor
 
 
