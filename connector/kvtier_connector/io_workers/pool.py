@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of I/O workers of one engine: tasks in, the end of each task out, one chunk a task.
 
-A task waits in the queue of its lane until the table has room and the breaker and the permit admit it. One token
-through a pipe announces it to the workers, and one message back reports its end. Nothing here waits or makes a system
+A task waits in the queue of its lane until the table has room and the breaker and the permit admit it. One message
+through a pipe hands it to a worker, and one message back reports its end. Nothing here waits or makes a system
 call on the volume. Every task ends once. The breaker knows the outcome by then, and no worker touches the task's row
 any more. While no worker can be started, every task is refused.
 """
@@ -24,7 +24,6 @@ from kvtier_connector.io_workers.supervisor import Supervisor, WorkerProcess, Wo
 from kvtier_connector.io_workers.task_table import (
     ENTRIES,
     NO_TICKET,
-    TOKEN,
     Current,
     MessagePipe,
     TaskTable,
@@ -32,12 +31,14 @@ from kvtier_connector.io_workers.task_table import (
 )
 from kvtier_connector.io_workers.tasks import (
     REPLY,
+    TASK_BYTES,
     Answer,
     Done,
     Ending,
     Lane,
     Refused,
     Task,
+    TaskMessage,
     decode_answer,
     encode_task,
 )
@@ -187,7 +188,7 @@ class WorkerPool:
             opened.callback(os.close, self._table_fd)
             self._table = TaskTable(self._table_fd, threads=0 if self._has_processes else settings.workers)
             opened.callback(self._table.close)
-            for size in (*[TOKEN.size] * len(Lane), REPLY.size):
+            for size in (*[TASK_BYTES] * len(Lane), REPLY.size):
                 pipes.append(MessagePipe(size))
                 opened.callback(pipes[-1].close)
             opened.pop_all()
@@ -325,19 +326,19 @@ class WorkerPool:
         return STUCK if is_stuck else None
 
     def _feed(self) -> None:
-        """Put tasks on the table while there is room and the breaker admits them, and announce them."""
+        """Put tasks on the table while there is room and the breaker admits them, and hand them to the workers."""
         if self._is_closed or not self._supervisor.is_usable:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
         for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
-            tokens = []
+            messages = []
             while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:
                 task = queue.popleft()
                 # A task that was cancelled or promoted since is still in its first queue.
                 if task.lane is lane and task.state is TaskState.QUEUED and self._admit(task):
-                    tokens.append(self._place(task, active_key))
-            if tokens or pipe.is_full:
-                pipe.send(tokens)
+                    messages.append(self._place(task, active_key))
+            if messages or pipe.is_full:
+                pipe.send(messages)
         self._let_store(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
 
     def _admit(self, task: InFlight) -> bool:
@@ -356,7 +357,7 @@ class WorkerPool:
         return True
 
     def _place(self, task: InFlight, active_key: str) -> bytes:
-        """Put a task on the table; return the token that announces it."""
+        """Put a task on the table; return the message that hands it to a worker."""
         task.entry = entry = self._free.pop()
         task.ticket = ticket = self._next_ticket
         task.table_lane = task.lane
@@ -366,9 +367,8 @@ class WorkerPool:
         self._next_ticket = ticket % 0xFFFFFFFF + 1
         self._taken[task.lane] += 1
         self._tickets[ticket] = task
-        self._table.write_task(entry, encode_task(task.task, active_key))
         self._table.set_ticket(entry, ticket)
-        return TOKEN.pack(entry, ticket)
+        return encode_task(TaskMessage(entry, ticket, task.task, active_key))
 
     def _let_store(self, share: float) -> None:
         """Let this share of the workers store at most, but at least one worker."""
@@ -384,19 +384,15 @@ class WorkerPool:
             self._moved_at = time.monotonic()
             task.ticket = NO_TICKET
             self._answered[task.table_lane] = max(self._answered[task.table_lane], task.placed)
-            was_on_table = self._clear(task)
+            self._clear(task)
             if task.lane is not Lane.STORE:
                 self._read_at = self._moved_at
             answer = decode_answer(code, number)
-            if answer is not None:
-                self._supervisor.note_work()
-            elif was_on_table:
-                # Only a torn entry reads so. The task must end.
-                answer = StoreFault.IO if task.lane is Lane.STORE else Fault.IO
             if answer is None:
                 # A recalled task: it ends with the others of its fence.
                 self._undo_admission(task)
             else:
+                self._supervisor.note_work()
                 self._record(task, answer)
                 self._end(task, answer, seconds)
 
@@ -563,7 +559,7 @@ class WorkerPool:
                 self._end(task, fault)
             else:
                 self._undo_admission(task)
-        # A token that a dead worker had just read is lost.
+        # A message that a dead worker had just read is lost.
         working = self._working()
         self._recall(task for task in self._on_table() if task.ticket not in working)
         for worker in dead:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and pipes that an engine shares with its I/O workers, and the rule that protects a row that was given away.
 
-Each task lies in an entry of the table and has a ticket, a number that is used once. A worker copies to or from a row
-of the CPU tier only while it holds its own lock and the entry shows the ticket of its task. The engine
-recalls a task by clearing the entry's ticket, and then waits until it has held each worker's lock once.
+Each task has an entry of the table and a ticket, a number that is used once; a pipe carries the task itself. A worker
+copies to or from a row of the CPU tier only while it holds its own lock and the entry shows the ticket of its task. The
+engine recalls a task by clearing the entry's ticket, and then waits until it has held each worker's lock once.
 
 The rule suffices on any processor: the locks are the kernel's record locks, or mutexes where workers are threads, and
 both order memory. A worker that took its lock before the engine did has released it, so its copy is over. A worker that
@@ -11,8 +11,8 @@ takes its lock later sees the cleared ticket and copies nothing. The kernel rele
 only after its memory is gone. The volume itself is read into the worker's own memory, so late data of a dead mount
 lands there.
 
-No other field decides anything about a row, and the engine accepts an answer by its ticket. A torn or outdated value
-costs a task that is done twice or given up.
+No other field decides anything about a row, and the engine accepts an answer by its ticket. An outdated value costs a
+task that is done twice or given up.
 """
 
 from __future__ import annotations
@@ -34,18 +34,11 @@ ENTRIES = 4096
 """Most tasks that workers know of at once; more wait with the engine."""
 NO_TICKET = 0
 
-TOKEN = struct.Struct("=II")
-"""Entry and ticket of a task, sent to the workers through a pipe."""
-
 _HEAD_BYTES = 16
 _WORKER = struct.Struct("=IId")
-_LENGTH = struct.Struct("=H")
-_ENTRY_BYTES = 1024
 _WORKERS_START = _HEAD_BYTES
 _TICKETS_START = _WORKERS_START + MOST_IO_PROCESSES * _WORKER.size
-_ENTRIES_START = _TICKETS_START + ENTRIES * 4
-MOST_TASK_BYTES = _ENTRY_BYTES - _LENGTH.size
-_TABLE_BYTES = _ENTRIES_START + ENTRIES * _ENTRY_BYTES
+_TABLE_BYTES = _TICKETS_START + ENTRIES * 4
 
 _PIPE_BYTES = 1 << 20
 _ATOMIC_BYTES = select.PIPE_BUF
@@ -63,7 +56,7 @@ class Current(NamedTuple):
 
 
 class TaskTable:
-    """A view of the shared memory. The engine writes `storing`, tasks and tickets; each worker writes its own record.
+    """A view of the shared memory. The engine writes `storing` and tickets; each worker writes its own record.
 
     In the engine, only the scheduler's thread uses it, except for the methods of workers that run on threads.
     """
@@ -80,7 +73,7 @@ class TaskTable:
         # Numbers that other processes read are written one by one: struct would clear their place first.
         self._numbers = memoryview(self._memory)[:_TICKETS_START].cast("I")
         self._starts = memoryview(self._memory)[:_TICKETS_START].cast("d")
-        self._tickets = memoryview(self._memory)[_TICKETS_START:_ENTRIES_START].cast("I")
+        self._tickets = memoryview(self._memory)[_TICKETS_START:].cast("I")
         self._mutexes = [threading.Lock() for _ in range(threads)]
 
     def close(self) -> None:
@@ -105,22 +98,6 @@ class TaskTable:
     def set_ticket(self, entry: int, ticket: int) -> None:
         """Show a ticket; `NO_TICKET` recalls the task once `is_unlocked` was true of every worker."""
         self._tickets[entry] = ticket
-
-    def write_task(self, entry: int, task: bytes) -> None:
-        """Write the description of a task, at most `MOST_TASK_BYTES`, before its token is sent."""
-        if len(task) > MOST_TASK_BYTES:
-            raise ValueError(f"a task of {len(task)} bytes does not fit an entry of {MOST_TASK_BYTES}")
-        start = _ENTRIES_START + entry * _ENTRY_BYTES
-        _LENGTH.pack_into(self._memory, start, len(task))
-        start += _LENGTH.size
-        self._memory[start : start + len(task)] = task
-
-    def task(self, entry: int) -> bytes:
-        """Return the description of the task in an entry."""
-        start = _ENTRIES_START + entry * _ENTRY_BYTES
-        (length,) = _LENGTH.unpack_from(self._memory, start)
-        start += _LENGTH.size
-        return self._memory[start : start + min(length, MOST_TASK_BYTES)]
 
     def set_current(self, worker: int, current: Current) -> None:
         """Write a worker's record; called by that worker. A reader never sees a ticket before its entry and time."""

@@ -70,26 +70,39 @@ class Done(NamedTuple):
     """Time that a worker spent on the task."""
 
 
+TASK_BYTES = 512
+"""Length of a message that hands a task to a worker."""
 REPLY = struct.Struct("=IIfQ")
 """A worker's reply: ticket, code, seconds, number. Code and number are those of `encode_answer`."""
 
-_NONE, _HIT, _MISS, _STORED, _PRESENT = range(5)
-_FAULTS: tuple[Fault | StoreFault, ...] = (*Fault, *StoreFault)
-_FIRST_FAULT = 16
-_CODES = {fault: number for number, fault in enumerate(_FAULTS, start=_FIRST_FAULT)}
-_OTHERS: dict[int, Answer] = {_MISS: Miss(), _PRESENT: Present()}
+_NONE, _HIT, _STORED, _FIRST_PLAIN = range(4)
+_PLAIN: tuple[Answer, ...] = (Miss(), Present(), *Fault, *StoreFault)
 
 
-def encode_task(task: Task, active_key: str = "") -> bytes:
-    """Return the bytes that `decode_task` reads; `active_key` names the encryption key of stores, empty without one."""
-    lane, key, row, lineage, queued = task
-    return marshal.dumps((int(lane), tuple(key), row, tuple(lineage), queued, active_key))
+class TaskMessage(NamedTuple):
+    """A task on its way to a worker."""
+
+    entry: int
+    """Its entry in the table."""
+    ticket: int
+    task: Task
+    active_key: str = ""
+    """The encryption key of stores; empty without one."""
 
 
-def decode_task(data: bytes) -> tuple[Task, str]:
-    """Return the task and the active key that `encode_task` encoded."""
-    lane, key, row, lineage, queued, active_key = marshal.loads(data)  # noqa: S302 - the engine's own memory
-    return Task(Lane(lane), BlockKey(*key), row, Lineage(*lineage), queued), active_key
+def encode_task(message: TaskMessage) -> bytes:
+    """Return the bytes that `decode_task` reads; raise ValueError for a task that is too long."""
+    entry, ticket, (lane, key, row, lineage, queued), active_key = message
+    data = marshal.dumps((entry, ticket, (int(lane), tuple(key), row, tuple(lineage), queued), active_key))
+    if len(data) > TASK_BYTES:
+        raise ValueError(f"a task of {len(data)} bytes does not fit a message of {TASK_BYTES}")
+    return data.ljust(TASK_BYTES, b"\0")
+
+
+def decode_task(data: bytes) -> TaskMessage:
+    """Return the message that `encode_task` encoded."""
+    entry, ticket, (lane, key, row, lineage, queued), active_key = marshal.loads(data)  # noqa: S302 - the engine's own
+    return TaskMessage(entry, ticket, Task(Lane(lane), BlockKey(*key), row, Lineage(*lineage), queued), active_key)
 
 
 def encode_answer(answer: Answer | None) -> tuple[int, int]:
@@ -98,17 +111,13 @@ def encode_answer(answer: Answer | None) -> tuple[int, int]:
         return _HIT, answer.bytes_read
     if isinstance(answer, Stored):
         return _STORED, answer.bytes_written
-    if isinstance(answer, Fault | StoreFault):
-        return _CODES[answer], 0
-    return {Miss: _MISS, Present: _PRESENT}.get(type(answer), _NONE), 0
+    return (_NONE if answer is None else _FIRST_PLAIN + _PLAIN.index(answer)), 0
 
 
 def decode_answer(code: int, number: int) -> Answer | None:
     """Return the answer that `encode_answer` encoded."""
+    if code >= _FIRST_PLAIN:
+        return _PLAIN[code - _FIRST_PLAIN]
     if code == _HIT:
         return Hit(number)
-    if code == _STORED:
-        return Stored(number)
-    if code >= _FIRST_FAULT:
-        return _FAULTS[code - _FIRST_FAULT]
-    return _OTHERS.get(code)
+    return Stored(number) if code == _STORED else None

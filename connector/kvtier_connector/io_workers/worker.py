@@ -29,8 +29,8 @@ from typing import Any
 
 from kvtier_connector.contract import engine as contract
 from kvtier_connector.io_workers.buffers import MappedRows, Region, RowBuffers, address_of, view_of
-from kvtier_connector.io_workers.task_table import NO_TICKET, TOKEN, Current, TaskTable
-from kvtier_connector.io_workers.tasks import REPLY, Answer, Lane, Task, decode_task, encode_answer
+from kvtier_connector.io_workers.task_table import NO_TICKET, Current, TaskTable
+from kvtier_connector.io_workers.tasks import REPLY, TASK_BYTES, Answer, Lane, TaskMessage, decode_task, encode_answer
 from kvtier_connector.store.blockstore import BlockStore, StoreFault
 from kvtier_connector.store.fs import FileSystem, is_page_aligned
 from kvtier_connector.store.header import Fault
@@ -104,7 +104,7 @@ class WorkerSettings:
     """Files of the CPU tier."""
     row_bytes: int
     pipes: tuple[int, ...]
-    """Descriptors for the tokens of each lane."""
+    """Descriptors for the tasks of each lane."""
     replies: int
     """Descriptor for answers."""
     pool: PoolSettings
@@ -145,7 +145,7 @@ class Worker:
             rows: Addresses of the chunks.
             row_bytes: Length of each row.
             store: The volume, as `PoolSettings.open_volume` returns it.
-            pipes: Descriptors for the tokens of each lane.
+            pipes: Descriptors for the tasks of each lane.
             replies: Descriptor for answers.
         """
         self._number = number
@@ -174,32 +174,31 @@ class Worker:
         self._rest()
         with contextlib.suppress(EOFError, BrokenPipeError):
             while True:
-                token = self._next_token()
-                if token:
-                    self._work(*TOKEN.unpack(token))
+                if message := self._next_message():
+                    self._work(decode_task(message))
         self._table.set_current(self._number, Current(0, NO_TICKET, 0.0))
 
-    def _next_token(self) -> bytes:
-        """Return the most urgent token, empty if none came for a while; raise EOFError at the end."""
+    def _next_message(self) -> bytes:
+        """Return the most urgent message, empty if none came for a while; raise EOFError at the end."""
         poll, wait = (self._all, None) if self._may_store else (self._urgent, _BARRED_MILLISECONDS)
         ready = dict(poll.poll(wait))
         self._may_store = self._number < self._table.storing
         for pipe in self._pipes if self._may_store else self._pipes[: Lane.STORE]:
             if pipe in ready:
                 try:
-                    token = os.read(pipe, TOKEN.size)
+                    message = os.read(pipe, TASK_BYTES)
                 except BlockingIOError:
                     # Another worker was faster.
                     continue
-                if not token:
+                if not message:
                     raise EOFError
-                return token
+                return message
         return b""
 
-    def _work(self, entry: int, ticket: int) -> None:
-        started = time.monotonic()
-        self._table.set_current(self._number, Current(entry, ticket, started))
-        answer = self._do(entry, ticket) if self._table.ticket(entry) == ticket else None
+    def _work(self, message: TaskMessage) -> None:
+        started, ticket = time.monotonic(), message.ticket
+        self._table.set_current(self._number, Current(message.entry, ticket, started))
+        answer = self._do(message) if self._table.ticket(message.entry) == ticket else None
         code, number = encode_answer(answer)
         self._rest()
         self._reply(REPLY.pack(ticket, code, time.monotonic() - started, number))
@@ -218,25 +217,17 @@ class Worker:
             else:
                 return
 
-    def _do(self, entry: int, ticket: int) -> Answer | None:
+    def _do(self, message: TaskMessage) -> Answer | None:
+        is_store = message.task.lane is Lane.STORE
         try:
-            task, active_key = decode_task(self._table.task(entry))
-        except (ValueError, EOFError, TypeError):
-            # The task was recalled and its entry overwritten during the read.
-            return None
-        if self._table.ticket(entry) != ticket:
-            # The same, although the bytes read like a task.
-            return None
-        try:
-            if task.lane is Lane.STORE:
-                return self._save(task, entry, ticket, active_key)
-            return self._load(task, entry, ticket)
+            return self._save(message) if is_store else self._load(message)
         except Exception:
             # The edge of the thread. The store returns expected faults as values, so this is a defect.
             logger.exception("An I/O worker failed at a task")
-            return StoreFault.IO if task.lane is Lane.STORE else Fault.IO
+            return StoreFault.IO if is_store else Fault.IO
 
-    def _load(self, task: Task, entry: int, ticket: int) -> Answer | None:
+    def _load(self, message: TaskMessage) -> Answer | None:
+        entry, ticket, task, _ = message
         table, number, row_bytes = self._table, self._number, self._row_bytes
         row = self._rows.address(task.row)
 
@@ -255,12 +246,13 @@ class Worker:
 
         return self._store.stream(task.key, self._staging, take)
 
-    def _save(self, task: Task, entry: int, ticket: int, active_key: str) -> Answer | None:
+    def _save(self, message: TaskMessage) -> Answer | None:
+        entry, ticket, task, active_key = message
         address = self._rows.address(task.row)
         if self._store.keyring is None and self._rows.is_lasting:
             row = view_of(address, self._row_bytes)
             if is_page_aligned(row):
-                return self._save_in_place(row, task, entry, ticket)
+                return self._save_in_place(row, message)
         self._table.lock(self._number)
         try:
             if self._table.ticket(entry) != ticket:
@@ -272,12 +264,13 @@ class Worker:
             keyring.activate(active_key)
         return self._store.put(task.key, self._staging, task.lineage, is_scratch=True, queued=task.queued)
 
-    def _save_in_place(self, row: memoryview, task: Task, entry: int, ticket: int) -> Answer | None:
+    def _save_in_place(self, row: memoryview, message: TaskMessage) -> Answer | None:
         """Write a row without a copy, which would cost as much processor time as a fast volume does.
 
         The lock is not held while the volume writes, so the row may be given away meanwhile. The file has no name yet
         then, and gets none.
         """
+        entry, ticket, task, _ = message
 
         def is_wanted() -> bool:
             return self._table.ticket(entry) == ticket

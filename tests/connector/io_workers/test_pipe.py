@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens get through pipes of any size, however seldom the engine reads them."""
+"""Messages get through pipes of any size, however seldom the engine reads them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 import termios
 from pathlib import Path
 
-from pools import ROW_BYTES, wait_until
+from pools import ROW_BYTES, key, wait_until
 
 from kvtier_connector.io_workers.buffers import Region
-from kvtier_connector.io_workers.task_table import TOKEN, MessagePipe, TaskTable, create_table
-from kvtier_connector.io_workers.tasks import REPLY, Lane
+from kvtier_connector.io_workers.task_table import MessagePipe, TaskTable, create_table
+from kvtier_connector.io_workers.tasks import REPLY, TASK_BYTES, Lane, Task, TaskMessage, encode_task
 from kvtier_connector.io_workers.worker import PoolSettings, WorkerSettings
 
 FEWEST_BYTES = 4096
@@ -27,20 +27,20 @@ def unread(pipe: MessagePipe) -> int:
 
 
 def test_more_messages_than_a_pipe_holds_all_arrive_in_order() -> None:
-    pipe = MessagePipe(TOKEN.size)
-    held = fcntl.fcntl(pipe.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES) // TOKEN.size
-    tokens = [TOKEN.pack(number, 1) for number in range(3 * held)]
-    pipe.send(tokens)
+    pipe = MessagePipe(TASK_BYTES)
+    held = fcntl.fcntl(pipe.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES) // TASK_BYTES
+    messages = [number.to_bytes(TASK_BYTES, "big") for number in range(3 * held)]
+    pipe.send(messages)
     arrived = b""
     while piece := pipe.receive():
         arrived += piece
         pipe.flush()
-    assert arrived == b"".join(tokens)
+    assert arrived == b"".join(messages)
     pipe.close()
 
 
 def test_a_worker_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path) -> None:
-    tasks, replies = [MessagePipe(TOKEN.size) for _ in Lane], MessagePipe(REPLY.size)
+    tasks, replies = [MessagePipe(TASK_BYTES) for _ in Lane], MessagePipe(REPLY.size)
     pipe_bytes = fcntl.fcntl(replies.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES)
     table_fd, region = create_table(), os.memfd_create("cpu-tier")
     os.ftruncate(region, ROW_BYTES)
@@ -64,7 +64,8 @@ def test_a_worker_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Pat
     # Of tasks that were taken back, which it answers at once.
     tickets = range(1, 2 * pipe_bytes // REPLY.size)
     for ticket in tickets:
-        os.write(tasks[ticket % len(tasks)].writer, TOKEN.pack(0, ticket))
+        lane = Lane(ticket % len(Lane))
+        os.write(tasks[lane].writer, encode_task(TaskMessage(0, ticket, Task(lane, key(1)))))
     wait_until(lambda: worker.poll() is not None or unread(replies) > pipe_bytes - REPLY.size, "no more fits")
     arrived = b""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 from pools import (
@@ -24,7 +23,7 @@ from pools import (
 )
 
 from kvtier_connector.io_workers import pool as pool_module
-from kvtier_connector.io_workers.task_table import ENTRIES, TaskTable
+from kvtier_connector.io_workers.task_table import ENTRIES
 from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.header import HEADER_BYTES, Fault
@@ -76,30 +75,6 @@ def test_rows_of_a_second_file_are_reached_as_those_of_the_first(pools: Pools) -
     pool.load(0, *range(ROWS))
     pool.wait_for(ROWS)
     assert [pool.row(row) for row in range(ROWS)] == [payload(row) for row in range(ROWS)]
-
-
-def test_a_task_that_took_the_place_of_another_in_its_entry_is_not_taken_for_that(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_reading, may_read = threading.Event(), threading.Event()
-    read = TaskTable.task
-
-    def read_late(table: TaskTable, entry: int) -> bytes:
-        is_reading.set()
-        may_read.wait(PATIENCE_SECONDS)
-        return read(table, entry)
-
-    monkeypatch.setattr(TaskTable, "task", read_late)
-    pool = pools.make(workers=1, on_threads=True)
-    pool.write(1)
-    pool.load(0, 0)
-    assert is_reading.wait(PATIENCE_SECONDS)
-    pool.cancel(0)
-    pool.load(1, 1, first_row=1)
-    may_read.set()
-    pool.wait_for(2)
-    assert pool.outcome(0) is Ending.CANCELLED
-    assert pool.outcome(1) == HIT
 
 
 def test_a_damaged_block_is_a_fault_and_is_moved_out_of_the_way(pools: Pools) -> None:

@@ -20,15 +20,16 @@ from kvtier_connector.io_workers import buffers as rows_module
 from kvtier_connector.io_workers.buffers import MappedRows, OwnRows, Region
 from kvtier_connector.io_workers.task_table import (
     ENTRIES,
-    MOST_TASK_BYTES,
     Current,
     TaskTable,
     create_table,
 )
 from kvtier_connector.io_workers.tasks import (
+    TASK_BYTES,
     Answer,
     Lane,
     Task,
+    TaskMessage,
     decode_answer,
     decode_task,
     encode_answer,
@@ -63,14 +64,15 @@ KEYS = st.builds(BlockKey, HASHES, st.integers(0, 2**32 - 1), st.from_regex(r"[a
 def test_a_task_is_read_back_as_it_was_written(
     lane: Lane, key: BlockKey, row: int, lineage: Lineage, active_key: str
 ) -> None:
-    task = Task(lane, key, row, lineage)
-    assert decode_task(encode_task(task, active_key)) == (task, active_key)
+    message = TaskMessage(ENTRIES - 1, 2**32 - 1, Task(lane, key, row, lineage), active_key)
+    assert decode_task(encode_task(message)) == message
 
 
-def test_the_longest_task_fits_an_entry() -> None:
-    key = BlockKey(bytes(32), 2**32 - 1, "x" * 32)
-    lineage = Lineage(bytes(32), 2**32 - 1)
-    assert len(encode_task(Task(Lane.STORE, key, 2**40, lineage), "k" * 64)) <= MOST_TASK_BYTES
+def test_the_longest_task_fits_a_message_and_no_longer_one_is_sent() -> None:
+    longest = Task(Lane.STORE, BlockKey(bytes(32), 2**32 - 1, "x" * 32), 2**40, Lineage(bytes(32), 2**31 - 1, "a" * 32))
+    assert len(encode_task(TaskMessage(ENTRIES - 1, 2**32 - 1, longest, "k" * 64))) == TASK_BYTES
+    with pytest.raises(ValueError, match="does not fit"):
+        encode_task(TaskMessage(0, 1, longest, "k" * TASK_BYTES))
 
 
 @pytest.mark.parametrize(
@@ -93,18 +95,14 @@ def test_both_sides_of_a_table_see_the_same() -> None:
     fd = create_table()
     engine, worker = TaskTable(fd), TaskTable(fd)
     last = ENTRIES - 1
-    engine.write_task(last, b"x" * MOST_TASK_BYTES)
     engine.set_ticket(last, 2**32 - 1)
     engine.storing = 2
     worker.set_current(MOST_IO_PROCESSES - 1, Current(last, 7, 1.5))
 
-    assert worker.task(last) == b"x" * MOST_TASK_BYTES
     assert worker.ticket(last) == 2**32 - 1
     assert worker.ticket(last - 1) == 0
     assert worker.storing == 2
     assert engine.current(MOST_IO_PROCESSES - 1) == Current(last, 7, 1.5)
-    with pytest.raises(ValueError, match="does not fit"):
-        engine.write_task(0, b"x" * (MOST_TASK_BYTES + 1))
     for table in (engine, worker):
         table.close()
     os.close(fd)
