@@ -208,8 +208,8 @@ class KvtierWorkers(Kvtier):
         )
         rows.release()
         self._pool.start()
-        dispatcher = self._pool._dispatcher  # noqa: SLF001 - an engine needs one of them; here all are measured
-        while not all(dispatcher._is_ready(number) for number in range(threads)):  # noqa: SLF001 - as above
+        # An engine needs one of them; here all are measured.
+        while not all(self._pool._is_worker_ready(number) for number in range(threads)):  # noqa: SLF001 - as said
             time.sleep(0.01)
 
     def close(self) -> None:
