@@ -42,6 +42,8 @@ CHAIN = 16
 """Blocks of one prefix."""
 PAYLOAD_BYTES = 16 << 10
 BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
+_FILL_SECONDS = 120.0
+"""Longest time that a busy machine may take besides to fill the budget."""
 BATCH = 4
 """Blocks that a writer has under way between two looks at what the others wrote."""
 
@@ -279,7 +281,7 @@ def _blocks(root: Path) -> set[tuple[str, int, int]]:
 
 
 def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) -> JanitorRun:
-    """Run it, and return what was seen."""
+    """Run it until blocks have nearly filled the budget, and at least so long; return what was seen."""
     source = random.Random(seed)
     tier_dir = data / "ns.stress"
     root = tier_dir / "aa"
@@ -308,7 +310,8 @@ def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) 
     ends = time.monotonic() + seconds
     next_kill = time.monotonic() + 1
     try:
-        while time.monotonic() < ends:
+        full_bytes = int(0.85 * run.max_bytes)
+        while time.monotonic() < ends or (run.most_bytes < full_bytes and time.monotonic() < ends + _FILL_SECONDS):
             run.most_bytes = max(run.most_bytes, used_bytes(root))
             if time.monotonic() >= next_kill:
                 next_kill = time.monotonic() + source.uniform(0.2, 3.0)
@@ -332,7 +335,6 @@ def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) 
         for worker in workers:
             worker.kill()
             worker.wait()
-        time.sleep(0)
         janitor.send_signal(signal.SIGTERM)
         janitor.wait(60)
         log.close()

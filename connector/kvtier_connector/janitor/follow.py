@@ -8,11 +8,12 @@ or forgets it. Each read continues at the place where the last one ended.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem
 from kvtier_connector.store.journal import LOST, RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
@@ -45,10 +46,21 @@ class _Segment:
     active_at: float
     """When it had new records; in the beginning, when it was first listed."""
     next_at: float = 0.0
+    read_at: float = -math.inf
     pause: float = _FIRST_PAUSE_SECONDS
     stalls: int = 0
     is_over: bool = False
     """Whether nothing will be added, since its writer has begun the next segment."""
+
+
+class _Unread(NamedTuple):
+    """A journal, or a directory of journals, that cannot be read."""
+
+    message: str
+    size: int
+    """Length of the file; -1 where it is not known."""
+    grew_at: float
+    """When its length was first seen; now where the length is not known."""
 
 
 class JournalFollower:
@@ -91,6 +103,8 @@ class JournalFollower:
         """When the current pass began."""
         self.damaged = 0
         """Records that could not be read."""
+        self._unread: dict[str, _Unread] = {}
+        """By path relative to the tier's directory."""
 
     @property
     def writers(self) -> int:
@@ -99,25 +113,48 @@ class JournalFollower:
         self._reported_at = {writer: at for writer, at in self._reported_at.items() if at >= since}
         return len(self._reported_at)
 
+    @property
+    def problem(self) -> str:
+        """Message about unreadable journals; empty without any."""
+        if not self._unread:
+            return ""
+        more = f", and {len(self._unread) - 1} others" if len(self._unread) > 1 else ""
+        found = next(iter(self._unread.values())).message
+        return f"journals: {found}{more}; their blocks are counted by walking, so engines may store less often"
+
+    @property
+    def unread_since(self) -> float:
+        """When an unreadable journal last grew, as far as is known: later stores are found only by walking."""
+        return max((each.grew_at for each in self._unread.values()), default=-math.inf)
+
+    def has_opened_all(self, since: float) -> bool:
+        """Return whether every journal was opened after that time; if not, the next calls of `read` open the rest."""
+        behind = [
+            each
+            for segments in self._segments.values()
+            for each in segments.values()
+            if each.read_at < since and each.listed_at >= self._pass_at and not each.is_over
+        ]
+        for each in behind:
+            each.next_at = 0.0
+        return not behind
+
     def read(
         self, digests: Iterable[str], has_time: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[str, list[Record]]]:
-        """Yield new records with their generation, in the order of each journal, while there is time.
-
-        Raises:
-            StoreUnavailable: at the end, if some journals could not be read; the others were.
-        """
+        """Yield new records with their generation, in the order of each journal, while there is time."""
         if self.has_read_all:
             self._pass_at = self._now()
         self.has_read_all = True
-        failed: OSError | None = None
         reads = 0
         for digest in digests:
+            directory = f"{digest}/{JOURNAL}"
             try:
                 due = self._list_due(digest)
             except OSError as error:
-                failed = failed or error
+                self._fail(directory, str(error), -1)
                 continue
+            self._unread.pop(directory, None)
             began_ns = self._clock()
             for name, segment, is_last in due:
                 if reads >= _MOST_READS or not has_time():
@@ -129,18 +166,21 @@ class JournalFollower:
                     try:
                         records, is_more = self._read(digest, name, segment, is_last=is_last)
                     except OSError as error:
-                        failed = failed or (None if error.errno in LOST else error)
+                        path = f"{digest}/{journal_path(name)}"
+                        if error.errno in LOST:
+                            self._unread.pop(path, None)
+                        else:
+                            self._fail(path, str(error))
                         break
                     if records:
                         yield digest, self._timed(digest, records)
             self._read_ns[digest] = began_ns
-        if failed is not None:
-            raise StoreUnavailable(f"{self._tier_dir}: journals cannot be read: {failed}") from failed
 
     def forget(self, digest: str) -> None:
         """Stop following a generation that was removed."""
         self._segments.pop(digest, None)
         self._read_ns.pop(digest, None)
+        self._unread = {path: each for path, each in self._unread.items() if not path.startswith(f"{digest}/")}
 
     def places(self) -> dict[str, dict[str, int]]:
         """Return the position up to which each journal was read, by generation."""
@@ -175,16 +215,21 @@ class JournalFollower:
 
     def _read(self, digest: str, name: JournalName, segment: _Segment, *, is_last: bool) -> tuple[list[Record], bool]:
         """Return the next records of a journal, and whether there are more of them."""
-        damaged = self.damaged
+        damaged, path = self.damaged, f"{digest}/{journal_path(name)}"
+        segment.read_at = self._now()
         buffer = memoryview(bytearray(_READ_BYTES))
         # Opened anew each time: a client of NFS asks the server for the length of a file whenever it opens it.
-        fd = self._fs.open(f"{self._tier_dir}/{digest}/{journal_path(name)}", READ_FLAGS)
+        fd = self._fs.open(f"{self._tier_dir}/{path}", READ_FLAGS)
         try:
             count = self._fs.preadv(fd, [buffer], segment.offset)
         finally:
             with contextlib.suppress(OSError):
                 self._fs.close(fd)
         records = self._decode(segment, buffer[: count - count % RECORD_BYTES])
+        if not segment.offset and segment.stalls >= _MOST_STALLS:
+            self._fail(path, f"{self._tier_dir}/{path}: no journal of this release")
+        else:
+            self._unread.pop(path, None)
         if any(record.op != Op.GONE for record in records):
             # A process that only removes needs no share of the room.
             self._reported_at[name.writer] = self._now()
@@ -200,6 +245,16 @@ class JournalFollower:
             segment.pause = min(2 * segment.pause, longest)
             segment.next_at = now + segment.pause
         return records, is_more
+
+    def _fail(self, path: str, message: str, size: int | None = None) -> None:
+        """Record that a journal cannot be read, and whether it has grown."""
+        if size is None:
+            size = -1
+            with contextlib.suppress(OSError):
+                size = self._fs.stat(f"{self._tier_dir}/{path}").st_size
+        before = self._unread.get(path)
+        is_same = before is not None and before.size == size >= 0
+        self._unread[path] = _Unread(message, size, before.grew_at if before and is_same else self._now())
 
     def _decode(self, segment: _Segment, data: memoryview) -> list[Record]:
         """Return the records before the first unreadable one; skip that if it stays unreadable."""

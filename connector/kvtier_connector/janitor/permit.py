@@ -34,7 +34,7 @@ TTL_HELD = (
     "remove the blocks now with kvtier purge"
 )
 _ASK_SECONDS = 60.0
-_UNHEARD_PERMITS = 4
+_UNREAD_PERMITS = 4
 """Permits under which engines may write before their journals tell of the first: so long a record may take."""
 
 _LEAST_WRITERS = 4
@@ -51,7 +51,7 @@ def share_of(room: Room, *, writers: int, largest_bytes: int) -> int:
         return UNLIMITED_BYTES
     if room.bytes <= 0 or room.bytes < largest_bytes:
         return 0
-    return max(room.bytes // (_UNHEARD_PERMITS * max(_LEAST_WRITERS, writers)), largest_bytes)
+    return max(room.bytes // (_UNREAD_PERMITS * max(_LEAST_WRITERS, writers)), largest_bytes)
 
 
 class PermitWriter:
@@ -62,7 +62,8 @@ class PermitWriter:
         self._path = f"{tier_dir}/{PERMIT_FILE}"
         self._fs = fs
         self._now = now
-        self._renewed_at = -math.inf
+        self.renewed_at = -math.inf
+        """When the volume last took a permit, by `now`."""
         self._share = 0
         self._writers = 0
         self._used_bytes = 0
@@ -71,7 +72,16 @@ class PermitWriter:
         self.reason = ""
         """Why engines may not store, in the last permit that the volume took; empty while they may."""
 
-    def renew(self, room: Room, *, used_bytes: int, writers: int, largest_bytes: int, tenants: Collection[str]) -> None:
+    def renew(  # noqa: PLR0913 - keywords
+        self,
+        room: Room,
+        *,
+        used_bytes: int,
+        writers: int,
+        largest_bytes: int,
+        tenants: Collection[str],
+        knows_writes: Callable[[bool], bool] = lambda _is_early: True,
+    ) -> None:
         """Write a new permit if it is time to, if half of the last one is used up, or if its answer changes.
 
         Args:
@@ -80,6 +90,7 @@ class PermitWriter:
             writers: How many engines store.
             largest_bytes: Bytes of the largest block file.
             tenants: Those over their quota.
+            knows_writes: Called with whether the permit is early. False puts off a permit for more bytes.
 
         Raises:
             OSError: the volume does not take it.
@@ -89,13 +100,14 @@ class PermitWriter:
         is_same = (share > 0, refused) == (self._share > 0, self.tenants) and writers <= self._writers
         half_bytes = self._share * max(1, self._writers) // 2
         is_used_up = 0 < half_bytes <= used_bytes - self._used_bytes
-        if is_same and not is_used_up and self._now() - self._renewed_at < RENEW_SECONDS:
+        is_early = self._now() - self.renewed_at < RENEW_SECONDS
+        if (is_same and not is_used_up and is_early) or (share and not knows_writes(is_early)):
             return
         reason = "" if share else room.reason or f"the volume has room for {room.bytes} more bytes, less than a block"
         permit = Permit(number=new_token(), seconds=PERMIT_SECONDS, bytes=share, tenants=refused, reason=reason)
         self._write(encode_permit(permit))
         self._share, self._writers, self._used_bytes, self.tenants = share, writers, used_bytes, refused
-        self._renewed_at, self.reason = self._now(), reason
+        self.renewed_at, self.reason = self._now(), reason
 
     def _write(self, content: bytes) -> None:
         try:

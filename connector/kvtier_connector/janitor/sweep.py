@@ -227,9 +227,9 @@ class Sweeper:
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
 
     def _read_journals(self, has_time: Callable[[], bool] = lambda: True) -> None:
-        with self._problems.trying("journals"):
-            for digest, records in self._journals.read(self._cleanup.digests, has_time):
-                self._scrub.apply(digest, records)
+        for digest, records in self._journals.read(self._cleanup.digests, has_time):
+            self._scrub.apply(digest, records)
+        self._problems.state("journals", self._journals.problem)
         self._has_read_all = self._journals.has_read_all
         self._scrub.resolve(has_time)
         self._problems.state("look", self._scrub.look_problem)
@@ -336,7 +336,7 @@ class Sweeper:
             is_full=self._problems.is_full,
         )
         is_limited = room.bytes is not None or bool(self.config.quotas or self.config.default_quota_bytes)
-        if is_limited and not (self._scrub.is_counted and self._has_read_all and not self._cannot_count):
+        if is_limited and not (self._scrub.is_counted and self._has_read_all and "volume" not in self._problems):
             return
         before = self._permit.reason
         with self._problems.trying("permit"):
@@ -347,13 +347,25 @@ class Sweeper:
                 writers=self._journals.writers,
                 largest_bytes=self.catalog.largest_bytes,
                 tenants=self._tenants_over_quota(),
+                knows_writes=lambda is_early: not is_limited or self._knows_writes(is_early=is_early),
             )
         if bool(before) != bool(self._permit.reason):
             logger.warning("%s: %s", self.config.tier, self._permit.reason or "engines may store again")
 
-    @property
-    def _cannot_count(self) -> bool:
-        return any(what in self._problems for what in ("volume", "journals"))
+    def _knows_writes(self, *, is_early: bool) -> bool:
+        """Return whether the janitor knows what was written under earlier permits; if not, begin to find out.
+
+        An idle journal is opened once a minute, so within four permits that come in time. Others may come at any rate.
+        Blocks of an unreadable journal are known by a walk since it last grew, or since the last permit.
+        """
+        since = self._permit.renewed_at
+        if self._scrub.walked_at < min(since, self._journals.unread_since):
+            self._scrub.hurry(since)
+            return False
+        if is_early and not self._journals.has_opened_all(since):
+            self._is_hurried = True
+            return False
+        return True
 
     def _tenants_over_quota(self) -> list[str]:
         """Return the tenants that may not store; one stays refused until it is below the high mark."""

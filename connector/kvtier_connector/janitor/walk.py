@@ -49,6 +49,8 @@ _PIECES_PER_SECOND = 6.0
 """Upper bound for walks after the first, however long they take then."""
 _REST = 20
 """A walk after the first rests this many times as long as a directory took: it uses a twentieth of a core or volume."""
+_HURRY_REST = 4
+"""Walks at full speed follow each other after so many times the duration of one."""
 _PARTIALS_SECONDS = 60.0
 _MOST_PARTIALS = 1 << 16
 _MOST_UNSEEN = 1 << 16
@@ -216,8 +218,13 @@ class Scrub:
         self._now = now
         self._pieces: deque[BlockDirectory] = deque()
         self._pieces_of_walk = 0
-        self._is_walking = False
+        self._is_walking = self._is_hurried = False
         self._began_ns = 0
+        self._began_at = -math.inf
+        self._rested_at = now()
+        """When everything may be walked again at once."""
+        self.walked_at = -math.inf
+        """When the last complete walk of this process began, by `now`."""
         self._next_at = now()
         self._pause = 0.0
         """Seconds between two directories; 0 in the first walk."""
@@ -382,6 +389,14 @@ class Scrub:
             raise self._refused
         return True
 
+    def hurry(self, since: float) -> None:
+        """Walk as fast as possible, and from the beginning unless the present walk began after `since`."""
+        if self._is_walking and self._began_at > since:
+            self._pause = 0.0
+        elif self._now() >= self._rested_at:
+            self._is_walking, self._is_hurried = False, True
+        self._next_at = min(self._next_at, max(self._now(), self._rested_at))
+
     def step(self, digests: Iterable[str], *, verify_seconds: float, may_go_on: Callable[[], bool]) -> None:
         """Look at the due pieces; raise OSError if hardly any can be read, and begin anew then."""
         self._retry(may_go_on)
@@ -401,7 +416,8 @@ class Scrub:
             self._next_at = self._now() + _RETRY_SECONDS
             raise self._failure
         self._catalog.end_walk()
-        self.walked_ns = self._began_ns
+        self.walked_ns, self.walked_at = self._began_ns, self._began_at
+        self._rested_at = self._now() + _HURRY_REST * (self._now() - self._began_at)
 
     def remove_partials(self, before_ns: int, may_go_on: Callable[[], bool]) -> int:
         """Remove partial files last written before `before_ns`, and measure the others, once a minute.
@@ -435,7 +451,7 @@ class Scrub:
 
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
         self._read, self._failed, self._failure = 0, 0, None
-        self._began_ns = self._clock()
+        self._began_ns, self._began_at = self._clock(), self._now()
         self._catalog.begin_walk()
         self._pieces.clear()
         for digest in digests:
@@ -445,8 +461,9 @@ class Scrub:
                 self._failed += 1
                 self._fail(BlockDirectory(digest, path), error)
         self._pieces_of_walk = len(self._pieces)
-        self._pause = verify_seconds / max(1, len(self._pieces)) if self.is_counted else 0.0
-        self._is_walking = True
+        is_slow = self.is_counted and not self._is_hurried
+        self._pause = verify_seconds / max(1, len(self._pieces)) if is_slow else 0.0
+        self._is_walking, self._is_hurried = True, False
         self._next_at = self._now()
 
     def _list(self, pieces: deque[BlockDirectory]) -> Iterator[Listing]:

@@ -43,9 +43,10 @@ class Refusing(WatchedFs):
     """Answers some calls about some paths with an error, until told otherwise."""
 
     def __init__(self, path: str, *calls: str) -> None:
-        self.path, self.calls = path, calls
+        self.path, self.calls, self.listed = path, calls, 0
 
     def before(self, call: str, path: str | None) -> None:
+        self.listed += call == "scandir" and path is not None and path.endswith("/blocks")
         if call in self.calls and path is not None and self.path in path:
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
@@ -155,12 +156,14 @@ def test_a_tenant_over_its_quota_is_refused_until_it_is_below_the_high_mark(rig:
     assert permit_of(rig).tenants == frozenset()
 
 
-@pytest.mark.parametrize(("path", "calls"), [("/journal/", ("open",)), ("ns.llama", ("scandir",))], ids=str)
+@pytest.mark.parametrize(("path", "calls"), [("ns.llama/aa", ("open", "scandir")), ("ns.llama", ("scandir",))], ids=str)
 def test_a_janitor_that_cannot_count_lets_the_permit_expire(rig: Rig, path: str, calls: tuple[str, ...]) -> None:
     engine = rig.engine()
     engine.put(1)
     fs = Refusing(path)
     sweeper = rig.sweeper(fs, max_bytes=100 * BLOCK_BYTES)
+    rig.sweep(sweeper)
+    rig.clock.move(RENEW_SECONDS)
     rig.sweep(sweeper)
     number = permit_of(rig).number
     fs.calls = calls
@@ -173,6 +176,68 @@ def test_a_janitor_that_cannot_count_lets_the_permit_expire(rig: Rig, path: str,
     rig.clock.move(700)
     rig.sweep(sweeper)
     assert permit_of(rig).number != number
+
+
+def test_while_a_journal_cannot_be_read_permits_go_on_from_walks(rig: Rig) -> None:
+    unread, engine = rig.engine(), rig.engine()
+    fs = Refusing(f"/journal/{unread.journal.writer}", "open")
+    sweeper = rig.sweeper(fs, max_bytes=34 * BLOCK_BYTES)
+    rig.sweep(sweeper)
+    for number in range(3):
+        unread.put(number)
+        engine.put(10 + number)
+        before = permit_of(rig).number
+        rig.clock.move(RENEW_SECONDS)
+        for _ in range(5):
+            rig.sweep(sweeper)
+        assert permit_of(rig).number != before
+    assert permit_of(rig).bytes == 28 * BLOCK_BYTES // 16
+    assert sweeper.report is not None
+    assert "counted by walking" in sweeper.report.problems["journals"]
+    listed = fs.listed
+    for _ in range(4):
+        before = permit_of(rig).number
+        rig.clock.move(RENEW_SECONDS)
+        rig.sweep(sweeper)
+        assert permit_of(rig).number != before
+    assert fs.listed <= listed + 1  # the hourly walk
+
+
+def test_a_journal_of_another_release_is_counted_by_walking(rig: Rig) -> None:
+    engine = rig.engine()
+    engine.put(1)
+    writer = new_token()
+    (engine.root / journal_path(JournalName(writer, 0))).write_bytes(b"later release " * 20)
+    sweeper = rig.sweeper(max_bytes=34 * BLOCK_BYTES)
+    for _ in range(10):
+        rig.sweep(sweeper)
+    engine.put(2, is_telling=False)
+    with (engine.root / journal_path(JournalName(writer, 0))).open("ab") as file:
+        file.write(b"more")
+    for _ in range(10):
+        usage = rig.sweep(sweeper)
+    assert usage.blocks == 2
+    assert "no journal of this release" in str(usage.problems)
+
+
+def test_an_early_permit_waits_until_idle_journals_were_read(rig: Rig) -> None:
+    idle, busy = rig.engine(), rig.engine()
+    sweeper = rig.sweeper(max_bytes=160 * BLOCK_BYTES, sweep_seconds=1)
+    idle.put(0)
+    for number in range(20, 50):
+        busy.put(number)
+        rig.clock.move(1)
+        sweeper.step()
+    idle.put(*range(1, 5))
+    for number in range(50, 70):
+        busy.put(number)
+    rig.clock.move(1)
+    before = permit_of(rig).number
+    assert sweeper.step() == 0
+    assert permit_of(rig).number == before
+    sweeper.step()
+    assert permit_of(rig).number != before
+    assert permit_of(rig).bytes == (160 - 55) * BLOCK_BYTES // 16
 
 
 def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_permit(rig: Rig) -> None:
