@@ -7,6 +7,7 @@ A failure of the volume is a problem that is reported until it is over; the rest
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -239,8 +240,17 @@ class Sweeper:
         if not self._has_read_all or "volume" in self._problems:
             return
         with self._problems.trying("walk"):
-            self._scrub.step(self._cleanup.digests, verify_seconds=self.config.verify_seconds, may_go_on=has_time)
+            age_seconds = min(self.config.partial_age_seconds, self.config.ttl_seconds or math.inf)
+            self._scrub.step(
+                self._cleanup.digests,
+                verify_seconds=self.config.verify_seconds,
+                partials_age_seconds=age_seconds if self._clocks.is_known and self._may_act() else None,
+                may_go_on=has_time,
+            )
         self._problems.state("unread", self._scrub.problem)
+        self._problems.state("partials", self._scrub.partials_problem)
+        self._tallies.removed_leftovers["partial"] += self._scrub.removed_partials
+        self._scrub.removed_partials = 0
 
     def _recount(self, has_time: Callable[[], bool]) -> None:
         """Look at every file; those that cannot be looked at hold up no decision about the others."""
@@ -305,8 +315,7 @@ class Sweeper:
         return replace(limits, expire_before=None) if is_held or not self._clocks.is_known else limits
 
     def _other_bytes(self) -> int:
-        quarantined = sum(each.bytes for each in self._cleanup.quarantined.values())
-        return quarantined + sum(self._scrub.partials.values())
+        return sum(each.bytes for each in self._cleanup.quarantined.values()) + self._scrub.partial_bytes
 
     def _evict(self, may_go_on: Callable[[], bool]) -> None:
         eviction = self._eviction
@@ -385,10 +394,6 @@ class Sweeper:
                 self._is_hurried |= not is_gone
                 if is_gone:
                     self._journals.forget(digest)
-        with self._problems.trying("partials"):
-            age_seconds = min(config.partial_age_seconds, config.ttl_seconds or config.partial_age_seconds)
-            before_ns = self._clock() - int(age_seconds * 1e9)
-            self._tallies.removed_leftovers["partial"] += self._scrub.remove_partials(before_ns, may_go_on)
         if self._cleanup.is_leftover_due:
             with self._problems.trying("tidy"):
                 self._cleanup.remove_leftovers(config)

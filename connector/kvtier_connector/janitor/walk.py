@@ -51,8 +51,8 @@ _REST = 20
 """A walk after the first rests this many times as long as a directory took: it uses a twentieth of a core or volume."""
 _HURRY_REST = 4
 """Walks at full speed follow each other after so many times the duration of one."""
-_PARTIALS_SECONDS = 60.0
-_MOST_PARTIALS = 1 << 16
+_FRESH_SECONDS = 60.0
+"""A partial file written to within this time is most likely a block soon, which counts then."""
 _MOST_UNSEEN = 1 << 16
 _RETRY_SECONDS = 60.0
 _LONGEST_RETRY_SECONDS = 3600.0
@@ -68,22 +68,29 @@ Place = tuple[str, BlockKey]
 
 
 class BlockDirectory(NamedTuple):
-    """One of the 4096 directories of blocks, of the tier or of a tenant."""
+    """One of the 4096 directories of blocks, of the tier or of a tenant; or a tree that holds such directories."""
 
     generation: str
     """Digest, which is the name of the generation's directory."""
     path: str
     """Relative to the generation's root."""
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether it holds directories instead of blocks."""
+        return self.path.rpartition("/")[2] in {BLOCKS, TENANTS}
+
 
 @dataclass(slots=True)
 class Listing:
-    """Files of one piece."""
+    """Contents of one directory."""
 
     piece: BlockDirectory
+    children: list[BlockDirectory] = field(default_factory=list)
+    """Of a tree."""
     keys: list[BlockKey] = field(default_factory=list)
-    partials: dict[str, int] = field(default_factory=dict)
-    """Bytes of partial files, by path relative to the generation's root."""
+    partials: dict[str, os.stat_result] = field(default_factory=dict)
+    """Partial files, by path relative to the generation's root."""
     error: OSError | None = None
     """Why the directory could not be read."""
 
@@ -115,48 +122,34 @@ def find_tenants(fs: FileSystem, root: str) -> list[str]:
     return sorted(entry.name for entry in entries if is_tenant(entry.name) and entry.is_dir(follow_symlinks=False))
 
 
-def find_pieces(fs: FileSystem, tier_dir: str, generation: str) -> tuple[list[BlockDirectory], dict[str, OSError]]:
-    """Return the pieces of a generation, and errors by the path of an unreadable tree."""
-    root = f"{tier_dir}/{generation}"
-    pieces: list[BlockDirectory] = []
-    unread: dict[str, OSError] = {}
-    tenants: list[str] = []
-    try:
-        tenants = find_tenants(fs, root)
-    except OSError as error:
-        unread[TENANTS] = error
-    for tenant in ["", *tenants]:
-        blocks = f"{tenant_directory(tenant)}{BLOCKS}"
-        try:
-            entries = list_directory(fs, f"{root}/{blocks}")
-        except OSError as error:
-            unread[blocks] = error
-            continue
-        names = [each.name for each in entries if _PIECE.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
-        pieces += [BlockDirectory(generation, f"{blocks}/{name}") for name in sorted(names)]
-    return pieces, unread
-
-
 def list_piece(fs: FileSystem, tier_dir: str, piece: BlockDirectory) -> Listing:
-    """Return the files of a piece."""
+    """Return the contents of a directory."""
     listing = Listing(piece)
-    root = f"{tier_dir}/{piece.generation}"
+    digest, root = piece.generation, f"{tier_dir}/{piece.generation}"
     try:
+        if piece.path == TENANTS:
+            trees = [f"{tenant_directory(tenant)}{BLOCKS}" for tenant in find_tenants(fs, root)]
+            listing.children = [BlockDirectory(digest, tree) for tree in trees]
+            return listing
         entries = list_directory(fs, f"{root}/{piece.path}")
     except OSError as error:
         listing.error = error
         return listing
     for entry in entries:
         path = f"{piece.path}/{entry.name}"
+        if piece.is_tree:
+            if _PIECE.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                listing.children.append(BlockDirectory(digest, path))
         # A link, pipe or directory takes no room, and an engine that needs its place removes it.
-        if not entry.is_file(follow_symlinks=False):
+        elif not entry.is_file(follow_symlinks=False):
             continue
-        if (key := parse_block_path(path)) is not None:
+        elif (key := parse_block_path(path)) is not None:
             listing.keys.append(key)
         elif is_partial(entry.name):
             # One that was renamed meanwhile is a block.
             with contextlib.suppress(OSError):
-                listing.partials[path] = fs.stat(f"{root}/{path}").st_size
+                listing.partials[path] = fs.stat(f"{root}/{path}")
+    listing.children.sort()
     return listing
 
 
@@ -246,10 +239,13 @@ class Scrub:
         self._refused: OSError | None = None
         """Why `recount` could not look at one of them."""
         self._is_cached = mount_of(tier_dir).is_nfs
-        self.partials: dict[str, int] = {}
-        """Bytes of partial files, by path relative to the tier's directory."""
-        self._partials_due: deque[str] = deque()
-        self._partials_at = now()
+        self._partial_bytes: dict[BlockDirectory, int] = {}
+        """Bytes of the partial files of each directory that had some when it was listed."""
+        self._partials_age_seconds: float | None = None
+        """Older partial files are removed; None removes none."""
+        self.partials_problem = ""
+        """Why a partial file could not be removed in this walk."""
+        self.removed_partials = 0
 
     @property
     def is_counted(self) -> bool:
@@ -273,6 +269,11 @@ class Scrub:
             return ""
         more = f", and {len(self.unread) - 1} other places" if len(self.unread) > 1 else ""
         return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known"
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of partial files."""
+        return sum(self._partial_bytes.values())
 
     @property
     def unseen_bytes(self) -> int:
@@ -397,8 +398,19 @@ class Scrub:
             self._is_walking, self._is_hurried = False, True
         self._next_at = min(self._next_at, max(self._now(), self._rested_at))
 
-    def step(self, digests: Iterable[str], *, verify_seconds: float, may_go_on: Callable[[], bool]) -> None:
-        """Look at the due pieces; raise OSError if hardly any can be read, and begin anew then."""
+    def step(
+        self,
+        digests: Iterable[str],
+        *,
+        verify_seconds: float,
+        partials_age_seconds: float | None,
+        may_go_on: Callable[[], bool],
+    ) -> None:
+        """Look at the due pieces; raise OSError if hardly any can be read, and begin anew then.
+
+        Partial files of that age are removed.
+        """
+        self._partials_age_seconds = partials_age_seconds
         self._retry(may_go_on)
         if self._now() < self._next_at:
             return
@@ -419,47 +431,20 @@ class Scrub:
         self.walked_ns, self.walked_at = self._began_ns, self._began_at
         self._rested_at = self._now() + _HURRY_REST * (self._now() - self._began_at)
 
-    def remove_partials(self, before_ns: int, may_go_on: Callable[[], bool]) -> int:
-        """Remove partial files last written before `before_ns`, and measure the others, once a minute.
-
-        Returns:
-            The number of files removed.
-
-        Raises:
-            OSError: at the end, if the volume refused some.
-        """
-        if not self._partials_due and self._now() >= self._partials_at:
-            self._partials_at = self._now() + _PARTIALS_SECONDS
-            self._partials_due.extend(self.partials)
-        removed, failed = 0, None
-        while self._partials_due and may_go_on():
-            path = self._partials_due.popleft()
-            try:
-                status = self._fs.stat(f"{self._tier_dir}/{path}")
-                self.partials[path] = status.st_size
-                if status.st_mtime_ns <= before_ns:
-                    self._fs.unlink(f"{self._tier_dir}/{path}")
-                    removed += 1
-                    del self.partials[path]
-            except (FileNotFoundError, NotADirectoryError):
-                self.partials.pop(path, None)
-            except OSError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        return removed
-
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
         self._read, self._failed, self._failure = 0, 0, None
         self._began_ns, self._began_at = self._clock(), self._now()
         self._catalog.begin_walk()
         self._pieces.clear()
-        for digest in digests:
-            pieces, unread = find_pieces(self._fs, self._tier_dir, digest)
-            self._pieces += pieces
-            for path, error in unread.items():
-                self._failed += 1
-                self._fail(BlockDirectory(digest, path), error)
+        self.partials_problem = ""
+        digests = set(digests)
+        self._partial_bytes = {
+            piece: size for piece, size in self._partial_bytes.items() if piece.generation in digests
+        }
+        trees = deque(BlockDirectory(digest, tree) for digest in sorted(digests) for tree in (BLOCKS, TENANTS))
+        while trees:
+            for child in self._visit(list_piece(self._fs, self._tier_dir, trees.popleft())):
+                (trees if child.is_tree else self._pieces).append(child)
         self._pieces_of_walk = len(self._pieces)
         is_slow = self.is_counted and not self._is_hurried
         self._pause = verify_seconds / max(1, len(self._pieces)) if is_slow else 0.0
@@ -479,48 +464,53 @@ class Scrub:
         ended = self._now()
         self._next_at = ended + max(self._pause, 1 / _PIECES_PER_SECOND, _REST * (ended - began))
 
-    def _visit(self, listing: Listing) -> None:
-        """Compare a directory with the catalog."""
+    def _visit(self, listing: Listing) -> list[BlockDirectory]:
+        """Compare a directory with the catalog; return the directories in it."""
         piece = listing.piece
         self.unread.pop(piece, None)
         generation = self._catalog.generation(piece.generation) if listing.keys else -1
-        unknown = []
-        for key in listing.keys:
-            row = self._catalog.find(generation, key)
+        rows = {key: self._catalog.find(generation, key) for key in listing.keys}
+        for row in rows.values():
             if row >= 0:
                 self._catalog.see(row)
-            else:
-                unknown.append(key)
-        for path, size in listing.partials.items():
-            if len(self.partials) < _MOST_PARTIALS:
-                self.partials[f"{piece.generation}/{path}"] = size
         if listing.error is not None:
             self._fail(piece, listing.error)
-        for some in _parts(unknown):
+        for some in _parts([key for key, row in rows.items() if row < 0]):
             self._open(piece.generation, some)
+        self._look_at_partials(listing)
         if piece in self.unread:
             self._failed += 1
-        else:
+        elif not piece.is_tree:
             self._read += 1
+        return listing.children
+
+    def _look_at_partials(self, listing: Listing) -> None:
+        """Remove partial files whose writers are gone, and count the others that are none of a store at work."""
+        counted = 0
+        for path, status in listing.partials.items():
+            seconds = (self._clock() - status.st_mtime_ns) / 1e9
+            if self._partials_age_seconds is not None and seconds >= self._partials_age_seconds:
+                try:
+                    self._fs.unlink(f"{self._tier_dir}/{listing.piece.generation}/{path}")
+                    self.removed_partials += 1
+                    continue
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    self.partials_problem = f"partials: {error}"
+            counted += status.st_size if seconds >= _FRESH_SECONDS else 0
+        self._partial_bytes.pop(listing.piece, None)
+        if counted:
+            self._partial_bytes[listing.piece] = counted
 
     def _retry(self, may_go_on: Callable[[], bool]) -> None:
         """Look once more at unreadable directories, first after a minute and then more and more seldom."""
         if self._now() < self._retry_at:
             return
-        trees = {piece for piece in self.unread if _PIECE.fullmatch(piece.path.rpartition("/")[2]) is None}
-        pieces = deque(piece for piece in self.unread if piece not in trees)
-        for tree in trees:
-            del self.unread[tree]
-        for digest in {tree.generation for tree in trees}:
-            found, unread = find_pieces(self._fs, self._tier_dir, digest)
-            pieces += found
-            for path, error in unread.items():
-                self._fail(BlockDirectory(digest, path), error)
-        while pieces and may_go_on():
-            for listing in self._list(pieces):
-                self._visit(listing)
-        for piece in pieces:
-            self.unread.setdefault(piece, f"{self._tier_dir}/{piece.generation}/{piece.path}: not read again yet")
+        due = deque(self.unread)
+        while due and may_go_on():
+            for listing in self._list(due):
+                due += self._visit(listing)
         self._retry_pause = min(2 * self._retry_pause, _LONGEST_RETRY_SECONDS) if self.unread else _RETRY_SECONDS
         self._retry_at = self._now() + self._retry_pause if self.unread else math.inf
 
