@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier_connector.contract.errors import ConnectorError
-from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE, JanitorConfig, decode
+from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE, decode
 from kvtier_connector.janitor.events import EventFeed, Publisher
-from kvtier_connector.janitor.loop import Loop, make_leader
+from kvtier_connector.janitor.loop import Loop, make_elector
 from kvtier_connector.janitor.metrics import Server, exposition, make_pages
 
 
@@ -24,9 +24,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = decode(options.config.read_text(encoding="utf-8"))
-        leader = make_leader(config)
-        publisher = _publisher(config, options.host)
-        loop = Loop(config, leader=leader, config_file=options.config, feed=_feed(config, publisher))
+        elector = make_elector(config)
+        publisher = feed = None
+        if config.events_port >= 0:
+            publisher = Publisher(
+                host=options.host,
+                port=config.events_port,
+                replay_port=config.events_replay_port,
+                topic=config.events_topic,
+            )
+            feed = EventFeed(
+                publisher, tier=config.tier, block_tokens=config.block_tokens, is_integer=config.events_integer_hashes
+            )
+        is_leader = elector.is_leader if elector else lambda: True
+        loop = Loop(config, is_leader=is_leader, config_file=options.config, feed=feed)
         pages = make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health)
         server = Server(options.host, config.http_port, pages)
     except (ConnectorError, OSError, ValueError) as error:
@@ -34,38 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.stop())
-    server.start()
-    if publisher is not None:
-        publisher.start()
+    parts = [each for each in (server, publisher, elector) if each is not None]
+    for part in parts:
+        part.start()
     print(f"serving on port {server.port}", flush=True)
-    leader.start()
     has_ended = loop.run()
     # Only now may another janitor act: this one has ended, or waits in a system call for ever.
-    leader.close()
-    server.close()
-    if publisher is not None:
-        publisher.close()
+    for part in reversed(parts):
+        part.close()
     logging.shutdown()
     if not has_ended:
         # A thread in a system call that never returns would keep the interpreter from ending.
         os._exit(0)
     return 0
-
-
-def _publisher(config: JanitorConfig, host: str) -> Publisher | None:
-    if config.events_port < 0:
-        return None
-    return Publisher(
-        host=host, port=config.events_port, replay_port=config.events_replay_port, topic=config.events_topic
-    )
-
-
-def _feed(config: JanitorConfig, publisher: Publisher | None) -> EventFeed | None:
-    if publisher is None:
-        return None
-    return EventFeed(
-        publisher, tier=config.tier, block_tokens=config.block_tokens, is_integer=config.events_integer_hashes
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

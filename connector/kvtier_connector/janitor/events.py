@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,8 +47,12 @@ _REPEAT_SECONDS = 10.0
 BlockHash = bytes | int
 
 
-class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True, kw_only=True):
-    """A block is on the volume. Fields as in vllm.distributed.kv_events; a test compares them."""
+class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True, kw_only=True):
+    """Fields and tags as in vllm.distributed.kv_events; a test compares them."""
+
+
+class BlockStored(_Event, tag=True):
+    """A block is on the volume."""
 
     block_hashes: list[BlockHash]
     """Of the last vLLM block in the chunk that the file holds."""
@@ -67,7 +71,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True, kw_onl
     ownership: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True, kw_only=True):
+class BlockRemoved(_Event, tag=True):
     """Blocks are not on the volume any more."""
 
     block_hashes: list[BlockHash]
@@ -77,7 +81,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True, kw_on
     ownership: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+class AllBlocksCleared(_Event, tag=True):
     """All earlier events of this publisher are void; events of the existing blocks follow."""
 
 
@@ -100,24 +104,12 @@ def shown(block_hash: bytes, *, is_integer: bool) -> BlockHash:
     return int.from_bytes(block_hash, "big") & ((1 << 64) - 1) if is_integer else block_hash
 
 
-class Outlet(Protocol):
-    """Takes messages."""
-
-    def send(self, payload: bytes) -> bool:
-        """Take a message; return whether it will be published."""
-        ...
-
-    def wants_all(self) -> bool:
-        """Return, once, whether a subscriber has missed earlier messages."""
-        ...
-
-
 class EventFeed:
     """The events of one tier. Owned by the thread of the catalog."""
 
     def __init__(
         self,
-        outlet: Outlet,
+        publisher: Publisher,
         *,
         tier: str,
         block_tokens: int,
@@ -127,19 +119,15 @@ class EventFeed:
         """Store the settings.
 
         Args:
-            outlet: Takes the messages.
+            publisher: Takes the messages.
             tier: ``<namespace>/<name>``, which each event names as its owner.
             block_tokens: Tokens of a chunk.
             is_integer: Whether hashes are numbers of 64 bits, as vLLM's by default, and not all their bytes.
             clock: Seconds since 1970.
         """
-        self._outlet = outlet
-        self._tier = tier
-        self._block_tokens = block_tokens
-        self._is_integer = is_integer
-        self._clock = clock
-        self._catalog = Catalog()
-        self._current = ""
+        self._publisher, self._tier, self._block_tokens = publisher, tier, block_tokens
+        self._is_integer, self._clock = is_integer, clock
+        self._catalog, self._current = Catalog(), ""
         self._is_whole = False
         """Whether all blocks of the catalog were published, except the pending changes."""
         self._stored: dict[int, None] = {}
@@ -153,12 +141,12 @@ class EventFeed:
 
     def publish(self, current: str) -> None:
         """Publish the changes; or all blocks, if the generation changed or a subscriber missed something."""
-        if current != self._current or self._outlet.wants_all():
+        if current != self._current or self._publisher.wants_all():
             self._current, self._is_whole = current, False
         events = self._changes() if self._is_whole else self._everything()
         self._is_whole = True
         while some := tuple(islice(events, BATCH)):
-            if not self._outlet.send(encode(some, seconds=self._clock())):
+            if not self._publisher.send(encode(some, seconds=self._clock())):
                 self._is_whole = False  # the rest would make no sense
                 break
         self._stored.clear()
@@ -196,37 +184,29 @@ class EventFeed:
         home = find_home(self._catalog.digest(row))
         return home is not None and home.digest == self._current
 
-    def _owner(self, row: int) -> str:
-        """Return the owner of a block: the tier, the directory of its generation, and its tenant if it has one."""
-        return "/".join(filter(None, (self._tier, self._catalog.digest(row), self._catalog.key(row).tenant)))
-
     def _stored_event(self, row: int) -> BlockStored:
         key, before = self._catalog.key(row), self._catalog.parent_of(row)
         return BlockStored(
-            block_hashes=[self._shown(key.hash)],
-            parent_block_hash=self._shown(self._catalog.key(before).hash) if before >= 0 else None,
+            block_hashes=[shown(key.hash, is_integer=self._is_integer)],
+            parent_block_hash=shown(self._catalog.key(before).hash, is_integer=self._is_integer)
+            if before >= 0
+            else None,
             token_ids=[],
             block_size=self._block_tokens,
             lora_id=None,
-            medium=MEDIUM,
             lora_name=None,
-            group_idx=key.group,
-            locality=REMOTE,
-            ownership=self._owner(row),
+            **self._common(row),
         )
 
     def _removed_event(self, row: int) -> BlockRemoved:
-        key = self._catalog.key(row)
-        return BlockRemoved(
-            block_hashes=[self._shown(key.hash)],
-            medium=MEDIUM,
-            group_idx=key.group,
-            locality=REMOTE,
-            ownership=self._owner(row),
-        )
+        hashes = [shown(self._catalog.key(row).hash, is_integer=self._is_integer)]
+        return BlockRemoved(block_hashes=hashes, **self._common(row))
 
-    def _shown(self, block_hash: bytes) -> BlockHash:
-        return shown(block_hash, is_integer=self._is_integer)
+    def _common(self, row: int) -> dict[str, Any]:
+        """Return the fields of every event; the owner is the tier, the generation's directory, and a tenant if any."""
+        key = self._catalog.key(row)
+        owner = "/".join(filter(None, (self._tier, self._catalog.digest(row), key.tenant)))
+        return {"medium": MEDIUM, "group_idx": key.group, "locality": REMOTE, "ownership": owner}
 
 
 class Publisher:

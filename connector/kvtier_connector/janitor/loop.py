@@ -17,14 +17,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvtier_connector.contract.errors import ConfigInvalid, LeaseConflict, LeaseUnavailable
 from kvtier_connector.contract.janitor import FIXED_FIELDS, VLLM_FS_LAYOUT, JanitorConfig, decode
 from kvtier_connector.contract.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
-from kvtier_connector.contract.usage import Usage
+from kvtier_connector.contract.usage import Usage, encode
 from kvtier_connector.janitor.events import EventFeed
-from kvtier_connector.janitor.metrics import JanitorReport, usage_document
+from kvtier_connector.janitor.metrics import JanitorReport
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.janitor.vllm_files import VllmFilesSweeper
 
@@ -42,41 +42,14 @@ _CONFLICT = frozenset({404, 409})
 AnySweeper = Sweeper | VllmFilesSweeper
 
 
-class Leader(Protocol):
-    """Decides whether this process is the active janitor. Every method may be called from any thread."""
-
-    def start(self) -> None:
-        """Begin to campaign."""
-
-    def is_leader(self) -> bool:
-        """Return whether this process is active at this moment; makes no request."""
-
-    def close(self) -> None:
-        """Give way to another process."""
-
-
-class Alone:
-    """The only janitor, as on a laptop."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def is_leader(self) -> bool:
-        """Return True."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def make_leader(config: JanitorConfig) -> Leader:
-    """Return the leader that the settings ask for.
+def make_elector(config: JanitorConfig) -> Elector | None:
+    """Return the elector of the Lease that the settings name; None where this is the only janitor, as on a laptop.
 
     Raises:
         LeaseUnavailable: there is a Lease to hold, and no way to reach the cluster.
     """
     if not config.lease_name:
-        return Alone()
+        return None
     settings = LeaseSettings(
         namespace=config.lease_namespace,
         name=config.lease_name,
@@ -146,7 +119,7 @@ class Loop:
         self,
         config: JanitorConfig,
         *,
-        leader: Leader,
+        is_leader: Callable[[], bool] = lambda: True,
         config_file: Path | None = None,
         feed: EventFeed | None = None,
         make: Callable[[JanitorConfig, Callable[[], bool]], AnySweeper] = make_sweeper,
@@ -158,7 +131,7 @@ class Loop:
 
         Args:
             config: The settings.
-            leader: Decides whether this janitor acts.
+            is_leader: Whether this process is the active janitor at this moment; any thread calls it.
             config_file: Read again and again, and followed.
             feed: Publishes KV events.
             make: Makes a sweeper for each term of office.
@@ -167,7 +140,7 @@ class Loop:
             tick_seconds: How often the loop turns.
         """
         self._config = config
-        self._leader = leader
+        self._is_leader = is_leader
         self._config_file = config_file
         self._feed = feed
         self._make = make
@@ -201,7 +174,7 @@ class Loop:
     def report(self) -> JanitorReport:
         """Return the state as it is now."""
         report = self._report
-        if report is None or not self._leader.is_leader():
+        if report is None or not self._is_leader():
             report = JanitorReport(usage=Usage(tier=self._config.tier), max_bytes=self._config.max_bytes)
         problems = dict(report.problems)
         began = self._step_began
@@ -211,12 +184,12 @@ class Loop:
             problems["failure"] = self._failure
         if self._config_problem:
             problems["settings"] = self._config_problem
-        usage = replace(report.usage, is_active=self._leader.is_leader(), problems=tuple(problems.values()))
+        usage = replace(report.usage, is_active=self._is_leader(), problems=tuple(problems.values()))
         return replace(report, usage=usage, problems=problems)
 
     def usage(self) -> str:
         """Return the document of /usage."""
-        return usage_document(self.report())
+        return encode(self.report().usage)
 
     def health(self) -> str:
         """Return why this process should be restarted, empty if it should not."""
@@ -254,7 +227,7 @@ class Loop:
     def _sweep(self) -> None:
         """Serve one term of office after the other, each with a sweeper of its own."""
         while not self._stop.is_set():
-            if not self._leader.is_leader():
+            if not self._is_leader():
                 self._stop.wait(self._tick_seconds)
                 continue
             try:
@@ -266,7 +239,7 @@ class Loop:
                 self._stop.wait(self._config.sweep_seconds)
 
     def _serve(self) -> None:
-        sweeper = self._make(self._config, self._leader.is_leader)
+        sweeper = self._make(self._config, self._is_leader)
         self._step_began = self._now()
         try:
             sweeper.open()
@@ -274,7 +247,7 @@ class Loop:
             feed = self._feed if isinstance(sweeper, Sweeper) else None
             if feed is not None and isinstance(sweeper, Sweeper):
                 feed.begin(sweeper.catalog, sweeper.config.current)
-            while not self._stop.is_set() and self._leader.is_leader():
+            while not self._stop.is_set() and self._is_leader():
                 if sweeper.config != self._config:
                     sweeper.configure(self._config)
                 self._step_began = self._now()
@@ -291,6 +264,6 @@ class Loop:
 
     def _wait(self, seconds: float, sweeper: AnySweeper) -> None:
         ends = self._now() + seconds
-        while (rest := ends - self._now()) > 0 and self._leader.is_leader() and sweeper.config == self._config:
+        while (rest := ends - self._now()) > 0 and self._is_leader() and sweeper.config == self._config:
             if self._stop.wait(min(rest, self._tick_seconds)):
                 return

@@ -11,12 +11,11 @@ import contextlib
 import copy
 import errno
 import heapq
-import json
 import logging
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,8 +26,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvtier_connector.contract.errors import ConnectorError
-from kvtier_connector.contract.usage import MOST_ENTRIES, USAGE_PATH, TenantUsage, Usage, encode
-from kvtier_connector.janitor.catalog import Catalog, Sum, sum_of
+from kvtier_connector.contract.usage import MOST_ENTRIES, USAGE_PATH, TenantUsage, Usage
+from kvtier_connector.janitor.catalog import Catalog, Sum
 from kvtier_connector.janitor.policy import EvictionReason
 
 logger = logging.getLogger(__name__)
@@ -132,8 +131,8 @@ class JanitorReport:
     damaged_records: int = 0
     tenants: int = 0
     """Number of tenants that have blocks; `usage` lists the largest."""
-    other_tenants: Sum = Sum()  # noqa: RUF009 - immutable
-    """Blocks of the tenants that are not listed."""
+    other_tenants_bytes: int = 0
+    """Of the tenants that are not listed."""
     problems: Mapping[str, str] = field(default_factory=dict)
     """Messages by action."""
 
@@ -152,7 +151,7 @@ class JanitorReport:
         """Bytes of the largest tenants, and of all others together."""
         tenants = self.usage.tenants
         largest = {each.tenant: each.used_bytes for each in tenants[:MOST_TENANTS]}
-        rest = sum(each.used_bytes for each in tenants[MOST_TENANTS:]) + self.other_tenants.bytes
+        rest = sum(each.used_bytes for each in tenants[MOST_TENANTS:]) + self.other_tenants_bytes
         return {**largest, OTHER: rest} if rest else largest
 
     @property
@@ -169,30 +168,28 @@ class JanitorReport:
 def report_of(
     catalog: Catalog, tallies: Tallies, base: JanitorReport, *, last_used_ns: Mapping[int, int]
 ) -> JanitorReport:
-    """Return a report with the sums of the catalog.
+    """Return a report with the sums of the catalog; `base` says the rest, and which generations there are.
 
-    Args:
-        catalog: All blocks.
-        tallies: The counters.
-        base: All that neither catalog nor counters tell; its generations have only their times of creation.
-        last_used_ns: Nanoseconds since 1970 by number of the generation.
+    `last_used_ns` are nanoseconds since 1970 by number of the generation.
     """
-    sums = catalog.sums()
-    by_generation, by_tenant = _fold(sums, 0), _fold(sums, 1)
+    by_generation: dict[int, Sum] = defaultdict(Sum)
+    by_tenant: dict[int, Sum] = defaultdict(Sum)
+    for (generation, tenant), each in catalog.sums().items():
+        by_generation[generation] = by_generation[generation].plus(each)
+        by_tenant[tenant] = by_tenant[tenant].plus(each)
     numbers = {digest: number for number, digest in enumerate(catalog.generations)}
     generations = []
-    for each in base.usage.generations:
-        number = numbers.get(each.digest, -1)
-        blocks, size = by_generation.get(number, Sum())
+    for known in base.usage.generations:
+        number = numbers.get(known.digest, -1)
+        blocks, size = by_generation[number]
         last_used = last_used_ns.get(number, 0) / 1e9
-        generations.append(replace(each, used_bytes=size, blocks=blocks, last_used=last_used))
+        generations.append(replace(known, used_bytes=size, blocks=blocks, last_used=last_used))
     # Clients may name any number of tenants.
     largest = heapq.nlargest(MOST_ENTRIES, by_tenant.items(), key=lambda item: (item[1].bytes, -item[0]))
-    total, listed = catalog.total, sum_of(each for _, each in largest)
     usage = replace(
         base.usage,
-        used_bytes=total.bytes,
-        blocks=total.blocks,
+        used_bytes=catalog.total.bytes,
+        blocks=catalog.total.blocks,
         evicted_blocks=tallies.evicted_for_room,
         generations=tuple(generations),
         tenants=tuple(
@@ -206,33 +203,8 @@ def report_of(
         usage=usage,
         tallies=tallies.copy(),
         tenants=len(by_tenant),
-        other_tenants=Sum(total.blocks - listed.blocks, total.bytes - listed.bytes),
+        other_tenants_bytes=catalog.total.bytes - sum(each.bytes for _, each in largest),
     )
-
-
-def usage_document(report: JanitorReport) -> str:
-    """Return the answer of /usage: fields that the operator reads, and under ``janitor`` those for people only."""
-    document = json.loads(encode(report.usage))
-    document["janitor"] = {
-        "max_bytes": report.max_bytes,
-        "evicted_blocks": report.tallies.evicted_blocks,
-        "evicted_bytes": report.tallies.evicted_bytes,
-        "spared_blocks": report.tallies.spared_blocks,
-        "removed_leftovers": report.tallies.removed_leftovers,
-        "quarantined_bytes": report.quarantined_bytes,
-        "tenants": report.tenants,
-        "other_tenants": report.other_tenants._asdict(),
-        "last_sweep": report.tallies.last_sweep,
-        "last_sweep_seconds": report.tallies.sweep_seconds,
-    }
-    return json.dumps(document, sort_keys=True, separators=(",", ":"))
-
-
-def _fold(sums: Mapping[tuple[int, int], Sum], which: int) -> dict[int, Sum]:
-    folded: dict[int, Sum] = {}
-    for place, each in sums.items():
-        folded[place[which]] = folded.get(place[which], Sum()).plus(each)
-    return folded
 
 
 class JanitorMetric(NamedTuple):
@@ -345,13 +317,7 @@ Pages = Mapping[str, Callable[[], Page]]
 
 
 def make_pages(*, metrics: Callable[[], bytes], usage: Callable[[], str], health: Callable[[], str]) -> Pages:
-    """Return the served pages.
-
-    Args:
-        metrics: Renders the metrics.
-        usage: Renders the document of /usage.
-        health: Returns why this process should be restarted; empty if it should not.
-    """
+    """Return the served pages; `health` returns why this process should be restarted, empty if it should not."""
 
     def show_health() -> Page:
         sickness = health()
@@ -364,53 +330,46 @@ def make_pages(*, metrics: Callable[[], bytes], usage: Callable[[], str], health
     }
 
 
-class Server:
-    """Serves until it is closed."""
-
-    def __init__(self, host: str, port: int, pages: Pages) -> None:
-        """Listen; raises OSError if the port is taken."""
-        self._server = _HttpServer(host, port, _handler(pages))
-        self.port: int = self._server.server_address[1]
-
-    def start(self) -> None:
-        """Start to answer."""
-        threading.Thread(target=self._server.serve_forever, name="kvtier-http", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _HttpServer(ThreadingHTTPServer):
-    """Listens on IPv6 where the address is one; on `::`, on IPv4 as well."""
+class Server(ThreadingHTTPServer):
+    """Serves until it is closed; on IPv6 where the address is one, and on `::` over IPv4 as well."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, host: str, port: int, pages: Pages) -> None:
+        """Listen; raises OSError if the port is taken."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), handler)
+        self.pages = pages
+        super().__init__((host, port), _Handler)
+        self.port: int = self.server_address[1]
 
     def server_bind(self) -> None:
+        """Bind the socket."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
+    def start(self) -> None:
+        """Start to answer."""
+        threading.Thread(target=self.serve_forever, name="kvtier-http", daemon=True).start()
 
-def _handler(pages: Pages) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _REQUEST_SECONDS
+    def close(self) -> None:
+        """Stop answering."""
+        self.shutdown()
+        self.server_close()
 
-        def do_GET(self) -> None:
-            page = pages.get(self.path.partition("?")[0])
-            answer = Page(404, "text/plain", b"not here\n") if page is None else page()
-            self.send_response(answer.status)
-            self.send_header("Content-Type", answer.content_type)
-            self.send_header("Content-Length", str(len(answer.body)))
-            self.end_headers()
-            self.wfile.write(answer.body)
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
-            """Log nothing: probes come every few seconds."""
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _REQUEST_SECONDS
+    server: Server
 
-    return Handler
+    def do_GET(self) -> None:
+        page = self.server.pages.get(self.path.partition("?")[0])
+        answer = Page(404, "text/plain", b"not here\n") if page is None else page()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
+        """Log nothing: probes come every few seconds."""

@@ -27,7 +27,7 @@ _UNBELIEVABLE_BYTES = 1 << 59
 _FREE_MORE = 1.25
 """Once too little is free, this multiple of the wanted free bytes is made free, so that evictions are rare."""
 _PORTION = 4
-"""One decision frees this fraction of the lacking bytes: other tiers and users of the volume may free some, too."""
+"""By default one decision frees this fraction of the lacking bytes: other users of the volume may free some, too."""
 _CRITICAL_SHARE = 0.5
 """Share of the wanted free bytes below which engines must stop storing: eviction alone does not keep up."""
 _MOST_QUOTAS = 256
@@ -91,6 +91,8 @@ class Limits:
     wanted_free_bytes: int = 0
     """Bytes that the file system lacks; only blocks above the floor are removed for them."""
     floor_bytes: int = 0
+    portion: int = _PORTION
+    """One decision frees this fraction of these bytes."""
     expire_before: int | None = None
     """Blocks created earlier have expired; nanoseconds since 1970."""
 
@@ -249,7 +251,7 @@ def choose(blocks: BlockColumns, limits: Limits) -> Choice:
     wanted = limits.wanted_free_bytes - int(blocks.size[picker.is_taken].sum())
     above_floor = int(blocks.size[~picker.is_taken].sum()) - limits.floor_bytes
     if wanted > 0 and above_floor > 0:
-        picker.take(-(-wanted // _PORTION), EvictionReason.VOLUME, most=above_floor)
+        picker.take(-(-wanted // limits.portion), EvictionReason.VOLUME, most=above_floor)
     return picker.choice()
 
 

@@ -13,22 +13,23 @@ between two walks.
 from __future__ import annotations
 
 import math
-import os
 import re
 import stat
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_connector.janitor.evict import ActiveFileSystem
 from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies
 from kvtier_connector.janitor.permit import VolumeTime, ask_volume_ns
-from kvtier_connector.janitor.policy import Space, make_limits, make_space
+from kvtier_connector.janitor.policy import BlockColumns, choose, make_limits, make_space
+from kvtier_connector.janitor.walk import list_directory
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
 STEP_SECONDS = 1.0
@@ -38,8 +39,7 @@ _REST = 4
 _RANK = re.compile(r"^.+_[0-9a-f]{12}_r[0-9]+$")
 _FIRST = re.compile(r"^[0-9a-f]{3}$")
 _SECOND = re.compile(r"^[0-9a-f]{2}_g[0-9]+$")
-_BLOCK = re.compile(r"^[0-9a-f]{16,128}\.bin$")
-_PARTIAL = re.compile(r"^[0-9a-f]{16,128}\.bin_[0-9]+\.tmp$")
+_BLOCK = re.compile(r"^[0-9a-f]{16,128}\.bin(?P<partial>_[0-9]+\.tmp)?$")
 
 
 class File(NamedTuple):
@@ -57,7 +57,7 @@ class File(NamedTuple):
 
 def is_generation(fs: FileSystem, root: str) -> bool:
     """Return whether a directory holds files of vLLM's tier; raise OSError if it cannot be read."""
-    return any(_RANK.match(entry.name) and entry.is_dir(follow_symlinks=False) for entry in _list(fs, root))
+    return bool(_directories(fs, root, _RANK))
 
 
 def walk(fs: FileSystem, tier_dir: str, generation: str) -> Iterator[list[File]]:
@@ -78,51 +78,23 @@ def directories(fs: FileSystem, tier_dir: str, generation: str) -> Iterator[str]
 
 
 def _files(fs: FileSystem, tier_dir: str, generation: str, directory: str) -> Iterator[File]:
-    for entry in _list(fs, f"{tier_dir}/{directory}"):
-        is_partial = _PARTIAL.match(entry.name) is not None
-        if not is_partial and not _BLOCK.match(entry.name):
+    for entry in list_directory(fs, f"{tier_dir}/{directory}"):
+        if (name := _BLOCK.match(entry.name)) is None:
             continue
+        path = f"{directory}/{entry.name}"
         try:
-            found = fs.stat(f"{tier_dir}/{directory}/{entry.name}")
+            found = fs.stat(f"{tier_dir}/{path}")
         except FileNotFoundError:
             continue
         if stat.S_ISREG(found.st_mode):
             used_ns = max(found.st_mtime_ns, found.st_atime_ns)
-            path = f"{directory}/{entry.name}"
-            yield File(generation, path, found.st_size, found.st_mtime_ns, used_ns, is_partial)
+            yield File(generation, path, found.st_size, found.st_mtime_ns, used_ns, name["partial"] is not None)
 
 
 def _directories(fs: FileSystem, path: str, pattern: re.Pattern[str]) -> list[str]:
     """Return the names of directories that vLLM makes; a link to one is none."""
-    found = [each for each in _list(fs, path) if pattern.match(each.name) and each.is_dir(follow_symlinks=False)]
-    return sorted(each.name for each in found)
-
-
-def _list(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
-    try:
-        return fs.scandir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-@dataclass(slots=True)
-class _Walked:
-    """Files found by one walk."""
-
-    files: list[File] = field(default_factory=list)
-    partials: list[File] = field(default_factory=list)
-    by_generation: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0]))
-    """Blocks, bytes and nanoseconds of the last use."""
-
-    def add(self, file: File) -> None:
-        if file.is_partial:
-            self.partials.append(file)
-            return
-        self.files.append(file)
-        each = self.by_generation[file.generation]
-        each[0] += 1
-        each[1] += file.size
-        each[2] = max(each[2], file.used_ns)
+    found = [each for each in list_directory(fs, path) if pattern.match(each.name)]
+    return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
 
 
 class VllmFilesSweeper:
@@ -137,15 +109,7 @@ class VllmFilesSweeper:
         now: Callable[[], float] = time.monotonic,
         may_act: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Store the settings; nothing is read or written yet.
-
-        Args:
-            config: The settings; `configure` replaces them.
-            fs: The system calls.
-            clock: Nanoseconds since 1970.
-            now: Seconds that never go back.
-            may_act: Called before each removal: whether this is still the active janitor of the tier.
-        """
+        """Store the settings, as `Sweeper` does; nothing is read or written yet."""
         self.config = config
         self._dir = str(Path(config.tier_dir))
         self._fs = fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
@@ -155,7 +119,7 @@ class VllmFilesSweeper:
         self._now = now
         self._may_act = may_act
         self._problems = Problems(config.tier, now=now)
-        self._space = Space()
+        self._space = make_space(0, 0)
         self._work: Iterator[None] | None = None
         self._next_walk = 0.0
         self._spared: set[str] = set()
@@ -199,7 +163,7 @@ class VllmFilesSweeper:
 
     def _sweep(self) -> Iterator[None]:
         """Walk everything, decide, and remove, with a pause after each directory and each file."""
-        began, walked = self._now(), _Walked()
+        began, files, failures = self._now(), list[File](), list[OSError]()
         generations = self._generations()
         if generations:
             self._clocks.look()
@@ -207,106 +171,96 @@ class VllmFilesSweeper:
             answer = self._fs.statvfs(self._dir)
             self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
         for generation in generations:
-            for files in walk(self._fs, self._dir, generation):
-                for file in files:
-                    walked.add(file)
+            for found in walk(self._fs, self._dir, generation):
+                files += found
                 yield
-        self._count(generations, walked)
-        seconds = self._now() - began
-        self._stuck = {each.path for each in walked.files if each.path in self._stuck}
-        failures: list[OSError] = []
-        yield from self._remove(walked, failures)
-        yield from self._remove_leftovers(walked, failures)
-        self._count(generations, walked)
-        self._next_walk = self._now() + max(self.config.sweep_seconds, _REST * seconds)
+        self._count(generations, files)
+        decided, removed = self._now(), set[str]()
+        self._stuck &= {each.path for each in files}
+        spared, self._spared = self._spared, set()
+        condemned = self._condemned(files)
+        for file, reason in [*self._abandoned(files, condemned), *self._chosen(files, condemned)]:
+            if not self._may_act():
+                return
+            if self._is_removed(file, reason, spared, failures):
+                removed.add(file.path)
+            yield
+        yield from self._remove_directories(condemned)
+        self._count(generations, [each for each in files if each.path not in removed])
+        if removed:
+            self._tallies.end_sweep(seconds=self._now() - decided, ended=self._clocks.time_ns() / 1e9)
+        self._next_walk = self._now() + max(self.config.sweep_seconds, _REST * (decided - began))
         if failures:
             raise failures[0]
 
     def _generations(self) -> list[str]:
         """Return the directories that vLLM's tier has written to, the current one first."""
-        try:
-            entries = self._fs.scandir(self._dir)
-        except FileNotFoundError:
-            return []  # no engine has stored anything yet
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        names = _directories(self._fs, self._dir, re.compile(""))
         found = [name for name in names if is_generation(self._fs, f"{self._dir}/{name}")]
         return sorted(found, key=lambda name: (name != self.config.current, name))
 
-    def _victims(self, walked: _Walked, removed: list[File]) -> Iterator[tuple[File, str]]:
-        """Yield files to remove with the reason: expired ones and those of old generations first.
-
-        Then the least recently used ones, until the files that the caller adds to `removed` make enough room.
-        """
-        condemned = self._condemned(walked)
-        used = sum(each.size for each in walked.files)
-        limits = make_limits(
-            self.config, self._space, tenants=(), used={}, other_bytes=0, now_ns=self._clocks.time_ns()
-        )
-        before_ns = limits.expire_before if limits.expire_before is not None and self._clocks.is_known else 0
-        for file in walked.files:
-            if file.generation in condemned:
-                yield file, "generation"
-            elif file.mtime_ns < before_ns:
-                yield file, "ttl"
-        is_over = bool(limits.high_bytes) and used > limits.high_bytes
-        to_free = used - limits.low_bytes if is_over else 0
-        for_volume = min(limits.wanted_free_bytes, used - limits.floor_bytes)
-        gone = {file.path for file in removed}
-        freed, count = sum(file.size for file in removed), len(removed)
-        # Blocks of earlier generations before those of the current one, and among them the least recently used.
-        order = sorted(
-            (each for each in walked.files if each.path not in gone),
-            key=lambda each: (each.path in self._stuck, each.generation == self.config.current, each.used_ns),
-        )
-        for file in order:
-            if freed >= max(to_free, for_volume):
-                return
-            yield file, "budget" if freed < to_free else "volume"
-            freed, count = freed + sum(file.size for file in removed[count:]), len(removed)
-
-    def _condemned(self, walked: _Walked) -> set[str]:
+    def _condemned(self, files: Iterable[File]) -> set[str]:
         """Return the generations that are neither current, nor among the previous ones to keep, nor in use."""
-        others = [name for name in walked.by_generation if name != self.config.current]
-        others.sort(key=lambda name: -walked.by_generation[name][2])
-        idle_ns = int(self.config.generation_idle_seconds * 1e9)
-        now_ns = self._clocks.time_ns() if self._clocks.is_known else 0
-        gone = others[self.config.keep_previous :]
-        return {name for name in gone if now_ns - walked.by_generation[name][2] > idle_ns}
+        last_used: dict[str, int] = {}
+        for each in files:
+            if each.generation != self.config.current and not each.is_partial:
+                last_used[each.generation] = max(each.used_ns, last_used.get(each.generation, 0))
+        gone = sorted(last_used, key=lambda name: -last_used[name])[self.config.keep_previous :]
+        before_ns = self._before_ns(self.config.generation_idle_seconds)
+        return {name for name in gone if last_used[name] < before_ns}
 
-    def _remove(self, walked: _Walked, failures: list[OSError]) -> Iterator[None]:
-        began, removed = self._now(), list[File]()
-        spared_before, self._spared = self._spared, set()
-        for file, reason in self._victims(walked, removed):
-            if not self._may_act():
-                return
-            if self._may_go(file, reason, spared_before) and self._is_unlinked(file, failures):
-                removed.append(file)
-                each = walked.by_generation[file.generation]
-                each[0] -= 1
-                each[1] -= file.size
-                self._tallies.evicted_blocks[reason] += 1
-                self._tallies.evicted_bytes[reason] += file.size
-            yield
-        if removed:
-            self._tallies.end_sweep(seconds=self._now() - began, ended=self._clocks.time_ns() / 1e9)
+    def _before_ns(self, seconds: float | None) -> float:
+        """Return when a file of that age was written; nothing is old before the volume has told its time."""
+        is_known = self._clocks.is_known and seconds is not None
+        return self._clocks.time_ns() - int((seconds or 0.0) * 1e9) if is_known else -math.inf
 
-    def _may_go(self, file: File, reason: str, spared_before: set[str]) -> bool:
-        """Return whether a file is unchanged since it was chosen; a read spares it from making room, once in a row."""
+    def _abandoned(self, files: Iterable[File], condemned: set[str]) -> Iterator[tuple[File, str]]:
+        """Yield partial files of engines that are gone, and blocks of condemned generations, with the reason."""
+        before_ns = self._before_ns(min(self.config.partial_age_seconds, self.config.ttl_seconds or math.inf))
+        for file in files:
+            if file.is_partial and file.mtime_ns < before_ns:
+                yield file, "partial"
+            elif not file.is_partial and file.generation in condemned:
+                yield file, "generation"
+
+    def _chosen(self, files: Iterable[File], condemned: set[str]) -> Iterator[tuple[File, str]]:
+        """Yield files that are too old; and for room, those of earlier generations and the least recently used."""
+        files = [each for each in files if not each.is_partial and each.generation not in condemned]
+        now_ns = self._clocks.time_ns()
+        limits = make_limits(self.config, self._space, tenants=(), used={}, other_bytes=0, now_ns=now_ns)
+        # The next walk may be far away, so one decision frees all that is lacking.
+        expire_before = limits.expire_before if self._clocks.is_known else None
+        limits = replace(limits, expire_before=expire_before, portion=1)
+        rows, zeros = np.array([each[2:5] for each in files], np.int64).reshape(-1, 3), np.zeros(len(files), np.int64)
+        is_last = np.array([each.path in self._stuck or each.path in self._spared for each in files], np.bool_)
+        is_old = np.array([each.generation != self.config.current for each in files], np.bool_)
+        columns = BlockColumns(
+            before=zeros - 1,
+            position=zeros,
+            size=rows[:, 0],
+            created=rows[:, 1],
+            used=np.where(is_last, np.iinfo(np.int64).max, rows[:, 2]),
+            tenant=zeros,
+            age=np.where(is_last, -1, is_old),
+        )
+        choice = choose(columns, limits)
+        for index, row in enumerate(choice.rows.tolist()):
+            yield files[row], choice.reason(index).value
+
+    def _is_removed(self, file: File, reason: str, spared: set[str], failures: list[OSError]) -> bool:
+        """Remove a file that is unchanged since it was chosen. A read spares it from making room, once in a row.
+
+        A refused file keeps no other from going.
+        """
+        path = f"{self._dir}/{file.path}"
         try:
-            found = self._fs.stat(f"{self._dir}/{file.path}")
-        except FileNotFoundError:
-            return False
-        is_read = reason in {"budget", "volume"} and found.st_atime_ns > file.used_ns
-        if found.st_mtime_ns == file.mtime_ns and (not is_read or file.path in spared_before):
-            return True
-        self._spared.add(file.path)
-        self._tallies.spared_blocks += 1
-        return False
-
-    def _is_unlinked(self, file: File, failures: list[OSError]) -> bool:
-        """Remove one file; a refused one keeps no other from going."""
-        try:
-            self._fs.unlink(f"{self._dir}/{file.path}")
+            found = self._fs.stat(path)
+            is_read = reason in {"budget", "volume"} and found.st_atime_ns > file.used_ns
+            if found.st_mtime_ns != file.mtime_ns or (is_read and file.path not in spared):
+                self._spared.add(file.path)
+                self._tallies.spared_blocks += not file.is_partial
+                return False
+            self._fs.unlink(path)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -314,43 +268,44 @@ class VllmFilesSweeper:
             failures.append(error)
             return False
         self._stuck.discard(file.path)
+        if file.is_partial:
+            self._tallies.removed_leftovers["partial"] += 1
+        else:
+            self._tallies.evicted_blocks[reason] += 1
+            self._tallies.evicted_bytes[reason] += file.size
         return True
 
-    def _remove_leftovers(self, walked: _Walked, failures: list[OSError]) -> Iterator[None]:
-        """Remove partial files of engines that are gone, and empty directories of condemned generations."""
-        age_seconds = min(self.config.partial_age_seconds, self.config.ttl_seconds or math.inf)
-        before_ns = self._clocks.time_ns() - int(age_seconds * 1e9) if self._clocks.is_known else 0
-        for file in walked.partials:
-            if file.mtime_ns < before_ns and self._may_act() and self._is_unlinked(file, failures):
-                self._tallies.removed_leftovers["partial"] += 1
-            yield
-        for generation in sorted(self._condemned(walked)):
+    def _remove_directories(self, condemned: Iterable[str]) -> Iterator[None]:
+        """Remove the empty directories of generations that are gone."""
+        for generation in sorted(condemned):
             for directory in list(directories(self._fs, self._dir, generation)):
-                if not self._may_act():
-                    return
                 try:
                     self._fs.rmdir(f"{self._dir}/{directory}")
                 except OSError:
                     break  # it is not empty, and the next walk sees why
                 yield
-            walked.by_generation.pop(generation, None)
-            self._tallies.removed_leftovers["generation"] += 1
+            else:
+                self._tallies.removed_leftovers["generation"] += 1
 
-    def _count(self, generations: list[str], walked: _Walked) -> None:
+    def _count(self, generations: Sequence[str], files: Iterable[File]) -> None:
         """Take over the sums of a whole walk."""
-        each = [
-            GenerationUsage(digest=name, blocks=blocks, used_bytes=size, last_used=used_ns / 1e9)
-            for name in generations
-            for blocks, size, used_ns in [walked.by_generation.get(name, (0, 0, 0))]
-        ]
-        oldest = min((file.mtime_ns for file in walked.files), default=0)
+        blocks = [each for each in files if not each.is_partial]
+        by_generation = {name: [each for each in blocks if each.generation == name] for name in generations}
         self._usage = Usage(
             tier=self.config.tier,
             is_counted=True,
-            used_bytes=sum(found.used_bytes for found in each),
-            blocks=sum(found.blocks for found in each),
-            oldest=oldest / 1e9,
-            generations=tuple(each),
+            used_bytes=sum(each.size for each in blocks),
+            blocks=len(blocks),
+            oldest=min((each.mtime_ns for each in blocks), default=0) / 1e9,
+            generations=tuple(
+                GenerationUsage(
+                    digest=name,
+                    blocks=len(found),
+                    used_bytes=sum(each.size for each in found),
+                    last_used=max((each.used_ns for each in found), default=0) / 1e9,
+                )
+                for name, found in by_generation.items()
+            ),
         )
 
     def _publish(self) -> None:
@@ -358,7 +313,7 @@ class VllmFilesSweeper:
             self._usage,
             volume_bytes=self._space.total_bytes,
             volume_free_bytes=self._space.free_bytes,
-            evicted_blocks=self._tallies.evicted_blocks["budget"] + self._tallies.evicted_blocks["volume"],
+            evicted_blocks=self._tallies.evicted_for_room,
         )
         self.report = JanitorReport(
             usage=usage,

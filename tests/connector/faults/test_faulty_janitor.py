@@ -14,7 +14,7 @@ from faulty_mounts import WAIT_SECONDS, FaultyVolume, wait_for
 from store_contract import BLOCK_BYTES, key, payload
 
 from kvtier_connector.contract.janitor import JanitorConfig
-from kvtier_connector.janitor.loop import Alone, Loop
+from kvtier_connector.janitor.loop import Loop
 from kvtier_connector.store.blockstore import BlockStore, Stored
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
@@ -37,7 +37,7 @@ def janitor(volume: FaultyVolume, fault: AbstractContextManager[None]) -> Iterat
         sweep_seconds=0.1,
         threads=2,
     )
-    loop = Loop(config, leader=Alone(), hang_seconds=0.3, tick_seconds=0.05)
+    loop = Loop(config, hang_seconds=0.3, tick_seconds=0.05)
     thread = threading.Thread(target=loop.run, daemon=True)
     try:
         with fault:

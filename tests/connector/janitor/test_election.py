@@ -11,16 +11,14 @@ from tier_dir import Rig
 from waiting import until
 
 from kvtier_connector.contract.errors import LeaseUnavailable
-from kvtier_connector.janitor.loop import Alone, make_leader
+from kvtier_connector.janitor.loop import make_elector
 from kvtier_localcluster.apiserver import ApiServerThread
 
 DEADLINE_SECONDS = 120.0
 
 
 def test_without_a_lease_it_is_alone(rig: Rig) -> None:
-    leader = make_leader(rig.config)
-    assert isinstance(leader, Alone)
-    assert leader.is_leader()
+    assert make_elector(rig.config) is None
 
 
 def test_one_of_two_leads_and_the_other_when_it_gives_way(
@@ -29,7 +27,9 @@ def test_one_of_two_leads_and_the_other_when_it_gives_way(
     with ApiServerThread() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
         config = replace(rig.config, lease_name="llama-janitor", lease_namespace="default")
-        first, second = make_leader(config), make_leader(config)
+        first, second = make_elector(config), make_elector(config)
+        assert first is not None
+        assert second is not None
         try:
             first.start()
             until(first.is_leader, seconds=DEADLINE_SECONDS)
@@ -48,4 +48,4 @@ def test_a_lease_without_a_cluster_is_an_error_with_its_field(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
     with pytest.raises(LeaseUnavailable, match="lease_name='x': no cluster is configured"):
-        make_leader(replace(rig.config, lease_name="x", lease_namespace="default"))
+        make_elector(replace(rig.config, lease_name="x", lease_namespace="default"))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import threading
 import urllib.error
 import urllib.request
@@ -20,22 +19,12 @@ from waiting import until
 
 from kvtier_connector.contract.janitor import encode
 from kvtier_connector.contract.usage import decode
-from kvtier_connector.janitor.loop import Alone, Loop
+from kvtier_connector.janitor.loop import Loop
 from kvtier_connector.janitor.metrics import METRICS, Server, exposition, make_pages
 from kvtier_connector.janitor.sweep import Sweeper
 
 DEADLINE_SECONDS = 120.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
-
-
-class Elected(Alone):
-    """Leads when the test says so."""
-
-    def __init__(self) -> None:
-        self.leads = False
-
-    def is_leader(self) -> bool:
-        return self.leads
 
 
 @contextmanager
@@ -55,7 +44,7 @@ def test_other_settings_are_followed_while_it_runs(rig: Rig, tmp_path: Path) -> 
     engine.put(*range(10))
     file = tmp_path / "janitor.json"
     file.write_text(encode(rig.config))
-    with running(Loop(rig.config, leader=Alone(), config_file=file, tick_seconds=0.05)) as loop:
+    with running(Loop(rig.config, config_file=file, tick_seconds=0.05)) as loop:
         wait_for(lambda: loop.report().usage.blocks == 10, "the count")
         file.write_text(encode(replace(rig.config, max_bytes=4 * BLOCK_BYTES)))
         wait_for(lambda: loop.report().usage.blocks == 3, "the eviction")
@@ -64,7 +53,7 @@ def test_other_settings_are_followed_while_it_runs(rig: Rig, tmp_path: Path) -> 
 def test_settings_that_cannot_be_used_are_stated_and_the_old_ones_stay(rig: Rig, tmp_path: Path) -> None:
     file = tmp_path / "janitor.json"
     file.write_text("{}")
-    with running(Loop(rig.config, leader=Alone(), config_file=file, tick_seconds=0.05)) as loop:
+    with running(Loop(rig.config, config_file=file, tick_seconds=0.05)) as loop:
         wait_for(lambda: "settings" in loop.report().problems, "the problem")
         file.write_text(encode(rig.config))
         wait_for(lambda: "settings" not in loop.report().problems, "its end")
@@ -73,22 +62,22 @@ def test_settings_that_cannot_be_used_are_stated_and_the_old_ones_stay(rig: Rig,
 def test_settings_that_need_a_new_process_end_this_one(rig: Rig, tmp_path: Path) -> None:
     file = tmp_path / "janitor.json"
     file.write_text(encode(replace(rig.config, tier_dir="/elsewhere")))
-    loop = Loop(rig.config, leader=Alone(), config_file=file, tick_seconds=0.05)
+    loop = Loop(rig.config, config_file=file, tick_seconds=0.05)
     assert loop.run()
 
 
 def test_only_the_elected_one_acts(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    elected = Elected()
+    leads = threading.Event()
     config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)
-    with running(Loop(config, leader=elected, tick_seconds=0.05)) as loop:
+    with running(Loop(config, is_leader=leads.is_set, tick_seconds=0.05)) as loop:
         assert not loop.report().usage.is_active
         assert engine.there(range(10)) == list(range(10))
-        elected.leads = True
+        leads.set()
         wait_for(lambda: len(engine.there(range(10))) == 3, "the eviction")
         wait_for(lambda: loop.report().usage.is_active, "the report")
-        elected.leads = False
+        leads.clear()
         assert not loop.report().usage.is_active
 
 
@@ -107,7 +96,6 @@ def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -
     fs = Hanging()
     loop = Loop(
         rig.config,
-        leader=Alone(),
         make=lambda config, may_act: Sweeper(config, fs=fs, may_act=may_act),
         hang_seconds=0.1,
         tick_seconds=0.05,
@@ -121,7 +109,7 @@ def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -
 
 def test_a_loop_that_does_not_turn_is_unhealthy(rig: Rig) -> None:
     now = [0.0]
-    loop = Loop(rig.config, leader=Alone(), now=lambda: now[0])
+    loop = Loop(rig.config, now=lambda: now[0])
     assert loop.health() == ""
     now[0] = 1000.0
     assert "has not turned" in loop.health()
@@ -142,7 +130,7 @@ def test_a_keeper_that_fails_unexpectedly_is_stated_and_begins_anew(rig: Rig) ->
         return made[-1]
 
     config = replace(rig.config, sweep_seconds=0.05)
-    with running(Loop(config, leader=Alone(), make=make, tick_seconds=0.05)) as loop:
+    with running(Loop(config, make=make, tick_seconds=0.05)) as loop:
         wait_for(lambda: loop.report().usage.is_counted, "the second one")
         assert loop.health() == ""
 
@@ -158,7 +146,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
     rig.engine().put(1, 2, tenant="alice")
-    loop = Loop(rig.config, leader=Alone(), tick_seconds=0.05)
+    loop = Loop(rig.config, tick_seconds=0.05)
     server = Server("127.0.0.1", 0, make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health))
     server.start()
     try:
@@ -175,11 +163,9 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
         server.close()
 
 
-def test_what_it_says_is_what_the_operator_reads_and_more_for_people(rig: Rig) -> None:
+def test_what_it_says_is_what_the_operator_reads(rig: Rig) -> None:
     rig.engine().put(*range(10))
     config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)
-    with running(Loop(config, leader=Alone(), tick_seconds=0.05)) as loop:
+    with running(Loop(config, tick_seconds=0.05)) as loop:
         wait_for(lambda: decode(loop.usage()).evicted_blocks == 7, "the eviction")
-        more = json.loads(loop.usage())["janitor"]
-    assert (more["max_bytes"], more["evicted_blocks"]["budget"]) == (4 * BLOCK_BYTES, 7)
-    assert more["last_sweep"] > 0
+    assert loop.report().max_bytes == 4 * BLOCK_BYTES

@@ -21,7 +21,7 @@ from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, remo
 from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.follow import JournalFollower
-from kvtier_connector.janitor.loop import Alone, Loop
+from kvtier_connector.janitor.loop import Loop
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, FileSystem
@@ -203,7 +203,7 @@ def test_two_engines_and_a_janitor_on_different_nodes_keep_the_budget_and_serve_
         sweep_seconds=0.2,
         threads=2,
     )
-    loop = Loop(config, leader=Alone(), tick_seconds=0.05)
+    loop = Loop(config, tick_seconds=0.05)
     sweeping = threading.Thread(target=loop.run, daemon=True)
 
     def work(root: Path, first: int) -> set[object]:
