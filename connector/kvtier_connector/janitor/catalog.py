@@ -7,8 +7,6 @@ if it is whole, and the journals since then and the next walk correct it. A cata
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import json
 import struct
@@ -84,14 +82,9 @@ class Sum(NamedTuple):
     blocks: int = 0
     bytes: int = 0
 
-    def plus(self, other: Sum) -> Sum:
-        """Return both together."""
-        return Sum(self.blocks + other.blocks, self.bytes + other.bytes)
-
-
-def sum_of(sums: Iterable[Sum]) -> Sum:
-    """Return all of them together."""
-    return functools.reduce(Sum.plus, sums, Sum())
+    def plus(self, *others: Sum) -> Sum:
+        """Return all together."""
+        return Sum(*map(sum, zip(self, *others, strict=True)))
 
 
 class Catalog:
@@ -131,7 +124,7 @@ class Catalog:
     @property
     def total(self) -> Sum:
         """All blocks together."""
-        return sum_of(self._sums.values())
+        return Sum().plus(*self._sums.values())
 
     def sums(self) -> Mapping[tuple[int, int], Sum]:
         """Return the blocks by numbers of generation and tenant."""
@@ -302,9 +295,7 @@ class Catalog:
     def columns(self, order: Sequence[str], *, is_aging: bool = True) -> tuple[BlockColumns, Ints]:
         """Return the blocks as the policy reads them, and the row of each.
 
-        Args:
-            order: Generations in the order in which they are evicted last; all others go before them.
-            is_aging: Whether creation times matter.
+        The generations of `order` are evicted after all others, its first one last. `is_aging`: creation times matter.
         """
         living = self.rows
         rows = np.flatnonzero(living["is_alive"]).astype(np.int32)
@@ -349,11 +340,9 @@ class Catalog:
         return oldest_ns, {number: used for number, used in enumerate(latest.tolist()) if used}
 
     def rows_below(self, digest: str, path: str) -> Ints:
-        """Return the rows of the blocks below a directory: the tenants', all blocks of one tenant, or one of 4096.
+        """Return the rows of the blocks below a directory of a generation.
 
-        Args:
-            digest: The generation.
-            path: Relative to its root.
+        That is the tree of all tenants, all blocks of one tenant, or one of 4096 directories.
         """
         living = self.rows
         rows = np.flatnonzero(living["is_alive"] & (living["generation"] == self.generation(digest)))
@@ -487,14 +476,7 @@ def load(catalog: Catalog, tier_dir: Path, *, fs: FileSystem) -> SavedCatalog | 
     except FileNotFoundError:
         return None
     try:
-        found = _read_file(fs, fd)
-    finally:
-        with contextlib.suppress(OSError):
-            fs.close(fd)
-    if found is None:
-        return None
-    text, rows = found
-    try:
+        text, rows = _read_file(fs, fd)
         document: dict[str, Any] = json.loads(text)
         snapshot = SavedCatalog(**{name: document[name] for name in ("taken_ns", "walked_ns", "places")})
         names = {name: document[name] for name in ("generations", "tenants", "epoch")}
@@ -502,28 +484,29 @@ def load(catalog: Catalog, tier_dir: Path, *, fs: FileSystem) -> SavedCatalog | 
         numbers = [snapshot.taken_ns, snapshot.walked_ns, names["epoch"], *offsets]
         if not all(isinstance(each, int) for each in numbers) or not _are_in_range(rows, names):
             return None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        # Whole, but not written by a janitor: other processes can write here, too.
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
+        # Damaged, of another version, or not written by a janitor: other processes can write here, too.
         return None
+    finally:
+        fs.release(fd)
     catalog.restore(rows, **names)
     return snapshot
 
 
-def _read_file(fs: FileSystem, fd: int) -> tuple[bytes, Rows] | None:
-    """Return document and rows of an open file; None if it is of another version or damaged."""
-    head = _read(fs, fd, memoryview(bytearray(_HEAD.size)), 0)
-    if len(head) != _HEAD.size:
-        return None
-    magic, version, document_bytes, count, row_bytes, checksum = _HEAD.unpack(head)
+def _read_file(fs: FileSystem, fd: int) -> tuple[bytes, Rows]:
+    """Return document and rows of an open file; raise ValueError if it is of another version or damaged."""
+    head = _HEAD.unpack(_read(fs, fd, memoryview(bytearray(_HEAD.size)), 0))
+    magic, version, document_bytes, count, row_bytes, checksum = head
     size = _HEAD.size + document_bytes + count * row_bytes
     is_known = (magic, version, row_bytes) == (_MAGIC, _VERSION, ROW.itemsize)
     if not is_known or document_bytes > _MOST_DOCUMENT_BYTES or size != fs.fstat(fd).st_size:
-        return None
+        raise ValueError(head)
     text = bytes(_read(fs, fd, memoryview(bytearray(document_bytes)), _HEAD.size))
     rows = np.zeros(count, ROW)
-    body = memoryview(rows.view(np.uint8).data)
-    is_whole = len(_read(fs, fd, body, _HEAD.size + document_bytes)) == len(body)
-    return (text, rows) if is_whole and zlib.crc32(body, zlib.crc32(text)) == checksum else None
+    body = _read(fs, fd, memoryview(rows.view(np.uint8).data), _HEAD.size + document_bytes)
+    if len(body) != rows.nbytes or zlib.crc32(body, zlib.crc32(text)) != checksum:
+        raise ValueError(checksum)
+    return text, rows
 
 
 def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:

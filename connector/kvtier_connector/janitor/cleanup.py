@@ -118,24 +118,10 @@ class Cleanup:
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the settings.
-
-        Args:
-            tier_dir: Directory of the generations.
-            fs: The system calls.
-            catalog: Knows the tenants that have blocks, and forgets removed generations.
-            removed: Counts removals by kind.
-            clock: The volume's time, in nanoseconds since 1970.
-            now: Seconds that never go back.
-        """
-        self._dir = tier_dir
-        self._fs = fs
-        self._catalog = catalog
-        self._removed = removed
-        self._clock = clock
-        self._now = now
-        self._leftovers_at = now()
-        self._activity_at = now()
+        """Store the settings; `removed` counts removals by kind, and `clock` is the volume's time."""
+        self._dir, self._fs, self._catalog, self._removed = tier_dir, fs, catalog, removed
+        self._clock, self._now = clock, now
+        self._leftovers_at = self._activity_at = now()
         self._active_ns: dict[str, int] = {}
         """When an engine last did something in a generation that is not current."""
         self.generations: list[GenerationDirectory] = []

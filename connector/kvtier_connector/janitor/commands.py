@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple
 
 from kvtier_connector.contract.errors import ConfigInvalid, ConnectorError, StoreUnavailable
 from kvtier_connector.contract.janitor import BLOCKS_LAYOUT, JANITOR_CONFIG_FILE, JanitorConfig, decode
@@ -40,7 +40,6 @@ from kvtier_connector.store.layout import (
     TIER_FILE,
     adapter_name_label,
     is_tenant,
-    parse_block_path,
     tenant_of,
 )
 from kvtier_connector.store.scan import (
@@ -122,14 +121,23 @@ def purge_blocks(  # noqa: PLR0913 - keywords
     progress = progress or WalkProgress()
     progress.begin(len(roots) * (1 if is_dry else 2))
     results = []
+    adapter = None if criteria.lora is None else adapter_name_label(criteria.lora)
     for root in roots:
-        one = _Purging(root, criteria, progress, fs=fs.rooted(str(root)), threads=threads, clock=clock)
-        one.result.path = str(root.relative_to(directory))
+        results.append(result := Purged(str(root.relative_to(directory))))
+        rooted = fs.rooted(str(root))
+        one = _Purging(
+            root=root,
+            fs=rooted,
+            threads=threads,
+            selection=Purge(criteria.tenant, adapter),
+            progress=progress,
+            journal=JournalWriter(root, fs=rooted, clock=clock),
+            result=result,
+        )
         try:
             one.run(is_dry=is_dry)
         except (StoreUnavailable, OSError) as error:
-            one.result.problem = str(error)
-        results.append(one.result)
+            result.problem = str(error)
     return results
 
 
@@ -145,44 +153,33 @@ def _check_tenant(directory: Path, roots: Iterable[Path], tenant: str, *, fs: Fi
     raise ConfigInvalid(f"{directory}: holds no tenant {tenant}; kvtier inspect shows the largest there are")
 
 
+@dataclass(kw_only=True)
 class _Purging:
     """The purge of one generation. One thread, except for reading headers.
 
     Engines may store meanwhile: the purge log (see `store.journal`) keeps blocks that they queued before from landing.
     """
 
-    def __init__(  # noqa: PLR0913 - keywords
-        self,
-        root: Path,
-        criteria: Criteria,
-        progress: WalkProgress,
-        *,
-        fs: FileSystem,
-        threads: int,
-        clock: Callable[[], int],
-    ) -> None:
-        self.result = Purged("")
-        self._root = root
-        self._tenant = criteria.tenant
-        self._adapter = None if criteria.lora is None else adapter_name_label(criteria.lora)
-        self._progress = progress
-        self._fs = fs
-        self._threads = threads
-        self._clock = clock
-        self._journal = JournalWriter(root, fs=fs, clock=clock)
+    root: Path
+    fs: FileSystem
+    threads: int
+    selection: Purge
+    progress: WalkProgress
+    journal: JournalWriter
+    result: Purged
 
     def run(self, *, is_dry: bool) -> None:
         if is_dry:
             for entry in self._choose([]):
                 self._count(entry)
-            self._progress.finish()
+            self.progress.finish()
             return
-        record_purge(self._fs, str(self._root), Purge(self._tenant, self._adapter))
+        record_purge(self.fs, str(self.root), self.selection)
         # A pass may miss a file that is renamed while its directory is listed, so another follows until none is found.
         # Partial files do not count: their writers look at the mark before the rename, and remove them.
         for _ in range(_MOST_PASSES):
             is_clean = self._pass()
-            self._progress.finish()
+            self.progress.finish()
             if is_clean or self.result.failed:
                 break
         else:
@@ -198,7 +195,7 @@ class _Purging:
         for entry in self._choose(unread):
             is_clean &= isinstance(entry, Leftover) and entry.kind is LeftoverKind.PARTIAL
             try:
-                self._fs.unlink(f"{self._root}/{entry.path}")
+                self.fs.unlink(f"{self.root}/{entry.path}")
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -206,8 +203,8 @@ class _Purging:
                 continue
             self._count(entry)
             if isinstance(entry, BlockEntry):
-                self._journal.append(Op.GONE, entry.key, max(0, entry.size - HEADER_BYTES))
-                if self.result.blocks % _FLUSH_EVERY == 0:
+                self.journal.append(Op.GONE, entry.key, max(0, entry.size - HEADER_BYTES))
+                if self.journal.pending == _FLUSH_EVERY:
                     self._flush()
         self._flush()
         if unread:
@@ -219,7 +216,7 @@ class _Purging:
         self.result.bytes += entry.size
         if isinstance(entry, BlockEntry):
             self.result.blocks += 1
-            self._progress.add(entry.size)
+            self.progress.add(entry.size)
         elif entry.kind is LeftoverKind.PARTIAL:
             self.result.partials += 1
         else:
@@ -228,24 +225,24 @@ class _Purging:
     def _flush(self) -> None:
         # The janitor counts again by walking, so a record that cannot be written costs nothing.
         with contextlib.suppress(StoreUnavailable):
-            if self._journal.pending:
-                self._journal.flush()
+            if self.journal.pending:
+                self.journal.flush()
 
     def _choose(self, unread: list[OSError]) -> Iterator[_Entry]:
         """Yield the matching files; errors of unreadable ones are added to `unread`."""
         found = scan(
-            self._root,
-            fs=self._fs,
+            self.root,
+            fs=self.fs,
             partial_age_seconds=_NO_AGE_SECONDS,
-            threads=self._threads,
+            threads=self.threads,
             unread=unread,
-            on_share=self._progress.reach,
+            on_share=self.progress.reach,
         )
         entries = (each for each in found if self._may_match(each))
-        if self._adapter is None:
+        if self.selection.adapter is None:
             yield from entries
             return
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="kvtier-purge") as pool:
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="kvtier-purge") as pool:
             while some := list(islice(entries, _READ_AT_ONCE)):
                 for entry, answer in zip(some, pool.map(self._is_of_adapter, some), strict=True):
                     if isinstance(answer, OSError):
@@ -256,41 +253,34 @@ class _Purging:
     def _may_match(self, entry: _Entry) -> bool:
         """Return whether a file holds a block of the tenant, whole or in part."""
         if isinstance(entry, Leftover):
-            is_block = entry.kind is LeftoverKind.QUARANTINED or (
-                entry.kind is LeftoverKind.PARTIAL and BLOCKS in entry.path.split("/")
-            )
-            if not is_block:
+            is_partial_block = entry.kind is LeftoverKind.PARTIAL and BLOCKS in entry.path.split("/")
+            if not is_partial_block and entry.kind is not LeftoverKind.QUARANTINED:
                 return False
-        return self._tenant is None or tenant_of(entry.path) == self._tenant
+        return self.selection.tenant in {None, tenant_of(entry.path)}
 
     def _is_of_adapter(self, entry: _Entry) -> bool | OSError:
         """Return whether the header names the adapter; True for a partial or damaged file that does not tell."""
-        path = f"{self._root}/{entry.path}"
-        if isinstance(entry, BlockEntry) and parse_block_path(entry.path) is None:
-            return self._of_other_release(path)
+        path = f"{self.root}/{entry.path}"
         try:
-            fd = self._fs.open(path, READ_FLAGS)
+            fd = self.fs.open(path, READ_FLAGS)
             try:
                 page = memoryview(bytearray(HEADER_BYTES))
-                header = decode_header(page[: read_page(self._fs, fd, page)])
+                header = decode_header(page[: read_page(self.fs, fd, page)])
             finally:
                 with contextlib.suppress(OSError):
-                    self._fs.close(fd)
+                    self.fs.close(fd)
         except FileNotFoundError:
             return False
         except OSError as error:
             return error
         if isinstance(header, Header):
-            return header.lineage.adapter.startswith(self._adapter or "")
+            return header.lineage.adapter.startswith(self.selection.adapter or "")
         if isinstance(entry, Leftover) or header not in _OTHER_RELEASES:
             # Nothing is lost: no engine reads such a file.
             return True
-        return self._of_other_release(path)
-
-    def _of_other_release(self, path: str) -> OSError:
         return OSError(
             f"{path}: blocks of another release do not tell their adapter; purge this generation with --generation "
-            f"{self._root.name}"
+            f"{self.root.name}"
         )
 
 
@@ -394,12 +384,7 @@ def gc(
 ) -> CommandResult:
     """Sweep a tier once; without `yes` only report which blocks would go.
 
-    Args:
-        directory: The tier.
-        tell: Receives the progress.
-        limits: Fields of the janitor's document to replace.
-        config: The janitor's document; without it only `limits` apply.
-        yes: Whether to remove.
+    `limits` replace fields of the janitor's document `config`; without that only they apply.
     """
     from kvtier_connector.janitor.sweep import Sweeper  # noqa: PLC0415 - a check or a purge needs no numpy
 
@@ -511,18 +496,17 @@ def _read_config(path: Path) -> JanitorConfig:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the one argument asks for."""
     words = sys.argv[1:] if arguments is None else arguments
-    lines = Lines()
     try:
         request = json.loads(words[0])
         directory = _tier_directory(Path(request["config"]))
-        result = do(request["verb"], directory, request.get("options", {}), lines.tell)
+        result = do(request["verb"], directory, request.get("options", {}), _make_tell())
     except (ConnectorError, OSError) as error:
-        lines.write({"status": 1, "error": str(error)})
+        _write_line({"status": 1, "error": str(error)})
         return 1
     except (LookupError, ValueError, TypeError) as error:
-        lines.write({"status": 2, "error": f"not a request: {error!r}"})
+        _write_line({"status": 2, "error": f"not a request: {error!r}"})
         return 2
-    lines.write({"status": result.status, "document": result.document})
+    _write_line({"status": result.status, "document": result.document})
     return result.status
 
 
@@ -539,24 +523,22 @@ def _tier_directory(config_file: Path) -> Path:
     return directory
 
 
-class Lines:
-    """Writes JSON objects, one a line; progress at most a few times a second."""
+def _write_line(document: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
 
-    def __init__(self, to: TextIO | None = None) -> None:
-        """Write to standard output by default."""
-        self._to = to or sys.stdout
-        self._next = 0.0
 
-    def tell(self, share: float, blocks: int, size: int) -> None:
-        """Write the progress, if a line is due."""
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _TELL_SECONDS
-            self.write({"progress": [share, blocks, size]})
+def _make_tell() -> Tell:
+    """Return a function that writes the progress a few times a second at most."""
+    due = 0.0
 
-    def write(self, document: Mapping[str, Any]) -> None:
-        """Write a line at once."""
-        self._to.write(json.dumps(document) + "\n")
-        self._to.flush()
+    def tell(share: float, blocks: int, size: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _TELL_SECONDS
+            _write_line({"progress": [share, blocks, size]})
+
+    return tell
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple, Self
 
@@ -92,12 +92,8 @@ class Eviction:
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         """Store the decision."""
-        self._choice = choice
-        self._catalog = catalog
-        self._fs = fs
-        self._tier_dir = tier_dir
-        self._pool = pool
-        self._clock = clock
+        self._choice, self._catalog, self._clock = choice, catalog, clock
+        self._fs, self._tier_dir, self._pool = fs, tier_dir, pool
         self._next = 0
         self._spared: set[int] = set()
         catalog.touched.clear()
@@ -162,14 +158,14 @@ class Eviction:
     def _chains(self, victims: list[Victim]) -> list[list[Victim]]:
         """Put victims of one prefix together, in the order of the decision: the end of a prefix first."""
         chains: list[list[Victim]] = []
-        chain_of: dict[int, int] = {}
+        chain_of: dict[int, list[Victim]] = {}
         for victim in reversed(victims):
             chain = chain_of.get(self._catalog.parent_of(victim.row))
             if chain is None:
-                chain = len(chains)
-                chains.append([])
+                chain = []
+                chains.append(chain)
             chain_of[victim.row] = chain
-            chains[chain].append(victim)
+            chain.append(victim)
         # The least recently used prefix first, too.
         return [chain[::-1] for chain in reversed(chains)]
 
@@ -182,56 +178,45 @@ class Eviction:
 
 
 def remove_victims(pool: Executor, fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> list[Fate]:
-    """Remove files, several chains at once; raise OSError at the end if the volume refused all that were tried.
+    """Remove files, several chains at once; return the results of those that were tried and not refused.
 
-    Args:
-        pool: Works on several chains at once.
-        fs: The system calls.
-        chains: The files of each go one after the other, and none after one that stays. So a process that dies leaves
-            no block without those before it, and neither does a file that was written anew.
+    The files of a chain go one after the other, and none after one that stays. So a process that dies leaves no block
+    without those before it, and neither does a file that was written anew.
 
-    Returns:
-        The results of the files that were tried and not refused.
+    Raises:
+        OSError: at the end, if the volume refused all that were tried.
     """
+    # Short chains together, since handing over work takes time, too.
+    bundles: list[list[Sequence[Victim]]] = [[]]
+    for chain in chains:
+        if sum(map(len, bundles[-1])) >= _BUNDLE:
+            bundles.append([])
+        bundles[-1].append(chain)
     fates: list[Fate] = []
-    failed: list[OSError] = []
-    for some, error in pool.map(lambda bundle: _remove_bundle(fs, bundle), _bundles(chains)):
+    refusals: list[OSError] = []
+    for some, refused in pool.map(lambda bundle: _remove_bundle(fs, bundle), bundles):
         fates += some
-        failed += [] if error is None else [error]
-    if failed and not fates:
-        raise failed[0]
+        refusals += refused
+    if refusals and not fates:
+        raise refusals[0]
     return fates
 
 
-def _bundles(chains: Iterable[Sequence[Victim]]) -> Iterator[list[Sequence[Victim]]]:
-    """Put short chains together, since handing over work takes time, too."""
-    bundle: list[Sequence[Victim]] = []
-    for chain in chains:
-        bundle.append(chain)
-        if sum(map(len, bundle)) >= _BUNDLE:
-            yield bundle
-            bundle = []
-    if bundle:
-        yield bundle
-
-
-def _remove_bundle(fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> tuple[list[Fate], OSError | None]:
+def _remove_bundle(fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> tuple[list[Fate], list[OSError]]:
     fates: list[Fate] = []
     refusals: list[OSError] = []
     for chain in chains:
-        for victim in chain:
-            try:
-                fate = _remove(fs, victim)
-            except OSError as error:
-                refusals.append(error)
-                break
-            fates.append(fate)
-            if fate.rewritten_ns:
-                break
+        try:
+            for victim in chain:
+                fates.append(_remove(fs, victim))
+                if fates[-1].rewritten_ns:
+                    break
+        except OSError as error:
+            refusals.append(error)
         if len(refusals) == _MOST_REFUSALS:
             # The next ones would most likely wait for the same answer.
             break
-    return fates, refusals[0] if refusals else None
+    return fates, refusals
 
 
 def _remove(fs: FileSystem, victim: Victim) -> Fate:

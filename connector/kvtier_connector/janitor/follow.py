@@ -66,32 +66,18 @@ class _Unread(NamedTuple):
 class JournalFollower:
     """The journals of all generations of one tier. Owned by one thread."""
 
-    def __init__(  # noqa: PLR0913 - keywords with defaults
+    def __init__(
         self,
         tier_dir: str,
         *,
         fs: FileSystem,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
-        places: Mapping[str, Mapping[str, int]] | None = None,
-        taken_ns: int = 0,
     ) -> None:
-        """Store the settings.
-
-        Args:
-            tier_dir: Directory of the generations.
-            fs: The system calls.
-            clock: The volume's time, in nanoseconds since 1970.
-            now: Seconds that never go back.
-            places: Answer of `places` of an earlier process; without it journals are read from their beginning.
-            taken_ns: When that was, by `clock`.
-        """
-        self._tier_dir = tier_dir
-        self._fs = fs
-        self._clock = clock
-        self._now = now
-        self._places = places or {}
-        self._taken_ns = taken_ns
+        """Store the settings; `clock` is the volume's time, in nanoseconds since 1970."""
+        self._tier_dir, self._fs, self._clock, self._now = tier_dir, fs, clock, now
+        self._places: Mapping[str, Mapping[str, int]] = {}
+        self._taken_ns = 0
         self._segments: dict[str, dict[JournalName, _Segment]] = {}
         self._read_ns: dict[str, int] = {}
         """When all journals of a generation had been read, by the volume's clock."""
@@ -105,6 +91,10 @@ class JournalFollower:
         """Records that could not be read."""
         self._unread: dict[str, _Unread] = {}
         """By path relative to the tier's directory."""
+
+    def resume(self, places: Mapping[str, Mapping[str, int]], *, taken_ns: int) -> None:
+        """Read on from the `places` of an earlier process, taken at that time; else journals are read as a whole."""
+        self._places, self._taken_ns = places, taken_ns
 
     @property
     def writers(self) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
-from kvtier_connector.janitor.catalog import Catalog, SavedCatalog, load, save, sum_of
+from kvtier_connector.janitor.catalog import Catalog, SavedCatalog, Sum, load, save
 from kvtier_connector.janitor.cleanup import Cleanup
 from kvtier_connector.janitor.evict import ActiveFileSystem, Eviction
 from kvtier_connector.janitor.follow import JournalFollower
@@ -72,9 +72,9 @@ class Sweeper:
         Args:
             config: The settings; `configure` replaces them.
             fs: The system calls.
-            clock: Nanoseconds since 1970.
+            clock: Nanoseconds since 1970 by this host's clock.
             now: Seconds that never go back.
-            may_act: Called before each batch of removals: whether this is still the active janitor of the tier.
+            may_act: Called before each removal: whether this is still the active janitor of the tier.
             is_lasting: Whether it keeps catalog and permit on the volume; a single sweep beside a janitor does not.
             ask_volume: Returns the volume's time as `clock` does, None where it does not tell; by default from a file.
         """
@@ -126,14 +126,7 @@ class Sweeper:
         with self._problems.trying("catalog"):
             if (saved := load(self.catalog, Path(self._dir), fs=self._fs)) is None:
                 return
-            self._journals = JournalFollower(
-                self._dir,
-                fs=self._fs,
-                clock=self._clock,
-                now=self._now,
-                places=saved.places,
-                taken_ns=saved.taken_ns,
-            )
+            self._journals.resume(saved.places, taken_ns=saved.taken_ns)
             # Older journals are removed: their records are lost, and only a walk counts everything again.
             if 0 <= (self._clock() - saved.taken_ns) / 1e9 < self.config.journal_age_seconds:
                 self._scrub.resume(saved.walked_ns)
@@ -285,14 +278,8 @@ class Sweeper:
         self._fruitless = () if choice.rows.size else situation
         if choice.rows.size:
             self._eviction_began = self._now()
-            self._eviction = Eviction(
-                choice,
-                catalog=self.catalog,
-                fs=self._fs,
-                tier_dir=self._dir,
-                pool=self._pool,
-                clock=self._clock,
-            )
+            catalog, fs, pool = self.catalog, self._fs, self._pool
+            self._eviction = Eviction(choice, catalog=catalog, fs=fs, tier_dir=self._dir, pool=pool, clock=self._clock)
 
     def _choose(self, limits: Limits) -> Choice:
         order = self._cleanup.order(self.config.current)
@@ -426,7 +413,7 @@ class Sweeper:
         if not is_time and self._eviction is None and self.report is not None:
             return
         self._look_at_extremes()
-        quarantined = sum_of(self._cleanup.quarantined.values())
+        quarantined = Sum().plus(*self._cleanup.quarantined.values())
         base = JanitorReport(
             usage=Usage(
                 tier=self.config.tier,

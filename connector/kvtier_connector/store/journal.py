@@ -362,7 +362,7 @@ _MOST_READ_BYTES = 1 << 16
 _MOST_KEPT = 256
 """Purges that a writer remembers one by one; when there are more, they count as a purge of everything."""
 _TRIES = 8
-_APPEND_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+_APPEND_FLAGS = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Purge(NamedTuple):
@@ -398,14 +398,14 @@ def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
             fs.fsync(fd)
         finally:
             fs.close(fd)
-        # Another purger may have written at the same place.
+        # Another purger may have written at the same place, from another node of NFS.
         fd = fs.open(path, READ_FLAGS)
         try:
-            found = memoryview(bytearray(len(line)))
-            fs.preadv(fd, [found], end)
+            found = memoryview(bytearray(_MOST_READ_BYTES))
+            count = fs.preadv(fd, [found], end)
         finally:
             fs.release(fd)
-        if bytes(found) == line:
+        if line in bytes(found[:count]):
             return
     raise OSError(errno.EIO, "another purge overwrites the mark again and again; try again", path)
 

@@ -30,9 +30,8 @@ class Follower:
 
     def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
         self.now = Clock(1000.0)
-        self.journals = JournalFollower(
-            str(root.parent), fs=fs or FileSystem(), clock=lambda: NOW_NS, now=self.now, taken_ns=NOW_NS
-        )
+        self.journals = JournalFollower(str(root.parent), fs=fs or FileSystem(), clock=lambda: NOW_NS, now=self.now)
+        self.journals.resume({}, taken_ns=NOW_NS)
         self.digest = root.name
 
     def read(self) -> list[Record]:
@@ -80,7 +79,8 @@ def test_the_next_janitor_continues_where_the_last_one_ended(tmp_path: Path) -> 
     told(writer, 1)
     assert first.numbers() == [1]
     told(writer, 2)
-    second = JournalFollower(str(tmp_path.parent), fs=FileSystem(), places=first.journals.places())
+    second = JournalFollower(str(tmp_path.parent), fs=FileSystem())
+    second.resume(first.journals.places(), taken_ns=NOW_NS)
     assert [record.key for _, batch in second.read([tmp_path.name]) for record in batch] == [key(2)]
 
 

@@ -97,7 +97,7 @@ def test_somebody_elses_file_in_one_generation_does_not_keep_the_others(rig: Rig
 
 
 @pytest.mark.parametrize(
-    "place", ["blocks", "quarantine", "journal", "tenants", "tenants/alice", f"x.{'0' * 32}.partial"]
+    "place", ["blocks", "quarantine", "journal", "tenants", "tenants/alice", f".x.{'0' * 32}-partial"]
 )
 def test_a_link_planted_in_an_old_generation_takes_nothing_else_with_it(rig: Rig, tmp_path: Path, place: str) -> None:
     old = rig.engine("bb")

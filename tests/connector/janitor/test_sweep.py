@@ -208,11 +208,11 @@ def test_leftovers_go_when_they_are_old(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(1)
     block = engine.root / "blocks/010"
-    old, young = block / f"a.{'0' * 32}.partial", block / f"b.{'0' * 32}.partial"
+    old, young = block / f".a.{'0' * 32}-partial", block / f".b.{'0' * 32}-partial"
     quarantined = engine.root / "quarantine" / "x"
     journal = engine.root / "journal" / f"{'1' * 32}.00000000.kvj"
     quarantined.parent.mkdir()
-    ledger, generation = rig.dir / f"janitor.catalog.{'2' * 32}.partial", rig.dir / "cc"
+    ledger, generation = rig.dir / f".janitor.catalog.{'2' * 32}-partial", rig.dir / "cc"
     generation.mkdir()
     for path in (old, young, quarantined, journal, ledger):
         path.write_bytes(b"123")
