@@ -53,8 +53,57 @@ _SAVE_SECONDS = 600.0
 _EXTREMES_SECONDS = 60.0
 
 
-class Sweeper:
-    """Owned by one thread, which may hang in the volume for as long as that does; `report` may be read by any."""
+class TierSweeper:
+    """The common part of the sweepers of both layouts.
+
+    Owned by one thread, which may hang in the volume for as long as that does; `report` may be read by any.
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords
+        self,
+        config: JanitorConfig,
+        *,
+        fs: FileSystem,
+        clock: Callable[[], int],
+        now: Callable[[], float],
+        may_act: Callable[[], bool],
+        is_starting: bool,
+        ask_volume: Callable[[], int | None] | None = None,
+    ) -> None:
+        """Store the settings; nothing is read or written yet.
+
+        Args:
+            config: The settings; `configure` replaces them.
+            fs: The system calls.
+            clock: Nanoseconds since 1970 by this host's clock.
+            now: Seconds that never go back.
+            may_act: Called before each removal: whether this is still the active janitor of the tier.
+            is_starting: As for `VolumeTime`.
+            ask_volume: Returns the volume's time as `clock` does, None where it does not tell; by default from a file.
+        """
+        self.config = config
+        self._dir = str(Path(config.tier_dir))
+        self._fs = active_fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
+        ask = ask_volume or (lambda: ask_volume_ns(active_fs, self._dir) if may_act() else None)
+        self._clocks = VolumeTime(ask=ask, is_starting=is_starting, clock=clock, now=now)
+        self._now, self._may_act = now, may_act
+        self._problems = Problems(config.tier, now=now)
+        self._tallies = Tallies()
+        self._space = Space()
+        self.report: JanitorReport | None = None
+        """The last one; None before the first step."""
+
+    def _look_at_clock(self) -> None:
+        self._clocks.look()
+        self._problems.state("clock", self._clocks.problem)
+
+    def _look_at_space(self) -> None:
+        answer = self._fs.statvfs(self._dir)
+        self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
+
+
+class Sweeper(TierSweeper):
+    """The sweeper of kvtier's own blocks."""
 
     def __init__(  # noqa: PLR0913 - keywords with defaults
         self,
@@ -67,40 +116,28 @@ class Sweeper:
         is_lasting: bool = True,
         ask_volume: Callable[[], int | None] | None = None,
     ) -> None:
-        """Store the settings; nothing is read or written yet.
+        """Store the settings, as `TierSweeper` does.
 
-        Args:
-            config: The settings; `configure` replaces them.
-            fs: The system calls.
-            clock: Nanoseconds since 1970 by this host's clock.
-            now: Seconds that never go back.
-            may_act: Called before each removal: whether this is still the active janitor of the tier.
-            is_lasting: Whether it keeps catalog and permit on the volume; a single sweep beside a janitor does not.
-            ask_volume: Returns the volume's time as `clock` does, None where it does not tell; by default from a file.
+        `is_lasting`: Whether it keeps catalog and permit on the volume; a single sweep beside a janitor does not.
         """
-        self.config = config
-        self._dir = str(Path(config.tier_dir))
-        self._fs = fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
-        # A dry run writes nothing to the volume, and removes nothing by this host's time.
-        refused = clock if not is_lasting else lambda: None
-        ask = ask_volume or (lambda: ask_volume_ns(fs, self._dir) if may_act() else refused())
-        self._clocks = VolumeTime(ask=ask, is_starting=is_lasting, clock=clock, now=now)
-        self._clock = clock = self._clocks.time_ns
-        self._now = now
-        self._may_act = may_act
+        if not is_lasting and ask_volume is None and not may_act():
+            # A dry run writes nothing to the volume, and removes nothing by this host's time.
+            ask_volume = clock
+        super().__init__(
+            config, fs=fs, clock=clock, now=now, may_act=may_act, is_starting=is_lasting, ask_volume=ask_volume
+        )
+        fs, clock = self._fs, self._clocks.time_ns
+        self._clock = clock
         self._is_lasting = is_lasting
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
         self.catalog = Catalog()
         self._journals = JournalFollower(self._dir, fs=fs, clock=clock, now=now)
         self._scrub = Scrub(self.catalog, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
-        self._tallies = Tallies()
         self._tallies.evicted_blocks.update({reason.value: 0 for reason in EvictionReason})
         self._tallies.evicted_bytes.update({reason.value: 0 for reason in EvictionReason})
         removed = self._tallies.removed_leftovers
         self._cleanup = Cleanup(self._dir, fs=fs, catalog=self.catalog, removed=removed, clock=clock, now=now)
         self._permit = PermitWriter(self._dir, fs=fs, now=now)
-        self._problems = Problems(config.tier, now=now)
-        self._space = Space()
         self._is_hurried = False
         self._has_read_all = True
         self._is_behind = False
@@ -118,8 +155,6 @@ class Sweeper:
         self._last_used_ns: dict[int, int] = {}
         self._extremes_at = now()
         self._extremes_of = -1
-        self.report: JanitorReport | None = None
-        """The last one; None before the first step."""
 
     def open(self) -> None:
         """Take over the catalog of an earlier janitor, if the volume has it."""
@@ -212,13 +247,11 @@ class Sweeper:
         return "walk" in self._problems or "volume" in self._problems
 
     def _look(self) -> None:
-        self._clocks.look()
-        self._problems.state("clock", self._clocks.problem)
+        self._look_at_clock()
         with self._problems.trying("volume"):
             self._problems.state("generation", self._cleanup.look())
         with self._problems.trying("space"):
-            answer = self._fs.statvfs(self._dir)
-            self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
+            self._look_at_space()
 
     def _read_journals(self, has_time: Callable[[], bool] = lambda: True) -> None:
         for digest, records in self._journals.read(self._cleanup.digests, has_time):

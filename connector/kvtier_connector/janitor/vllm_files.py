@@ -18,22 +18,18 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
-from kvtier_connector.janitor.evict import ActiveFileSystem
-from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies
-from kvtier_connector.janitor.permit import VolumeTime, ask_volume_ns
-from kvtier_connector.janitor.policy import BlockColumns, choose, make_limits, make_space
+from kvtier_connector.janitor.metrics import JanitorReport
+from kvtier_connector.janitor.policy import BlockColumns, choose, make_limits
+from kvtier_connector.janitor.sweep import STEP_SECONDS, TierSweeper
 from kvtier_connector.janitor.walk import list_directory
 from kvtier_connector.store.fs import LOCAL, FileSystem
 
-STEP_SECONDS = 1.0
-"""How long one step works before it returns to its caller."""
 _REST = 4
 """The next walk begins after this many times as long as the last one took."""
 _RANK = re.compile(r"^.+_[0-9a-f]{12}_r[0-9]+$")
@@ -97,8 +93,8 @@ def _directories(fs: FileSystem, path: str, pattern: re.Pattern[str]) -> list[st
     return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
 
 
-class VllmFilesSweeper:
-    """Owned by one thread, which may hang in the volume for as long as that does; `report` may be read by any."""
+class VllmFilesSweeper(TierSweeper):
+    """The sweeper of the files of vLLM's own tier."""
 
     def __init__(
         self,
@@ -109,27 +105,15 @@ class VllmFilesSweeper:
         now: Callable[[], float] = time.monotonic,
         may_act: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Store the settings, as `Sweeper` does; nothing is read or written yet."""
-        self.config = config
-        self._dir = str(Path(config.tier_dir))
-        self._fs = fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
-        self._clocks = VolumeTime(
-            ask=lambda: ask_volume_ns(fs, self._dir) if may_act() else None, is_starting=False, clock=clock, now=now
-        )
-        self._now = now
-        self._may_act = may_act
-        self._problems = Problems(config.tier, now=now)
-        self._space = make_space(0, 0)
+        """Store the settings, as `TierSweeper` does."""
+        super().__init__(config, fs=fs, clock=clock, now=now, may_act=may_act, is_starting=False)
         self._work: Iterator[None] | None = None
         self._next_walk = 0.0
         self._spared: set[str] = set()
         """Paths of files that stayed in the last sweep because they were read meanwhile."""
         self._stuck: set[str] = set()
         """Paths of files that could not be removed: others go before them."""
-        self._tallies = Tallies()
         self._usage = Usage(tier=config.tier)
-        self.report: JanitorReport | None = None
-        """The last one; None before the first step."""
 
     def open(self) -> None:
         """Begin: an earlier janitor saved nothing."""
@@ -166,10 +150,8 @@ class VllmFilesSweeper:
         began, files, failures = self._now(), list[File](), list[OSError]()
         generations = self._generations()
         if generations:
-            self._clocks.look()
-            self._problems.state("clock", self._clocks.problem)
-            answer = self._fs.statvfs(self._dir)
-            self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
+            self._look_at_clock()
+            self._look_at_space()
         for generation in generations:
             for found in walk(self._fs, self._dir, generation):
                 files += found

@@ -52,18 +52,10 @@ def install(target: Path, *, source: Path | None = None) -> str:
 
 def _copy(source: Path, fresh: Path) -> int:
     """Copy files with modes that any user can read: the engine's user need not be the init container's."""
-    count = 0
-    fresh.mkdir()
-    fresh.chmod(0o755)
-    for path in _files(source):
-        copied = fresh / path.relative_to(source)
-        for directory in reversed(copied.relative_to(fresh).parents[:-1]):
-            (fresh / directory).mkdir(exist_ok=True)
-            (fresh / directory).chmod(0o755)
-        shutil.copyfile(path, copied)
-        copied.chmod(0o644)
-        count += 1
-    return count
+    shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile)
+    for path in [fresh, *fresh.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return len(list(_files(fresh)))
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -98,13 +90,9 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def link_caches(shared: Path, scratch: Path) -> str:
-    """Link the directories in which vLLM keeps compiled code to a shared one; return the outcome as a sentence.
+    """Link the directories in which vLLM keeps compiled code, below `scratch`; return the outcome as a sentence.
 
-    A shared directory that cannot be written costs a compilation: then nothing is linked.
-
-    Args:
-        shared: directory for engines of one image and model; made if it is absent.
-        scratch: directory of the engine's own caches.
+    `shared` is for engines of one image and model. Where it cannot be written nothing is linked: that costs a compilation.
     """
     try:
         for name in CACHES:

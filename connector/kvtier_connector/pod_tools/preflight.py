@@ -88,13 +88,9 @@ class _UnusableError(Exception):
 
 
 def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSystem = LOCAL) -> PreflightReport:
-    """Try the volume under a directory and return what it can do.
+    """Try the volume under a tier's directory, which is made if need be, and return its properties.
 
-    Args:
-        root: Directory of the tier; made if it is not there.
-        most_bytes: How much is written at most.
-        most_seconds: How long writing, and then reading, may take; what was moved by then is what counts.
-        fs: The system calls.
+    Writing, and then reading, takes `most_seconds` at most: only what was moved by then counts.
     """
     directory = str(root / f"{_PREFIX}{new_token()}")
     fs = fs.rooted(str(root))
@@ -191,9 +187,9 @@ def _try(
         free_bytes=free,
         write_bytes_per_second=write_rate,
         read_bytes_per_second=read_rate if is_direct or not cached_rate else cached_rate,
-        stat_microseconds=_stat_microseconds(fs, paths[0]),
+        stat_microseconds=sum(_stat_microseconds(fs, paths[0]) for _ in range(STATS)) // STATS,
         file_system=mount.name,
-        round_trip_microseconds=_round_trip_microseconds(fs, directory),
+        round_trip_microseconds=min(_stat_microseconds(fs, f"{directory}/{new_token()}") for _ in range(ROUND_TRIPS)),
         chosen=_chosen(is_direct=is_direct, direct_rate=read_rate, cached_rate=cached_rate),
         advice="; ".join(advice(mount)),
     )
@@ -281,21 +277,12 @@ def _write_page(fs: FileSystem, path: str, content: int) -> None:
         fs.close(fd)
 
 
-def _round_trip_microseconds(fs: FileSystem, directory: str) -> int:
-    seconds = []
-    for _ in range(ROUND_TRIPS):
-        start = time.monotonic()
-        with contextlib.suppress(FileNotFoundError):
-            fs.stat(f"{directory}/{new_token()}")
-        seconds.append(time.monotonic() - start)
-    return round(min(seconds) * 1e6)
-
-
 def _stat_microseconds(fs: FileSystem, path: str) -> int:
+    """Return how long one call takes; the file need not exist."""
     start = time.monotonic()
-    for _ in range(STATS):
+    with contextlib.suppress(FileNotFoundError):
         fs.stat(path)
-    return round((time.monotonic() - start) / STATS * 1e6)
+    return round((time.monotonic() - start) * 1e6)
 
 
 def _remove(fs: FileSystem, directory: str) -> None:
@@ -303,8 +290,7 @@ def _remove(fs: FileSystem, directory: str) -> None:
         for entry in fs.scandir(directory):
             # A file that cannot be removed keeps the directory, and no other file.
             with contextlib.suppress(OSError):
-                path = f"{directory}/{entry.name}"
-                (fs.rmdir if entry.is_dir(follow_symlinks=False) else fs.unlink)(path)
+                fs.unlink(f"{directory}/{entry.name}")
         fs.rmdir(directory)
 
 

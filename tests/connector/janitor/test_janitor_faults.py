@@ -252,43 +252,36 @@ EMPTY: dict[str, object] = {
 }
 
 
-def plant_ledger(tier_dir: Path, document: bytes, rows: bytes = b"") -> None:
-    """Write a ledger that is whole, whatever it says."""
-    checksum = zlib.crc32(rows, zlib.crc32(document))
-    head = struct.pack("<4sIQQII", b"KVTL", 5, len(document), len(rows) // ROW.itemsize, ROW.itemsize, checksum)
-    (tier_dir / CATALOG_FILE).write_bytes(head + document + rows)
-
-
-def test_a_ledger_that_says_what_one_must_is_taken(tmp_path: Path) -> None:
-    plant_ledger(tmp_path, json.dumps(EMPTY).encode())
-    assert load(Catalog(), tmp_path, fs=LOCAL) is not None
-
-
-@pytest.mark.parametrize("document", [TOO_DEEP, b"[]", b"{}", b'{"generations": 1}', b"\xff"])
-def test_a_ledger_of_somebody_elses_making_is_none(tmp_path: Path, document: bytes) -> None:
-    plant_ledger(tmp_path, document)
-    assert load(Catalog(), tmp_path, fs=LOCAL) is None
+ROWS_OF_NO_GENERATION = bytes(ROW.itemsize)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("document", "rows", "is_taken"),
     [
-        {"taken_ns": None},
-        {"walked_ns": "5"},
-        {"places": {"d1gest": {"journal": "1"}}},
-        {"places": []},
-        {"tenants": []},
-        {"tenants": ["acme"]},
-        {"generations": [1]},
-        {"epoch": None},
+        (EMPTY, b"", True),
+        (EMPTY, ROWS_OF_NO_GENERATION, False),
+        *((each, b"", False) for each in (TOO_DEEP, b"[]", b"{}", b'{"generations": 1}', b"\xff")),
+        *(
+            ({**EMPTY, **change}, b"", False)
+            for change in (
+                {"taken_ns": None},
+                {"walked_ns": "5"},
+                {"places": {"d1gest": {"journal": "1"}}},
+                {"places": []},
+                {"tenants": []},
+                {"tenants": ["acme"]},
+                {"generations": [1]},
+                {"epoch": None},
+            )
+        ),
     ],
-    ids=str,
+    ids=lambda each: str(each)[:60],
 )
-def test_a_ledger_with_something_of_another_type_is_none(tmp_path: Path, change: dict[str, object]) -> None:
-    plant_ledger(tmp_path, json.dumps({**EMPTY, **change}).encode())
-    assert load(Catalog(), tmp_path, fs=LOCAL) is None
-
-
-def test_a_ledger_whose_rows_are_of_no_generation_is_none(tmp_path: Path) -> None:
-    plant_ledger(tmp_path, json.dumps(EMPTY).encode(), bytes(ROW.itemsize))
-    assert load(Catalog(), tmp_path, fs=LOCAL) is None
+def test_a_catalog_that_is_whole_is_taken_if_a_janitor_could_have_written_it(
+    tmp_path: Path, document: bytes | dict[str, object], rows: bytes, is_taken: bool
+) -> None:
+    content = document if isinstance(document, bytes) else json.dumps(document).encode()
+    checksum = zlib.crc32(rows, zlib.crc32(content))
+    head = struct.pack("<4sIQQII", b"KVTL", 5, len(content), len(rows) // ROW.itemsize, ROW.itemsize, checksum)
+    (tmp_path / CATALOG_FILE).write_bytes(head + content + rows)
+    assert (load(Catalog(), tmp_path, fs=LOCAL) is not None) == is_taken

@@ -87,71 +87,28 @@ def taken(choice: Choice, *reasons: EvictionReason) -> set[int]:
 
 
 @given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_no_block_that_stays_has_lost_one_before_it(tree: Tree, limits: Limits) -> None:
-    gone = taken(choose(tree.blocks(), limits))
-    for row in range(len(tree.parents)):
-        if row not in gone:
-            assert not gone & set(tree.before(row))
-
-
-@given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_at_any_moment_of_the_removal_there_is_no_hole(tree: Tree, limits: Limits) -> None:
+@settings(max_examples=250, deadline=None)
+def test_a_decision_leaves_no_hole_at_any_moment_and_takes_what_is_needed_in_order(tree: Tree, limits: Limits) -> None:
+    choice = choose(tree.blocks(), limits)
+    everything, rows = set(range(len(tree.parents))), choice.rows.tolist()
     gone: set[int] = set()
-    for row in choose(tree.blocks(), limits).rows.tolist():
-        assert set(tree.continued_by(row)) <= gone
+    for row in rows:
+        assert set(tree.continued_by(row)) <= gone, "the end of a prefix goes first"
         gone.add(row)
-
-
-@given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_blocks_above_the_budget_are_brought_down_to_the_low_mark(tree: Tree, limits: Limits) -> None:
-    choice = choose(tree.blocks(), limits)
-    gone = taken(choice)
-    left = sum(size for row, size in enumerate(tree.size) if row not in gone) + limits.other_bytes
-    if limits.high_bytes and left > limits.high_bytes:
-        assert gone == set(range(len(tree.parents)))
-    if taken(choice, EvictionReason.BUDGET) and gone != set(range(len(tree.parents))):
-        assert left <= limits.low_bytes
-
-
-@given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_nothing_more_goes_than_what_is_needed(tree: Tree, limits: Limits) -> None:
-    choice = choose(tree.blocks(), limits)
+    assert not any(gone & set(tree.before(row)) for row in everything - gone), "what stays has lost no block before it"
+    left = sum(tree.size[row] for row in everything - gone)
+    total = sum(tree.size) + limits.other_bytes
+    if limits.high_bytes and left + limits.other_bytes > limits.high_bytes:
+        assert gone == everything
+    if taken(choice, EvictionReason.BUDGET) and gone != everything:
+        assert left + limits.other_bytes <= limits.low_bytes
     if not limits.quotas and not limits.wanted_free_bytes:
-        total = sum(tree.size) + limits.other_bytes
-        assert bool(choice.rows.size) <= (limits.high_bytes > 0 and total > limits.high_bytes)
-        if choice.rows.size:
-            freed = [tree.size[row] for row in choice.rows.tolist()]
-            assert sum(freed) - freed[-1] < total - limits.low_bytes
-
-
-@given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_the_volume_never_takes_the_blocks_below_the_floor(tree: Tree, limits: Limits) -> None:
-    choice = choose(tree.blocks(), limits)
-    for_volume = taken(choice, EvictionReason.VOLUME)
-    left = sum(size for row, size in enumerate(tree.size) if row not in taken(choice))
-    assert not for_volume or left >= limits.floor_bytes
-
-
-@given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_a_quota_touches_its_tenant_only(tree: Tree, limits: Limits) -> None:
-    choice = choose(tree.blocks(), limits)
+        assert bool(rows) <= (limits.high_bytes > 0 and total > limits.high_bytes)
+        assert not rows or sum(tree.size[row] for row in rows[:-1]) < total - limits.low_bytes, "no block too many"
+    assert not taken(choice, EvictionReason.VOLUME) or left >= limits.floor_bytes
     assert {tree.tenant[row] for row in taken(choice, EvictionReason.QUOTA)} <= {1}
-
-
-@given(trees(), limits)
-@settings(max_examples=60, deadline=None)
-def test_an_older_generation_goes_before_a_younger_one(tree: Tree, limits: Limits) -> None:
-    choice = choose(tree.blocks(), limits)
-    gone = taken(choice)
     for victim in taken(choice, EvictionReason.BUDGET, EvictionReason.VOLUME):
-        older = {row for row in range(len(tree.parents)) if tree.age[row] > tree.age[victim]}
-        assert older <= gone
+        assert {row for row in everything if tree.age[row] > tree.age[victim]} <= gone, "older generations go first"
 
 
 @given(trees(), st.integers(0, 100))

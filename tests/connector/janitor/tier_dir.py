@@ -92,6 +92,11 @@ class Engine:
     def there(self, numbers: range, tenant: str = "") -> list[int]:
         return [number for number in numbers if self.has(number, tenant)]
 
+    def age(self, seconds: float) -> None:
+        """Let it look as if no engine had been in this generation for so long."""
+        for path in [*self.root.glob("journal/*"), self.root / "tier.json"]:
+            os.utime(path, ns=(self.clock.ns, self.clock.ns - int(seconds * 1e9)))
+
     def check(self) -> list[Any]:
         return check(self.root)
 

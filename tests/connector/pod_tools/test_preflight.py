@@ -46,7 +46,6 @@ def test_what_a_try_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Pa
         directory.mkdir()
         (directory / "0").write_bytes(b"123")
     # Some are killed while they try the time of a directory.
-    (old / "bell").mkdir()
     for directory in (old, other):
         os.utime(directory, (0, 0))
     assert attempt(tmp_path).problem == ""
@@ -178,7 +177,7 @@ class Timeless(FileSystem):
         (WrittenOnce(), "cannot be written to again"),
         (Forgetful(), "not there when it is opened"),
         (NeverOver(), "cannot be renamed over another"),
-        (Timeless(), "time of a directory cannot be set"),
+        (Timeless(), "time of a file cannot be set"),
     ],
 )
 def test_a_volume_without_what_the_store_needs_is_refused_with_what_is_missing_and_what_to_use(
