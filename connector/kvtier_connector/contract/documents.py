@@ -75,7 +75,7 @@ def decode(kind: type[AnyDocument], text: str, *, file: str, version: int, image
     for name, value in document.items():
         if name not in types:
             raise ConfigInvalid(f"{file}: unknown field {name!r}")
-        if not _fits(types[name], value):
+        if not fits(types[name], value):
             raise ConfigInvalid(f"{file}: {name}={value!r} must be {_words(types[name])}")
     try:
         return kind(**document)
@@ -109,9 +109,10 @@ def _words(kind: str) -> str:
     return _WORDS[kind.removesuffix(_OR_NONE)] + (", or null" if kind.endswith(_OR_NONE) else "")
 
 
-def _fits(kind: str, value: Any) -> bool:
+def fits(kind: str, value: Any) -> bool:
+    """Return whether a value of a document has the type of a field."""
     if kind.endswith(_OR_NONE):
-        return value is None or _fits(kind.removesuffix(_OR_NONE), value)
+        return value is None or fits(kind.removesuffix(_OR_NONE), value)
     if kind == "bool":
         return isinstance(value, bool)
     if kind == "str":
@@ -119,7 +120,7 @@ def _fits(kind: str, value: Any) -> bool:
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool)
     if kind == "float":
-        return isinstance(value, float) or _fits("int", value)
+        return isinstance(value, float) or fits("int", value)
     return isinstance(value, dict) and (
-        kind == "Mapping[str, Any]" or all(_fits("int", each) for each in value.values())
+        kind == "Mapping[str, Any]" or all(fits("int", each) for each in value.values())
     )

@@ -202,18 +202,11 @@ class Elector:
     ) -> None:
         """Store the settings; `start` starts both threads.
 
-        Args:
-            api: how the Lease is reached.
-            settings: which one, and how fast.
-            on_change: told whether this process leads, each time that this changes.
-            clock: seconds that only grow.
-            wall: time of day, for the people who read the Lease.
+        `on_change` is called with whether this process leads, each time that this changes. `wall` is the time of day,
+        for the people who read the Lease.
         """
-        self._api = api
-        self._settings = settings
-        self._on_change = on_change
-        self._clock = clock
-        self._wall = wall
+        self._api, self._settings, self._on_change = api, settings, on_change
+        self._clock, self._wall = clock, wall
         self._election = Election(settings)
         self._is_current = False
         self._problem = ""

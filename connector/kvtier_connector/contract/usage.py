@@ -8,9 +8,11 @@ another release ignores fields that it does not know, and a field that is missin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
+
+from kvtier_connector.contract import documents
 
 USAGE_PATH = "/usage"
 
@@ -87,23 +89,16 @@ def decode(text: str | bytes) -> Usage:
         ValueError: the text is not JSON, or a field is missing or of another type; names the field.
     """
     try:
-        document = json.loads(text)
+        return _read(Usage, json.loads(text))
     except RecursionError as error:
         raise ValueError("/usage: nested too deeply") from error
-    lists: dict[str, Callable[[Any], Any]] = {
-        "generations": lambda item: _read(GenerationUsage, item, {}),
-        "tenants": lambda item: _read(TenantUsage, item, {}),
-        "problems": lambda item: _expect("problems", item, str),
-    }
-    return _read(Usage, document, lists)
 
 
 AnyUsage = TypeVar("AnyUsage", Usage, GenerationUsage, TenantUsage)
+_LISTS: Mapping[str, type] = {"generations": GenerationUsage, "tenants": TenantUsage, "problems": str}
 
-_TYPES: Mapping[str, type | tuple[type, ...]] = {"str": str, "bool": bool, "int": int, "float": (int, float)}
 
-
-def _read(record: type[AnyUsage], document: Any, lists: Mapping[str, Callable[[Any], Any]]) -> AnyUsage:
+def _read(record: type[AnyUsage], document: Any) -> AnyUsage:
     if not isinstance(document, dict):
         raise ValueError(  # noqa: TRY004  one exception for every document that cannot be read
             f"/usage: {record.__name__} must be a JSON object, found {type(document).__name__}"
@@ -112,22 +107,24 @@ def _read(record: type[AnyUsage], document: Any, lists: Mapping[str, Callable[[A
     for each in fields(record):
         if each.name not in document:
             continue
-        value = document[each.name]
-        if each.name in lists:
-            items = _expect(each.name, value, list)[:MOST_ENTRIES]
-            found[each.name] = tuple(lists[each.name](item) for item in items)
+        value, kind = document[each.name], _LISTS.get(each.name)
+        if kind is not None and isinstance(value, list):
+            found[each.name] = tuple(_item(each.name, kind, item) for item in value[:MOST_ENTRIES])
+        elif kind is None and documents.fits(str(each.type), value):
+            found[each.name] = value
         else:
-            found[each.name] = _expect(each.name, value, _TYPES[str(each.type)])
+            raise ValueError(f"/usage: {each.name} has a value of type {type(value).__name__}")
+        if isinstance(value, (int, float)) and not 0 <= value < 2**63:
+            raise ValueError(f"/usage: {each.name}={value!r} is out of range")
     try:
         return record(**found)
     except TypeError as error:
         raise ValueError(f"/usage: {error}") from error
 
 
-def _expect(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
-    is_wrong_bool = isinstance(value, bool) and kind is not bool
-    if not isinstance(value, kind) or is_wrong_bool:
-        raise ValueError(f"/usage: {name} has a value of type {type(value).__name__}")
-    if isinstance(value, (int, float)) and not 0 <= value < 2**63:
-        raise ValueError(f"/usage: {name}={value!r} is out of range")
-    return value
+def _item(name: str, kind: type, item: Any) -> Any:
+    if kind is not str:
+        return _read(kind, item)
+    if not isinstance(item, str):
+        raise ValueError(f"/usage: {name} has an item of type {type(item).__name__}")  # noqa: TRY004  likewise
+    return item

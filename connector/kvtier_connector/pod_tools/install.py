@@ -92,7 +92,7 @@ def _remove_abandoned(target: Path) -> None:
 def link_caches(shared: Path, scratch: Path) -> str:
     """Link the directories in which vLLM keeps compiled code, below `scratch`; return the outcome as a sentence.
 
-    `shared` is for engines of one image and model. Where it cannot be written nothing is linked: that costs a compilation.
+    `shared` is for engines of one image and model. Where it cannot be written nothing is linked, and engines compile.
     """
     try:
         for name in CACHES:
