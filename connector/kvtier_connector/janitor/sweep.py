@@ -139,7 +139,6 @@ class Sweeper(TierSweeper):
         self._cleanup = Cleanup(self._dir, fs=fs, catalog=self.catalog, removed=removed, clock=clock, now=now)
         self._permit = PermitWriter(self._dir, fs=fs, now=now)
         self._is_hurried = False
-        self._has_read_all = True
         self._is_behind = False
         """Whether decisions wait for journals that a step had no time for."""
         self._fruitless: tuple[object, ...] = ()
@@ -164,7 +163,7 @@ class Sweeper(TierSweeper):
             self._journals.resume(saved.places, taken_ns=saved.taken_ns)
             # Older journals are removed: their records are lost, and only a walk counts everything again.
             if 0 <= (self._clock() - saved.taken_ns) / 1e9 < self.config.journal_age_seconds:
-                self._scrub.resume(saved.walked_ns)
+                self._scrub.walked_ns = saved.walked_ns
             self._saved_changes = self.catalog.changes
 
     def configure(self, config: JanitorConfig) -> None:
@@ -208,14 +207,14 @@ class Sweeper(TierSweeper):
         if is_time:
             self._look()
         # Journals that a step had no time for are read in the next one.
-        if is_time or self._eviction is not None or not self._has_read_all:
+        if is_time or self._eviction is not None or not self._journals.has_read_all:
             self._read_journals(has_time)
         self._walk(has_time)
         if self._is_recounting:
             self._recount(has_time)
         # Decisions that wait for the journals are made in the step that has read the last of them.
         is_due = is_time or self._is_behind
-        self._is_behind = is_due and not self._has_read_all
+        self._is_behind = is_due and not self._journals.has_read_all
         if is_due and self._may_act():
             self._decide()
             self._renew_permit()
@@ -234,7 +233,7 @@ class Sweeper(TierSweeper):
         is_busy = (
             self._is_hurried
             or self._eviction is not None
-            or not self._has_read_all
+            or not self._journals.has_read_all
             or self._is_recounting
             or (not self._scrub.is_counted and not self._cannot_walk)
         )
@@ -257,13 +256,12 @@ class Sweeper(TierSweeper):
         for digest, records in self._journals.read(self._cleanup.digests, has_time):
             self._scrub.apply(digest, records)
         self._problems.state("journals", self._journals.problem)
-        self._has_read_all = self._journals.has_read_all
         self._scrub.resolve(has_time)
         self._problems.state("look", self._scrub.look_problem)
 
     def _walk(self, has_time: Callable[[], bool]) -> None:
         """Walk on, once all journals were read: a block that a journal names need not be opened for its header."""
-        if not self._has_read_all or "volume" in self._problems:
+        if not self._journals.has_read_all or "volume" in self._problems:
             return
         with self._problems.trying("walk"):
             age_seconds = min(self.config.partial_age_seconds, self.config.ttl_seconds or math.inf)
@@ -289,7 +287,12 @@ class Sweeper(TierSweeper):
             self._extremes_of = -1
 
     def _decide(self) -> None:
-        if self._eviction is not None or self._is_recounting or not self._has_read_all or not self._scrub.is_counted:
+        if (
+            self._eviction is not None
+            or self._is_recounting
+            or not self._journals.has_read_all
+            or not self._scrub.is_counted
+        ):
             return
         self.catalog.compact()
         self._look_at_extremes()
@@ -365,7 +368,9 @@ class Sweeper(TierSweeper):
             is_full=self._problems.is_full,
         )
         is_limited = room.bytes is not None or bool(self.config.quotas or self.config.default_quota_bytes)
-        if is_limited and not (self._scrub.is_counted and self._has_read_all and "volume" not in self._problems):
+        if is_limited and not (
+            self._scrub.is_counted and self._journals.has_read_all and "volume" not in self._problems
+        ):
             return
         before = self._permit.reason
         with self._problems.trying("permit"):

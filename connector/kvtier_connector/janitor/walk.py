@@ -33,6 +33,7 @@ from kvtier_connector.store.layout import (
     NO_LINEAGE,
     TENANTS,
     BlockKey,
+    Lineage,
     block_path,
     is_partial,
     is_tenant,
@@ -98,11 +99,10 @@ class Listing:
 class Opened(NamedTuple):
     """A block whose header was read."""
 
-    key: BlockKey
     size: int
     mtime_ns: int
-    header: Header | None
-    """None if it is damaged or of another release; the file takes room all the same."""
+    lineage: Lineage
+    """None is known of one that is damaged or of another release; the file takes room all the same."""
 
 
 def list_directory(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
@@ -166,8 +166,8 @@ def open_block(fs: FileSystem, root: str, key: BlockKey) -> Opened | OSError | N
                 fs.close(fd)
     except OSError as error:
         return None if error.errno in _ABSENT else error
-    is_sound = isinstance(header, Header) and header.key == key
-    return Opened(key, status.st_size, status.st_mtime_ns, header if is_sound and isinstance(header, Header) else None)
+    lineage = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE
+    return Opened(status.st_size, status.st_mtime_ns, lineage)
 
 
 def stat_block(fs: FileSystem, root: str, key: BlockKey) -> os.stat_result | OSError | None:
@@ -203,12 +203,8 @@ class Scrub:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the settings."""
-        self._catalog = catalog
-        self._fs = fs
-        self._tier_dir = tier_dir
-        self._pool = pool
-        self._clock = clock
-        self._now = now
+        self._catalog, self._fs, self._tier_dir, self._pool = catalog, fs, tier_dir, pool
+        self._clock, self._now = clock, now
         self._pieces: deque[BlockDirectory] = deque()
         self._pieces_of_walk = 0
         self._is_walking = self._is_hurried = False
@@ -229,7 +225,7 @@ class Scrub:
         self.unread: dict[BlockDirectory, str] = {}
         """Directories that could not be read, pieces or trees, with the system's message."""
         self.walked_ns = 0
-        """When the last complete walk began; 0 before the first."""
+        """When the last complete walk began, also one of an earlier process; 0 before the first."""
         self._unseen: dict[Place, _Unseen] = {}
         """Blocks named by a journal and not seen."""
         self._look_error = ""
@@ -287,22 +283,20 @@ class Scrub:
         count = sum(unseen.size > 0 for unseen in self._unseen.values())
         return f"look: {count} blocks that journals name cannot be looked at: {self._look_error}" if count else ""
 
-    def resume(self, walked_ns: int) -> None:
-        """Continue for an earlier process, whose catalog this is."""
-        self.walked_ns = walked_ns
-
     def apply(self, digest: str, records: Sequence[Record]) -> None:
         """Take in records of a journal, after a look at each file that they say was stored or removed."""
         generation = self._catalog.generation(digest)
         named = self._sort_out(digest, generation, records)
-        for key, found in self._stat(digest, list(named)):
+        for key, found in self._at_once(stat_block, digest, list(named)):
             record, row = named[key], self._catalog.find(generation, key)
             if isinstance(found, OSError):
                 self._look_error = str(found)
                 size = 0 if row >= 0 else HEADER_BYTES + record.payload_bytes
                 self._look_later(digest, key, used_ns=record.time_ns, after_seconds=_RETRY_SECONDS, size=size)
             elif found is not None:
-                self._take(generation, record, found)
+                row = self._add(generation, key, found.st_size, found.st_mtime_ns, record.lineage)
+                if record.op == Op.STORED:
+                    self._catalog.use(row, record.time_ns)
             else:
                 self._catalog.forget([row] if row >= 0 else [])
                 if self._is_cached and record.op == Op.STORED:
@@ -338,19 +332,21 @@ class Scrub:
             if unseen.look_at <= now:
                 due.setdefault(digest, []).append(key)
         for digest, keys in due.items():
-            for some in _parts(keys):
+            for start in range(0, len(keys), _FILES_AT_ONCE):
                 if not may_go_on():
                     return
-                self._resolve(digest, some, may_go_on)
+                self._resolve(digest, keys[start : start + _FILES_AT_ONCE], may_go_on)
 
     def _resolve(self, digest: str, keys: Sequence[BlockKey], may_go_on: Callable[[], bool]) -> None:
         generation = self._catalog.generation(digest)
         wanted_of = {key: self._unseen.pop((digest, key)) for key in keys}
         wanted = [key for key in keys if self._catalog.find(generation, key) < 0]
         while wanted:
-            opened = self._open(digest, wanted)
+            before = [each._replace(hash=parent) for each, parent in self._open(digest, wanted) if parent]
             # Until everything was walked once, the walk finds the blocks before them.
-            wanted = self._unknown_before(generation, opened) if self.is_counted else []
+            wanted = [
+                key for key in dict.fromkeys(before) if self.is_counted and self._catalog.find(generation, key) < 0
+            ]
             if wanted and not may_go_on():
                 for key in wanted:
                     self._look_later(digest, key, used_ns=0)
@@ -375,7 +371,7 @@ class Scrub:
             rows = [row for row in map(catalog.find_name, names.tolist()) if row >= 0]
             for digest in {catalog.digest(row) for row in rows}:
                 row_of = {catalog.key(row): row for row in rows if catalog.digest(row) == digest}
-                for key, found in self._stat(digest, list(row_of)):
+                for key, found in self._at_once(stat_block, digest, list(row_of)):
                     if isinstance(found, OSError):
                         self._refused = self._refused or found
                     elif found is None:
@@ -475,8 +471,7 @@ class Scrub:
                 self._catalog.see(row)
         if listing.error is not None:
             self._fail(piece, listing.error)
-        for some in _parts([key for key, row in rows.items() if row < 0]):
-            self._open(piece.generation, some)
+        self._open(piece.generation, [key for key, row in rows.items() if row < 0])
         self._look_at_partials(listing)
         if piece in self.unread:
             self._failed += 1
@@ -531,58 +526,27 @@ class Scrub:
                 self._now() + after_seconds, max(known.used_ns, used_ns), max(known.size, size)
             )
 
-    def _stat(
-        self, digest: str, keys: Sequence[BlockKey]
-    ) -> Iterator[tuple[BlockKey, os.stat_result | OSError | None]]:
-        for some in _parts(keys):
-            yield from zip(some, self._at_once(stat_block, digest, some), strict=True)
-
     def _at_once(
         self, look: Callable[[FileSystem, str, BlockKey], Looked], digest: str, keys: Sequence[BlockKey]
-    ) -> Iterator[Looked]:
+    ) -> Iterator[tuple[BlockKey, Looked]]:
         """Look at several blocks at once, a bundle a thread, since handing over work takes time, too."""
         root = f"{self._tier_dir}/{digest}"
         bundles = [keys[start : start + _BUNDLE] for start in range(0, len(keys), _BUNDLE)]
-        for found in self._pool.map(lambda bundle: [look(self._fs, root, key) for key in bundle], bundles):
+        for found in self._pool.map(lambda bundle: [(key, look(self._fs, root, key)) for key in bundle], bundles):
             yield from found
 
-    def _take(self, generation: int, record: Record, found: os.stat_result) -> None:
-        """Take in a block that a journal names. A file from the future must not stay for ever."""
-        written_ns = min(found.st_mtime_ns, self._clock())
-        row = self._catalog.add(
-            generation,
-            record.key,
-            size=found.st_size,
-            created_ns=written_ns,
-            used_ns=written_ns,
-            lineage=record.lineage,
-        )
-        if record.op == Op.STORED:
-            self._catalog.use(row, record.time_ns)
+    def _add(self, generation: int, key: BlockKey, size: int, mtime_ns: int, lineage: Lineage) -> int:
+        """Take in a block that was looked at; return its row. A file from the future must not stay for ever."""
+        written_ns = min(mtime_ns, self._clock())
+        return self._catalog.add(generation, key, size=size, created_ns=written_ns, used_ns=written_ns, lineage=lineage)
 
-    def _open(self, digest: str, keys: Sequence[BlockKey]) -> list[Opened]:
-        """Open unknown blocks, several at once, and take them in; return those that exist."""
+    def _open(self, digest: str, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, bytes]]:
+        """Open unknown blocks and take them in; return those that exist, with the hash of the block before each."""
         opened = []
-        for key, found in zip(keys, self._at_once(open_block, digest, keys), strict=True):
+        for key, found in self._at_once(open_block, digest, keys):
             if isinstance(found, OSError):
                 self._fail(BlockDirectory(digest, block_path(key).rpartition("/")[0]), found)
             elif found is not None:
-                opened.append(found)
-        generation = self._catalog.generation(digest) if opened else -1
-        for each in opened:
-            written_ns = min(each.mtime_ns, self._clock())
-            lineage = NO_LINEAGE if each.header is None else each.header.lineage
-            self._catalog.add(
-                generation, each.key, size=each.size, created_ns=written_ns, used_ns=written_ns, lineage=lineage
-            )
+                self._add(self._catalog.generation(digest), key, *found)
+                opened.append((key, found.lineage.parent))
         return opened
-
-    def _unknown_before(self, generation: int, opened: Iterable[Opened]) -> list[BlockKey]:
-        headers = [(each.key, each.header) for each in opened if each.header is not None]
-        before = [key._replace(hash=header.lineage.parent) for key, header in headers if header.lineage.parent]
-        return [key for key in dict.fromkeys(before) if self._catalog.find(generation, key) < 0]
-
-
-def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
-    for start in range(0, len(keys), _FILES_AT_ONCE):
-        yield keys[start : start + _FILES_AT_ONCE]
