@@ -160,7 +160,8 @@ class Cleanup:
         self._active_ns = {}
         for each in others:
             try:
-                self._active_ns[each.digest] = max(each.created_ns, last_written_ns(self._fs, self._dir, each.digest))
+                written_ns = (status.st_mtime_ns for _, status in self._journals(each.digest))
+                self._active_ns[each.digest] = max(each.created_ns, *written_ns, 0)
             except OSError as error:
                 # It is not known to be idle.
                 self._active_ns[each.digest] = self._clock()
@@ -244,9 +245,8 @@ class Cleanup:
         self.quarantined[digest] = kept
 
     def _remove_journals(self, digest: str, before_ns: int) -> None:
-        for path, status in self._files(f"{self._dir}/{digest}/{JOURNAL}"):
-            is_journal = parse_journal_path(f"{JOURNAL}/{path.rpartition('/')[2]}") is not None
-            if is_journal and status.st_mtime_ns < before_ns:
+        for path, status in self._journals(digest):
+            if status.st_mtime_ns < before_ns:
                 self._unlink(path, "journal")
 
     def _remove_empty_tenants(self, digest: str, before_ns: int) -> None:
@@ -273,6 +273,11 @@ class Cleanup:
                 else:
                     self._unlink(path, "partial")
 
+    def _journals(self, digest: str) -> Iterator[tuple[str, os.stat_result]]:
+        for path, status in self._files(f"{self._dir}/{digest}/{JOURNAL}"):
+            if parse_journal_path(f"{JOURNAL}/{path.rpartition('/')[2]}") is not None:
+                yield path, status
+
     def _files(self, directory: str) -> Iterator[tuple[str, os.stat_result]]:
         for entry in list_directory(self._fs, directory):
             with contextlib.suppress(FileNotFoundError):
@@ -282,16 +287,6 @@ class Cleanup:
         with contextlib.suppress(FileNotFoundError):
             self._fs.unlink(path)
             self._removed[kind] += 1
-
-
-def last_written_ns(fs: FileSystem, tier_dir: str, digest: str) -> int:
-    """Return when a journal was last written, 0 if there is none; raise OSError if that cannot be told."""
-    latest = 0
-    for entry in list_directory(fs, f"{tier_dir}/{digest}/{JOURNAL}"):
-        if parse_journal_path(f"{JOURNAL}/{entry.name}") is not None:
-            with contextlib.suppress(FileNotFoundError):
-                latest = max(latest, fs.stat(f"{tier_dir}/{digest}/{JOURNAL}/{entry.name}").st_mtime_ns)
-    return latest
 
 
 def remove_generation(fs: FileSystem, root: str, may_go_on: Callable[[], bool]) -> bool:

@@ -161,6 +161,7 @@ class JournalFollower:
                             self._unread.pop(path, None)
                         else:
                             self._fail(path, str(error))
+                            self._put_off(segment)
                         break
                     if records:
                         yield digest, self._timed(digest, records)
@@ -186,6 +187,9 @@ class JournalFollower:
         except (FileNotFoundError, NotADirectoryError):
             entries = []
         names = [name for entry in entries if (name := parse_journal_path(f"{JOURNAL}/{entry.name}")) is not None]
+        for path in [path for path in self._unread if path.startswith(f"{digest}/{JOURNAL}/")]:
+            if parse_journal_path(path.removeprefix(f"{digest}/")) not in names:
+                del self._unread[path]
         last: dict[str, int] = {}
         for name in names:
             last[name.writer] = max(name.number, last.get(name.writer, 0))
@@ -226,15 +230,19 @@ class JournalFollower:
         # Of a file of any length without a record, one piece is read at a time.
         is_more = count == _READ_BYTES and not segment.stalls and self.damaged == damaged
         segment.is_over = not is_last and not segment.stalls and count < _READ_BYTES
-        now = self._now()
         if records:
-            segment.active_at, segment.next_at, segment.pause = now, now, _FIRST_PAUSE_SECONDS
+            segment.active_at = segment.next_at = self._now()
+            segment.pause = _FIRST_PAUSE_SECONDS
         else:
-            is_idle = now - segment.active_at > ACTIVE_SECONDS
-            longest = _LONGEST_IDLE_PAUSE_SECONDS if is_idle else _LONGEST_PAUSE_SECONDS
-            segment.pause = min(2 * segment.pause, longest)
-            segment.next_at = now + segment.pause
+            self._put_off(segment)
         return records, is_more
+
+    def _put_off(self, segment: _Segment) -> None:
+        """Pause longer and longer before a journal without new records is opened again."""
+        is_idle = self._now() - segment.active_at > ACTIVE_SECONDS
+        longest = _LONGEST_IDLE_PAUSE_SECONDS if is_idle else _LONGEST_PAUSE_SECONDS
+        segment.pause = min(2 * segment.pause, longest)
+        segment.next_at = self._now() + segment.pause
 
     def _fail(self, path: str, message: str, size: int | None = None) -> None:
         """Record that a journal cannot be read, and whether it has grown."""

@@ -108,10 +108,10 @@ class Opened(NamedTuple):
 def list_directory(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
     """List a directory, nothing if there is none; raise OSError if it cannot be read.
 
-    A link is not followed: a writer of the volume could make the janitor remove files at another place.
+    A file system that is rooted at the tier takes a link for none: it could lead the janitor to files of others.
     """
     try:
-        return fs.scandir(path) if stat.S_ISDIR(fs.stat(path).st_mode) else []
+        return fs.scandir(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
 

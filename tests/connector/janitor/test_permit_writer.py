@@ -201,6 +201,10 @@ def test_while_a_journal_cannot_be_read_permits_go_on_from_walks(rig: Rig) -> No
         rig.sweep(sweeper)
         assert permit_of(rig).number != before
     assert fs.listed <= listed + 1  # the hourly walk
+    for path in unread.root.glob(f"journal/{unread.journal.writer}*"):
+        path.unlink()
+    rig.sweep(sweeper)
+    assert sweeper.report.problems == {}
 
 
 def test_a_journal_of_another_release_is_counted_by_walking(rig: Rig) -> None:
