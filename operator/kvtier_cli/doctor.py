@@ -78,12 +78,7 @@ def _version(version: names.Manifest) -> Finding:
     minor = int(re.sub(r"\D", "", str(version["minor"])) or 0)
     text = f"Kubernetes {version['gitVersion']}"
     if minor < OLDEST_MINOR:
-        return Finding(
-            "cluster",
-            "missing",
-            f"{text} is older than 1.{OLDEST_MINOR}",
-            "upgrade the cluster",
-        )
+        return Finding("cluster", "missing", f"{text} is older than 1.{OLDEST_MINOR}", "upgrade the cluster")
     return Finding("cluster", "ok", text)
 
 
@@ -161,59 +156,40 @@ def _outside(where: client.Where) -> Iterator[Finding]:
         message += f"{len(tiers)} tiers of {namespace}{late}"
         yield Finding("operator", "warning", message, "see that kvtier run still runs")
         return
-    yield Finding(
-        "operator",
-        "missing",
-        f"none is installed, and none outside the cluster has looked at a tier of {namespace}",
-        "helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run",
-    )
+    message = f"none is installed, and none outside the cluster has looked at a tier of {namespace}"
+    remedy = "helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run"
+    yield Finding("operator", "missing", message, remedy)
 
 
 def _storage(where: client.Where) -> Iterator[Finding]:
     found = where.client.ask("/apis/storage.k8s.io/v1/storageclasses", "list storage classes")["items"]
     shared = [each["metadata"]["name"] for each in found if SHARED.search(each.get("provisioner", ""))]
-    default = [
-        each["metadata"]["name"]
-        for each in found
-        if (each["metadata"].get("annotations") or {}).get("storageclass.kubernetes.io/is-default-class") == "true"
-    ]
-    names_of_all = ", ".join(each["metadata"]["name"] for each in found)
     if shared:
         message = f"{', '.join(shared)}: shared by nodes, by their names; a Job tests each volume before engines use it"
         yield Finding("storage", "ok", message)
     elif found:
-        yield Finding(
-            "storage",
-            "warning",
-            f"{names_of_all}: none is known to be shared by nodes (ReadWriteMany)",
-            "one replica works with ReadWriteOnce; for more, install CephFS, NFS, Filestore, EFS or FSx",
-        )
+        listed = ", ".join(each["metadata"]["name"] for each in found)
+        message = f"{listed}: none is known to be shared by nodes (ReadWriteMany)"
+        remedy = "one replica works with ReadWriteOnce; for more, install CephFS, NFS, Filestore, EFS or FSx"
+        yield Finding("storage", "warning", message, remedy)
     else:
         remedy = "install one, or name a claim of yours in spec.volume.existingClaim"
         yield Finding("storage", "warning", "no storage class", remedy)
-    if found and not default:
+    annotations = [each["metadata"].get("annotations") or {} for each in found]
+    if found and not any(each.get("storageclass.kubernetes.io/is-default-class") == "true" for each in annotations):
         remedy = "set spec.volume.claim.storageClassName"
         yield Finding("storage", "warning", "no storage class is the default one", remedy)
 
 
 def _nodes(where: client.Where) -> Iterator[Finding]:
     nodes = where.client.ask("/api/v1/nodes", "list nodes")["items"]
-    devices: dict[str, int] = {}
-    for node in nodes:
-        allocatable = node.get("status", {}).get("allocatable") or {}
-        for resource in _ACCELERATORS:
-            if int(allocatable.get(resource, 0)):
-                devices[resource] = devices.get(resource, 0) + int(allocatable[resource])
-    if devices:
-        listed = ", ".join(f"{count} {resource}" for resource, count in sorted(devices.items()))
+    allocatable = [node.get("status", {}).get("allocatable") or {} for node in nodes]
+    counts = {resource: sum(int(each.get(resource, 0)) for each in allocatable) for resource in sorted(_ACCELERATORS)}
+    if listed := ", ".join(f"{count} {resource}" for resource, count in counts.items() if count):
         yield Finding("nodes", "ok", f"{len(nodes)} with {listed}")
     else:
-        yield Finding(
-            "nodes",
-            "warning",
-            f"{len(nodes)}, none with an accelerator that is known",
-            "a device plugin makes them known; accelerator: {resource: none} runs vLLM's CPU build",
-        )
+        remedy = "a device plugin makes them known; accelerator: {resource: none} runs vLLM's CPU build"
+        yield Finding("nodes", "warning", f"{len(nodes)}, none with an accelerator that is known", remedy)
 
 
 def _namespace(where: client.Where) -> Iterator[Finding]:

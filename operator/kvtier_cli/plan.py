@@ -37,12 +37,7 @@ from kvtier_operator.snapshot import Engines, Nodes, Snapshot
 
 
 def read_documents(file: str) -> list[Any]:
-    """Return the YAML documents of a file, or of standard input for ``-``; the items of lists one by one.
-
-    Raises:
-        SpecInvalid: it is not YAML.
-        OSError: it cannot be read.
-    """
+    """Return the YAML documents of a file, or of standard input for ``-``; the items of lists one by one."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -54,12 +49,7 @@ def read_documents(file: str) -> list[Any]:
 
 
 def read_tiers(file: str) -> list[Manifest]:
-    """Return the KVCacheTier resources of a file, at least one; objects of other kinds are skipped.
-
-    Raises:
-        SpecInvalid: the file holds no tier, or one of a wrong version or kind.
-        OSError: the file cannot be read.
-    """
+    """Return the KVCacheTier resources of a file, at least one; objects of other kinds are skipped."""
     documents = read_documents(file)
     bodies = [body for body in documents if _is_tier(body, file)]
     if not bodies:
@@ -69,12 +59,7 @@ def read_tiers(file: str) -> list[Manifest]:
 
 
 def read_config(file: str) -> Mapping[str, Any]:
-    """Return a model's config.json.
-
-    Raises:
-        SpecInvalid: it is not one.
-        OSError: it cannot be read.
-    """
+    """Return a model's config.json."""
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -140,12 +125,7 @@ class Planned(NamedTuple):
 
 
 def plan_file(settings: Settings, file: str, *, config_file: str | None, nodes_file: str | None) -> Planned:
-    """Plan the tiers of a file.
-
-    Raises:
-        OperatorError: a file does not allow it.
-        OSError: a file cannot be read.
-    """
+    """Plan the tiers of a file."""
     found_nodes = read_nodes(nodes_file)
     config = None if config_file is None else read_config(config_file)
     documents: list[dict[str, Any]] = []
@@ -172,12 +152,7 @@ def plan_file(settings: Settings, file: str, *, config_file: str | None, nodes_f
 
 
 def read_nodes(file: str | None) -> Nodes | None:
-    """Return the nodes of a file, if one is given.
-
-    Raises:
-        SpecInvalid: the file holds no nodes.
-        OSError: the file cannot be read.
-    """
+    """Return the nodes of a file, if one is given."""
     if file is None:
         return None
     # The client of the cluster takes a second to import, which the rest does not need.
@@ -236,12 +211,7 @@ def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
 
 
 def compare(settings: Settings, files: Sequence[str], where: client.Where, *, nodes_file: str | None) -> Planned:
-    """Compare the tiers of one file with those of another file, or with those in the cluster.
-
-    Raises:
-        OperatorError: a file or the cluster does not allow it.
-        OSError: a file cannot be read.
-    """
+    """Compare the tiers of one file with those of another file, or with those in the cluster."""
     new = {str(names.tier_ref(body)): body for body in read_tiers(files[-1])}
     is_live = len(files) == 1
     old = _live(new.values(), where) if is_live else {str(names.tier_ref(b)): b for b in read_tiers(files[0])}

@@ -178,12 +178,7 @@ def one(document: TierDocument, *, is_verbose: bool = False) -> str:
     """Return a screen about one tier: problems, then engines, use and hits, then the next steps."""
     state = ready(document)
     head = f"{document['tier']}  {document['model']}  Ready={_colored(state)} {state['reason']}\n"
-    parts = (
-        _conditions(document, is_verbose=is_verbose),
-        _engines(document),
-        _use_of_tiers(document),
-        _hits(document),
-    )
+    parts = (_conditions(document, is_verbose=is_verbose), _engines(document), _use_of_tiers(document), _hits(document))
     return (
         head
         + "".join(f"\n{title}\n{text}" for title, text in parts if text)
@@ -318,13 +313,7 @@ def _next(document: TierDocument) -> Iterator[str]:
 @output.output_option()
 @client.cluster_options
 def status(  # noqa: PLR0913 - options
-    tier: str | None,
-    *,
-    all_namespaces: bool,
-    verbose: bool,
-    ask: bool,
-    output_format: str,
-    where: client.Where,
+    tier: str | None, *, all_namespaces: bool, verbose: bool, ask: bool, output_format: str, where: client.Where
 ) -> int:
     """Show problems, sizes, use and hits of TIER, and the next steps; without TIER, one line for each tier.
 

@@ -172,11 +172,7 @@ def gc(target: str, *, config: str | None, yes: bool, output_format: str, where:
 
 
 def is_directory(target: str, where: Where) -> bool:
-    """Return whether a target is a directory and not a tier.
-
-    Raises:
-        UsageError: it looks like a directory that does not exist.
-    """
+    """Return whether a target is a directory and not a tier."""
     if where.namespace:
         return False
     if Path(target).is_dir():
@@ -187,12 +183,7 @@ def is_directory(target: str, where: Where) -> bool:
 
 
 def do(verb: str, target: str, where: Where, options: Mapping[str, Any], tell: Tell) -> tuple[int, Document]:
-    """Run a command on a tier or a directory.
-
-    Raises:
-        ConnectorError: the command cannot be done.
-        ClusterError: the tier or its janitor cannot be reached.
-    """
+    """Run a command on a tier or a directory."""
     options = {name: value for name, value in options.items() if value is not None}
     if is_directory(target, where):
         return commands.do(verb, Path(target), options, tell)
@@ -251,11 +242,7 @@ def _why_not(body: names.Manifest, verb: str) -> str | None:
 
 
 def janitor_pod(tier: str, where: Where, verb: str) -> names.Manifest:
-    """Return the running janitor of a tier, for a command.
-
-    Raises:
-        ClusterError: there is no such tier, it has no janitor, or its connector rules the command out.
-    """
+    """Return the running janitor of a tier, for a command."""
     try:
         namespace = where.asked_namespace
     except ClusterUnavailable as error:

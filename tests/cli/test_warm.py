@@ -148,10 +148,7 @@ def test_each_prompt_is_sent_with_the_served_model_and_the_key(
     )
     assert main(["warm", f"{server.url}/v1", file]) == 0
     assert capsys.readouterr().out == "2 of 2 prompts, 14 tokens\n"
-    assert {(path, body["model"]) for path, body, _, _ in server.asked} == {
-        (prompts.TEXT, "tiny"),
-        (prompts.CHAT, "b"),
-    }
+    assert {(path, body["model"]) for path, body, _, _ in server.asked} == {(prompts.TEXT, "tiny"), (prompts.CHAT, "b")}
     assert {key for *_, key in server.asked} == {"Bearer sesame"}
 
 

@@ -19,10 +19,7 @@ from kvtier_operator.snapshot import Engines, Neighbour, Snapshot
 
 
 @pytest.mark.parametrize(
-    ("connector", "one", "four"),
-    [
-        ({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, "65Gi", "257Gi"),
-    ],
+    ("connector", "one", "four"), [({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, "65Gi", "257Gi")]
 )
 def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod(
     connector: dict[str, Any], one: str, four: str

@@ -17,10 +17,7 @@ from test_bad_input import BAD, tier
 from kvtier_cli.app import main
 from kvtier_localcluster.apiserver import ApiServerThread
 
-MISTAKES = {
-    "a connector that there is not": "LMCache",
-    "a router without a route": "set spec.routing.type to Router",
-}
+MISTAKES = {"a connector that there is not": "LMCache", "a router without a route": "set spec.routing.type to Router"}
 """By their names in test_bad_input.yaml, and what to do."""
 
 

@@ -288,7 +288,7 @@ def test_a_tier_without_a_volume_is_whole() -> None:
     del body["spec"]["volume"]
     made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
     assert {each["kind"] for each in made} == {
-        *("ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"),
+        *("ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount")
     }
 
 

@@ -149,11 +149,7 @@ ENCODER = (
         ({"spec.zzz": {}}, "spec.zzz", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
         ({"spec": ABSENT}, "spec", "must be an object with at least model, cpu and volume"),
         ({"spec": []}, "spec", "must be an object with at least model, cpu and volume"),
-        (
-            {"spec.model.config": {"is_encoder_decoder": True}},
-            "spec.model.config",
-            ENCODER,
-        ),
+        ({"spec.model.config": {"is_encoder_decoder": True}}, "spec.model.config", ENCODER),
         (
             {"spec.engine.env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
             "spec.engine.env",
@@ -227,12 +223,7 @@ EXISTING = {"spec.volume": {"existingClaim": "kv"}}
 @pytest.mark.parametrize(
     ("before", "after", "at", "says"),
     [
-        (
-            {},
-            {"spec.volume.claim.size": "1Ti"},
-            "spec.volume.claim.size",
-            SHRINK,
-        ),
+        ({}, {"spec.volume.claim.size": "1Ti"}, "spec.volume.claim.size", SHRINK),
         ({}, {"spec.volume.claim.accessModes": ["ReadWriteOnce"]}, "spec.volume.claim.accessModes", "{} " + MOVE),
         ({}, {"spec.volume.claim.storageClassName": "nfs"}, "spec.volume.claim", "{}.storageClassName " + MOVE),
         (
@@ -245,18 +236,8 @@ EXISTING = {"spec.volume": {"existingClaim": "kv"}}
         ({}, {"spec.volume.path": "kv"}, "spec.volume.path", "{} " + MOVE),
         ({"spec.volume.path": "kv"}, {}, "spec.volume.path", "{} " + MOVE),
         (EXISTING, {"spec.volume": {"existingClaim": "other"}}, "spec.volume.existingClaim", "{} " + MOVE),
-        (
-            EXISTING,
-            {},
-            "spec.volume",
-            "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE,
-        ),
-        (
-            {},
-            EXISTING,
-            "spec.volume",
-            "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE,
-        ),
+        (EXISTING, {}, "spec.volume", "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE),
+        ({}, EXISTING, "spec.volume", "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE),
     ],
 )
 def test_the_place_of_the_blocks_cannot_change(

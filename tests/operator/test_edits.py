@@ -131,10 +131,7 @@ def test_a_restart_that_is_asked_for_counts_as_an_edit(upgraded: Snapshot) -> No
 
 
 @settings(deadline=None)
-@given(
-    before=st.sampled_from([edit for edit, _, _ in EDITS]),
-    after=st.sampled_from([edit for edit, _, _ in EDITS]),
-)
+@given(before=st.sampled_from([edit for edit, _, _ in EDITS]), after=st.sampled_from([edit for edit, _, _ in EDITS]))
 def test_going_back_costs_what_going_forth_cost(before: dict[str, Any], after: dict[str, Any]) -> None:
     there, back = explain(before, after), explain(after, before)
     assert there.discards_cache == back.discards_cache

@@ -70,12 +70,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, int, int]] = {
         1,
         3,
     ),
-    "Granite hybrid": (
-        without(num_hidden_layers=20, layer_types=(["mamba"] * 9 + ["attention"]) * 2),
-        8192,
-        1,
-        9,
-    ),
+    "Granite hybrid": (without(num_hidden_layers=20, layer_types=(["mamba"] * 9 + ["attention"]) * 2), 8192, 1, 9),
     "Falcon-H1": (without(model_type="falcon_h1"), 131072, 1, 1),
     "fp8 scales in the checkpoint": (
         without(quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}),

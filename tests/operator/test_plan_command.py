@@ -118,16 +118,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
 
 @pytest.mark.parametrize(
     "mistake",
-    [
-        "no JSON",
-        "no config",
-        "no nodes",
-        "no text",
-        "a broken node",
-        "two files",
-        "three files",
-        "a share of nothing",
-    ],
+    ["no JSON", "no config", "no nodes", "no text", "a broken node", "two files", "three files", "a share of nothing"],
 )
 def test_what_cannot_be_planned_is_said_in_words(
     mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ from kvtier_operator.api.rules import (
     BlockTokens,
     ByteQuantity,
     Checked,
+    Converted,
     ObjectName,
     Pasted,
     Rule,
@@ -123,10 +124,7 @@ class TrialRedis(ApiModel):
     memory: ByteQuantity = "4Gi"
     """Memory of its contents. The least recently used go first. The pod asks for a quarter more."""
 
-    @property
-    def memory_bytes(self) -> int:
-        """Return `memory` in bytes."""
-        return quantity.parse_bytes(self.memory)
+    memory_bytes = Converted("memory", quantity.parse_bytes)
 
 
 class LMCacheRedis(ApiModel):
@@ -157,10 +155,7 @@ class LMCacheDisk(ApiModel):
     size: ByteQuantity
     """Size of the directory, for all ranks of one engine together."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Return `size` in bytes."""
-        return quantity.parse_bytes(self.size)
+    size_bytes = Converted("size", quantity.parse_bytes)
 
 
 class LMCache(ApiModel):
@@ -241,10 +236,7 @@ class Hybrid(ApiModel):
         ),
     )
 
-    @property
-    def lmcache_bytes(self) -> int:
-        """Return `lmcache_memory` in bytes."""
-        return quantity.parse_bytes(self.lmcache_memory)
+    lmcache_bytes = Converted("lmcache_memory", quantity.parse_bytes)
 
 
 class FlexKV(ApiModel):
@@ -380,11 +372,7 @@ KINDS: Final = (
     ),
     # It may map /dev/shm or pin memory: the pod has room for either.
     ConnectorKind(
-        type=CUSTOM,
-        settings="custom",
-        needs_settings=True,
-        is_in_shm=True,
-        cleaner="its own configuration bounds it",
+        type=CUSTOM, settings="custom", needs_settings=True, is_in_shm=True, cleaner="its own configuration bounds it"
     ),
 )
 """Every connector; rules list types in this order."""
@@ -437,10 +425,7 @@ class Connector(ApiModel):
     custom: Custom | None = None
     """Settings of `Custom`. Experimental: nothing is known of the connector but its document."""
 
-    rules = (
-        *map(_only_with, _WITH_SETTINGS),
-        *(_needed_by(kind) for kind in _WITH_SETTINGS if kind.needs_settings),
-    )
+    rules = (*map(_only_with, _WITH_SETTINGS), *(_needed_by(kind) for kind in _WITH_SETTINGS if kind.needs_settings))
 
     @property
     def kind(self) -> ConnectorKind:

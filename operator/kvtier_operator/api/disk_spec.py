@@ -16,6 +16,7 @@ from kvtier_operator.api.rules import (
     BlockTokens,
     ByteQuantity,
     Checked,
+    Converted,
     CpuQuantity,
     Keyed,
     ObjectName,
@@ -72,10 +73,7 @@ class Tenants(ApiModel):
         """Return `quotas` in bytes, by tenant."""
         return {entry["tenant"]: quantity.parse_bytes(entry["maxBytes"]) for entry in self.quotas}
 
-    @property
-    def default_bytes(self) -> int:
-        """Return `default_max_size` in bytes; 0 is no limit."""
-        return 0 if self.default_max_size is None else quantity.parse_bytes(self.default_max_size)
+    default_bytes = Converted[int | None]("default_max_size", quantity.parse_bytes)
 
 
 class AdmissionSpec(ApiModel):
@@ -97,8 +95,7 @@ _DAYS: Final = "[1-9][0-9]{0,4}d"
 _DURATION: Final = f"{_DAYS}|([0-9]{{1,6}}h)?([0-9]{{1,6}}m)?([0-9]{{1,6}}s)?"
 
 _IS_PERCENTAGE: Final = Rule.that(
-    TEXT.matches(_PERCENTAGE),
-    'is not a percentage; write a whole number from 1 to 100 and the sign, such as "90%"',
+    TEXT.matches(_PERCENTAGE), 'is not a percentage; write a whole number from 1 to 100 and the sign, such as "90%"'
 )
 _IS_FREE_SPACE: Final = Rule.that(
     TEXT.matches("[1-9]?[0-9]%") | TEXT.test(lambda text: f"isQuantity({text})", quantity.is_quantity),
@@ -150,10 +147,6 @@ def _percent(text: str) -> int:
     return int(text.removesuffix("%"))
 
 
-def _bytes(text: str | None) -> int | None:
-    return None if text is None else quantity.parse_bytes(text)
-
-
 class Budget(ApiModel):
     """How much of the volume the blocks may take, and for how long."""
 
@@ -192,40 +185,13 @@ class Budget(ApiModel):
         ),
     )
 
-    @property
-    def max_bytes(self) -> int | None:
-        """Return `max_size` in bytes; None is no limit."""
-        return _bytes(self.max_size)
-
-    @property
-    def min_bytes(self) -> int | None:
-        """Return `min_size` in bytes; None is no share."""
-        return _bytes(self.min_size)
-
-    @property
-    def high_fraction(self) -> float:
-        """Return `high_watermark` as a fraction."""
-        return _percent(self.high_watermark) / 100
-
-    @property
-    def low_fraction(self) -> float:
-        """Return `low_watermark` as a fraction."""
-        return _percent(self.low_watermark) / 100
-
-    @property
-    def min_free_fraction(self) -> float:
-        """Return `min_free` as a fraction of the volume; 0 where it is an amount."""
-        return _percent(self.min_free) / 100 if self.min_free.endswith("%") else 0.0
-
-    @property
-    def min_free_bytes(self) -> int:
-        """Return `min_free` in bytes; 0 where it is a share."""
-        return 0 if self.min_free.endswith("%") else quantity.parse_bytes(self.min_free)
-
-    @property
-    def ttl_seconds(self) -> int:
-        """Return `ttl` in seconds."""
-        return quantity.parse_seconds(self.ttl)
+    max_bytes = Converted[int | None]("max_size", quantity.parse_bytes)
+    min_bytes = Converted[int | None]("min_size", quantity.parse_bytes)
+    high_fraction = Converted("high_watermark", lambda text: _percent(text) / 100)
+    low_fraction = Converted("low_watermark", lambda text: _percent(text) / 100)
+    min_free_fraction = Converted("min_free", lambda text: _percent(text) / 100 if text.endswith("%") else 0.0)
+    min_free_bytes = Converted("min_free", lambda text: 0 if text.endswith("%") else quantity.parse_bytes(text))
+    ttl_seconds = Converted("ttl", quantity.parse_seconds)
 
 
 class EncryptionSpec(ApiModel):
@@ -369,10 +335,7 @@ class ClaimSpec(ApiModel):
         ),
     )
 
-    @property
-    def size_bytes(self) -> int:
-        """Return `size` in bytes."""
-        return quantity.parse_bytes(self.size)
+    size_bytes = Converted("size", quantity.parse_bytes)
 
 
 class VolumeSpec(ApiModel):
@@ -383,11 +346,7 @@ class VolumeSpec(ApiModel):
     existing_claim: Annotated[ObjectName, Checked((_constant("spec.volume.existingClaim"),))] | None = None
     """Name of a PersistentVolumeClaim in the same namespace, which the operator never changes or deletes. Cannot
     change."""
-    path: Annotated[
-        StrictStr,
-        Field(max_length=256),
-        Checked((_PATH_IS_RELATIVE, _constant("spec.volume.path"))),
-    ] = ""
+    path: Annotated[StrictStr, Field(max_length=256), Checked((_PATH_IS_RELATIVE, _constant("spec.volume.path")))] = ""
     """Directory inside the volume, for a claim that holds other things too; its root if left out. Cannot change."""
     deletion_policy: Literal["Retain", "Delete"] = "Retain"
     """Fate of the claim when this resource is deleted: `Retain` keeps it with its blocks, `Delete` removes a

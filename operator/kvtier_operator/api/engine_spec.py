@@ -22,6 +22,7 @@ from kvtier_operator.api.rules import (
     ApiModel,
     ByteQuantity,
     Checked,
+    Converted,
     CpuQuantity,
     Keyed,
     ObjectName,
@@ -168,10 +169,7 @@ class Accelerator(ApiModel):
     """Memory of one device, such as `80Gi`, to estimate its own KV cache with. Left out, it is read from the nodes'
     label nvidia.com/gpu.memory."""
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """Return `memory` in bytes; None where it is left out."""
-        return None if self.memory is None else quantity.parse_bytes(self.memory)
+    memory_bytes = Converted[int | None]("memory", quantity.parse_bytes)
 
     @property
     def of_plugin(self) -> dict[str, int]:
@@ -345,12 +343,5 @@ class EngineSpec(ApiModel):
         ),
     )
 
-    @property
-    def memory_bytes(self) -> int:
-        """Return `memory` in bytes."""
-        return quantity.parse_bytes(self.memory)
-
-    @property
-    def ephemeral_bytes(self) -> int | None:
-        """Return `ephemeral_storage` in bytes; None where it is left out."""
-        return None if self.ephemeral_storage is None else quantity.parse_bytes(self.ephemeral_storage)
+    memory_bytes = Converted("memory", quantity.parse_bytes)
+    ephemeral_bytes = Converted[int | None]("ephemeral_storage", quantity.parse_bytes)

@@ -105,13 +105,14 @@ def _with_value_of(
     for length in range(len(keys), 0, -1):
         *above, last = keys[:length]
         old, new = _object_at(found, above), _object_at(instead, above)
-        if old is None or last not in old or (new is not None and new.get(last, _ABSENT) == old[last]):
+        if old is None or last not in old or (new is not None and new.get(last, ABSENT) == old[last]):
             continue
-        return _put(found, keys[:length], _ABSENT if new is None else new.get(last, _ABSENT))
+        return with_value(found, keys[:length], ABSENT if new is None else new.get(last, ABSENT))
     return None
 
 
-_ABSENT: Final = object()
+ABSENT: Final = object()
+"""Value of a field that is left out."""
 
 
 def _object_at(document: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any] | None:
@@ -121,12 +122,13 @@ def _object_at(document: Mapping[str, Any], path: Sequence[str]) -> Mapping[str,
     return found if isinstance(found, Mapping) else None
 
 
-def _put(document: Mapping[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+def with_value(document: Mapping[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+    """Return a document with one field set, or left out with `ABSENT`."""
     first, *rest = path
     if rest:
-        return {**document, first: _put(document[first], rest, value)}
+        return {**document, first: with_value(document.get(first, {}), rest, value)}
     kept = {name: item for name, item in document.items() if name != first}
-    return kept if value is _ABSENT else {**kept, first: value}
+    return kept if value is ABSENT else {**kept, first: value}
 
 
 def _path(error: ErrorDetails) -> str:

@@ -65,10 +65,7 @@ class Reason(enum.Enum):
     CLAIM_CANNOT_SHRINK = "ClaimCannotShrink", "The spec asks for less storage than the claim has."
     CLAIM_ALONE = "ClaimAlone", "No other tier is on the claim."
     BUDGETS_FIT = "BudgetsFit", "Other tiers are on the claim, and the budgets of all fit it."
-    BUDGETS_OVERLAP = (
-        "BudgetsOverlap",
-        "Other tiers are on the claim, and together they may take more than it holds.",
-    )
+    BUDGETS_OVERLAP = ("BudgetsOverlap", "Other tiers are on the claim, and together they may take more than it holds.")
     DOES_NOT_FIT = "DoesNotFit", "No node has room for an engine of this size."
     BLOCKS_NOT_WHOLE = "BlocksNotWhole", "spec.disk.blockTokens is no multiple of the engine's own block."
     LAYOUT_NOT_CANONICAL = (

@@ -14,7 +14,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -34,6 +34,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from kvtier_operator import quantity
 
 Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 RULE_BROKEN: Final = "kvtier_rule"
 """Type of the pydantic error that carries the message of a `Rule`."""
@@ -84,10 +85,7 @@ class At:
             to_cel: writes the test of a field that is present, given how CEL refers to it.
             holds: tests the parsed value; None stands for an absent field without a default.
         """
-        return Term(
-            lambda model: self.guard(model, to_cel, holds),
-            lambda value: holds(_resolve(value, self.path)),
-        )
+        return Term(lambda model: self.guard(model, to_cel, holds), lambda value: holds(_resolve(value, self.path)))
 
     def guard(self, root: type[ApiModel] | None, to_cel: Callable[[str], str], holds: Callable[[Any], bool]) -> str:
         """Write a test of the field with a look at each field of the path that may be absent; see `test`."""
@@ -147,8 +145,7 @@ class At:
             )
 
         return Term(
-            to_cel,
-            lambda value: _is_at_most(_resolve(value, self.path), _resolve(value, other.path), is_less=is_less),
+            to_cel, lambda value: _is_at_most(_resolve(value, self.path), _resolve(value, other.path), is_less=is_less)
         )
 
 
@@ -262,10 +259,25 @@ class Checked:
         return _with_rules(handler(schema), self.rules, None)
 
 
+class Converted(Generic[Result]):
+    """Another form of a field of an `ApiModel`; None where the field is left out."""
+
+    def __init__(self, field: str, convert: Callable[[str], Result]) -> None:
+        """Note the field, and what its text is converted by."""
+        self._field, self._convert = field, convert
+
+    def __get__(self, instance: object, _owner: type) -> Result:
+        """Return the value."""
+        text = getattr(instance, self._field)
+        return typing.cast("Result", None) if text is None else self._convert(text)
+
+
 class ApiModel(BaseModel):
     """An object of the API: immutable, camelCase outside, unknown fields refused, every field described."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=to_camel, use_attribute_docstrings=True, ignored_types=(Converted,)
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Rules about several fields of the object; a rule about one field sits on that field."""

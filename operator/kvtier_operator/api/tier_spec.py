@@ -19,7 +19,7 @@ from kvtier_operator.api.disk_spec import NO_VOLUME, SHARED, Disk, Generations, 
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec
 from kvtier_operator.api.model_spec import ONE_PLACE, ModelSpec
 from kvtier_operator.api.routing_spec import KvEvents, Routing
-from kvtier_operator.api.rules import TEXT, ApiModel, ByteQuantity, Checked, ObjectName, Rule, at
+from kvtier_operator.api.rules import TEXT, ApiModel, ByteQuantity, Checked, Converted, ObjectName, Rule, at
 
 
 class Canary(ApiModel):
@@ -118,15 +118,8 @@ class CpuSpec(ApiModel):
         ),
     )
 
-    @property
-    def size_bytes(self) -> int | None:
-        """Return `size` in bytes; None where a fraction is given instead."""
-        return None if self.size is None else quantity.parse_bytes(self.size)
-
-    @property
-    def percent(self) -> int | None:
-        """Return `fraction` as a number; None where a size is given instead."""
-        return None if self.fraction is None else int(self.fraction.removesuffix("%"))
+    size_bytes = Converted[int | None]("size", quantity.parse_bytes)
+    percent = Converted[int | None]("fraction", lambda text: int(text.removesuffix("%")))
 
 
 class TierSpec(ApiModel):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.parse import document, read_leniently
+from kvtier_operator.api.parse import document, read_leniently, with_value
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
 from kvtier_operator.parts.engine import deployment, drift, template_of
@@ -111,7 +111,7 @@ def _merged(runs: TierSpec, wanted: TierSpec, keeps: Callable[[TierSpec], bool])
     found = runs
     for path, _, value in diff.differences(document(runs), document(wanted)):
         try:
-            changed = TierSpec.model_validate(diff.with_value(document(found), path, value))
+            changed = TierSpec.model_validate(with_value(document(found), path, value))
         except ValueError:
             continue
         found = changed if keeps(changed) else found

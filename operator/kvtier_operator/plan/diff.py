@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from kvtier_operator import quantity
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.parse import document
-
-_ABSENT: Final = object()
+from kvtier_operator.api.parse import ABSENT, document, with_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +99,8 @@ def make_diff(
         changes.append(
             Change(
                 field=".".join(("spec", *path)),
-                before=None if was is _ABSENT else was,
-                after=None if becomes is _ABSENT else becomes,
+                before=None if was is ABSENT else was,
+                after=None if becomes is ABSENT else becomes,
                 is_new_generation=alone.generation != old.generation,
                 is_restart=alone.template != old.template,
             )
@@ -162,18 +160,8 @@ def differences(
 ) -> Iterator[tuple[tuple[str, ...], object, object]]:
     """Yield each field that differs; lists are compared whole."""
     for name in dict.fromkeys((*old, *new)):
-        was, becomes = old.get(name, _ABSENT), new.get(name, _ABSENT)
+        was, becomes = old.get(name, ABSENT), new.get(name, ABSENT)
         if isinstance(was, Mapping) and isinstance(becomes, Mapping):
             yield from differences(was, becomes, (*above, name))
         elif was != becomes:
             yield (*above, name), was, becomes
-
-
-def with_value(whole: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
-    """Return the document with one field set, or left out."""
-    name, *rest = path
-    if rest:
-        return {**whole, name: with_value(whole.get(name, {}), tuple(rest), value)}
-    if value is _ABSENT:
-        return {key: item for key, item in whole.items() if key != name}
-    return {**whole, name: value}

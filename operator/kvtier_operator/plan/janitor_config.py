@@ -59,7 +59,7 @@ def make_janitor(
             ttl_seconds=float(budget.ttl_seconds),
             keep_previous=spec.generations.keep_previous,
             quotas=spec.disk.tenants.quota_bytes,
-            default_quota_bytes=spec.disk.tenants.default_bytes,
+            default_quota_bytes=spec.disk.tenants.default_bytes or 0,
             **_events(spec, tier, chunk_tokens),
             layout=spec.connector.layout,
             lease_name=names.janitor(tier),

@@ -106,11 +106,7 @@ _TABLE: Final[tuple[tuple[dict[str, Any], float, tuple[str, ...]], ...]] = (
         61.1,
         ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
     ),
-    (
-        _dense(94, 4096, 64, 4, head_dim=128),
-        471,
-        ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B-Instruct-2507"),
-    ),
+    (_dense(94, 4096, 64, 4, head_dim=128), 471, ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B-Instruct-2507")),
     (
         _dense(48, 2048, 16, 2, head_dim=256, model_type="qwen3_next", **_DELTA_NET),
         163,
@@ -150,15 +146,7 @@ _TABLE: Final[tuple[tuple[dict[str, Any], float, tuple[str, ...]], ...]] = (
     ),
     (
         _dense(
-            32,
-            4096,
-            32,
-            8,
-            attn_layer_period=8,
-            attn_layer_offset=4,
-            mamba_expand=2,
-            mamba_d_state=16,
-            mamba_d_conv=4,
+            32, 4096, 32, 8, attn_layer_period=8, attn_layer_offset=4, mamba_expand=2, mamba_d_state=16, mamba_d_conv=4
         ),
         103,
         ("ai21labs/AI21-Jamba-1.5-Mini",),
