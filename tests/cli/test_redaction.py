@@ -12,6 +12,9 @@ from kvtier_cli import report
 SECRETS = ("hunter2", "hf_abcdefghijkl", "sk-abcdefghijkl", "eyJhbGciOiJI.eyJzdWIiOiIx.sig", "once upon a time", "acme")
 
 
+LEAKS = (*SECRETS, "s3cret", "pw1", "patient")
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -24,18 +27,6 @@ SECRETS = ("hunter2", "hf_abcdefghijkl", "sk-abcdefghijkl", "eyJhbGciOiJI.eyJzdW
         '{"prompt": "once upon a time"}',
         'kvtier_janitor_tenant_used_bytes{tenant="acme"} 5',
         "/var/lib/kvtier/a/tenants/acme/blocks/000/00/x.kvb: No such file",
-    ],
-)
-def test_a_line_loses_what_is_secret(line: str) -> None:
-    assert not any(secret in report.redact_line(line) for secret in SECRETS)
-
-
-LEAKS = ("s3cret", "abc", "pw1", "patient")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
         "export VLLM_API_KEY=s3cret; export AWS_SECRET_ACCESS_KEY=s3cret",
         "MY_KEY=s3cret vllm serve",
         '{"api_key": "s3cret","token":"abc"}',
@@ -71,17 +62,13 @@ def test_a_line_leaves_out_what_may_be_a_secret_or_a_prompt(line: str) -> None:
         "tokenizer='Qwen/Qwen3-8B', max_num_batched_tokens=8192, tokenizer_mode=auto",
         "Avg prompt throughput: 5.0 tokens/s, Avg generation throughput: 3.0 tokens/s",
         "KeyError: 'layers.0'",
+        "INFO 11-22 engine.py:1 ready in 5 s",
+        "kvtier_disk_active 1.0",
+        "",
     ],
 )
 def test_a_line_that_only_looks_like_one_stays(line: str) -> None:
     assert report.redact_line(line) == line
-
-
-@pytest.mark.parametrize(
-    "line", ["INFO 11-22 engine.py:1 ready in 5 s", "prompt throughput: fine", "kvtier_disk_active 1.0", ""]
-)
-def test_a_line_without_a_secret_stays(line: str) -> None:
-    assert report.redact_line(line) == line or "prompt" in line
 
 
 def test_variables_flags_and_documents_of_a_manifest_lose_what_may_be_secret() -> None:

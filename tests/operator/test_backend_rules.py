@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bad_input import Admission, tier
+import yaml
+from chart import tools
+from definition import tier_definition
+from test_bad_input import BAD, Admission, both_refuse, both_take, tier
 
-from kvtier_operator.api import connector_spec, parse
-from kvtier_operator.errors import SpecInvalid
+from kvtier_cli.app import main
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_operator.api import connector_spec
 
 NATIVE = ("Bundled", "VLLMOffloading", "VLLMTiering")
 ALL = (*NATIVE, "SimpleCPU", "LMCache")
@@ -40,30 +47,24 @@ def server() -> Admission:
 def test_a_field_is_honoured_or_refused_by_name(path: str, kind: str, server: Admission) -> None:
     body = tier({"spec.connector": {"type": kind}, f"spec.{path}": VALUES[path]})
     if path in next(row for row in connector_spec.KINDS if row.type == kind).honours:
-        assert server.refusals(body) == []
-        parse(body)
+        both_take(server, body)
         return
-    with pytest.raises(SpecInvalid) as refused:
-        parse(body)
-    at = f"spec.{path}"
-    assert refused.value.field == at
-    assert "is not honoured by this spec.connector.type" in refused.value.message
-    assert "Bundled" in refused.value.message
-    assert server.refusals(body) == [(at, refused.value.message)]
+    at, message = both_refuse(server, body)
+    assert at == f"spec.{path}"
+    assert "is not honoured by this spec.connector.type" in message
+    assert "Bundled" in message
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_spec_that_says_nothing_special_is_taken_by_every_connector(kind: str, server: Admission) -> None:
     body = tier({"spec.connector": {"type": kind}})
-    assert server.refusals(body) == []
-    parse(body)
+    both_take(server, body)
 
 
 def test_behind_nixl_kvtiers_own_connector_honours_what_it_always_does(server: Admission) -> None:
     for path, value in VALUES.items():
         body = tier({"spec.connector": {"type": "Hybrid", "hybrid": {"nixl": {}}}, f"spec.{path}": value})
-        assert server.refusals(body) == [], path
-        parse(body)
+        both_take(server, body)
 
 
 ON_DISK = {"localDisk": {"size": "100Gi"}}
@@ -97,22 +98,15 @@ def test_engine_cores_of_one_pod_do_not_write_into_one_directory(
 ) -> None:
     body = tier({"spec.connector": connector, "spec.engine.args": args})
     if is_taken:
-        assert server.refusals(body) == []
-        parse(body)
+        both_take(server, body)
         return
-    with pytest.raises(SpecInvalid) as refused:
-        parse(body)
-    assert refused.value.field == at
-    assert "raise spec.replicas instead" in refused.value.message
-    assert server.refusals(body) == [(at, refused.value.message)]
+    found, message = both_refuse(server, body)
+    assert (found, "raise spec.replicas instead" in message) == (at, True)
 
 
 def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> None:
-    with_volume, without = (
-        tier({"spec.connector": {"type": "SimpleCPU"}}),
-        tier({"spec.connector": {"type": "SimpleCPU"}}),
-    )
-    del without["spec"]["volume"]
+    with_volume = tier({"spec.connector": {"type": "SimpleCPU"}})
+    without = tier({"spec.connector": {"type": "SimpleCPU"}, "spec.volume": "~remove"})
     assert server.refusals(without) == []
     ((at, message),) = server.refusals(without, with_volume)
     assert at == "spec.volume"
@@ -124,11 +118,8 @@ def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> No
 def test_an_image_whose_lmcache_cannot_start_its_cache_server_is_refused(tag: str, server: Admission) -> None:
     changes = {"spec.connector": {"type": "LMCache", "lmcache": {"mode": "MultiProcess"}}}
     body = tier({**changes, "spec.engine.image": f"registry.example/lmcache/vllm-openai:{tag}"})
-    with pytest.raises(SpecInvalid) as refused:
-        parse(body)
-    assert refused.value.field == "spec.engine.image"
-    assert "LMCache 0.5.6" in refused.value.message
-    assert server.refusals(body) == [("spec.engine.image", refused.value.message)]
+    at, message = both_refuse(server, body)
+    assert (at, "LMCache 0.5.6" in message) == ("spec.engine.image", True)
 
 
 @pytest.mark.parametrize(
@@ -144,5 +135,36 @@ def test_an_image_whose_lmcache_cannot_start_its_cache_server_is_refused(tag: st
 )
 def test_other_images_are_taken(image: str, mode: str, server: Admission) -> None:
     body = tier({"spec.connector": {"type": "LMCache", "lmcache": {"mode": mode}}, "spec.engine.image": image})
-    assert server.refusals(body) == []
-    parse(body)
+    both_take(server, body)
+
+
+MISTAKES = {"a connector that there is not": "LMCache", "a router without a route": "set spec.routing.type to Router"}
+"""By their names in test_bad_input.yaml, and what to do."""
+
+
+@pytest.fixture(scope="module")
+def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    place = tmp_path_factory.mktemp("kubectl")
+    with ApiServerThread() as api:
+        api.create(tier_definition())
+        yield (str(tools.binary("kubectl")), f"--server={api.url}", f"--cache-dir={place}")
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_with_the_field_and_the_remedy_wherever_it_is_typed(
+    mistake: str, kubectl: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad: dict[str, Any] = next(each for each in BAD if each["mistake"] == mistake)
+    file = tmp_path / "tier.yaml"
+    file.write_text(yaml.safe_dump(tier({**bad["set"], "metadata.namespace": "default"})))
+    done = subprocess.run([*kubectl, "apply", "-f", str(file)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode != 0
+    said = [done.stderr]
+    for verb in ("validate", "plan"):
+        assert main([verb, str(file)]) == 1, verb
+        found = capsys.readouterr()
+        said.append(found.out + found.err)
+    for text in said:
+        assert bad["at"] in text
+        assert MISTAKES[mistake] in text

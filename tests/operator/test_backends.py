@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvtier_operator.parts import render
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
-from kvtier_operator.snapshot import ContainerStatus, Engines, Pod, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Engines, Neighbour, Pod, Snapshot
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -339,3 +340,27 @@ def test_mooncakes_own_class_reads_the_file() -> None:
     assert read.master_server_address == "llama-mooncake.serving.svc:50051"
     assert (read.mode, read.global_segment_size, read.local_buffer_size) == ("embedded", 32 << 30, 4 << 30)
     assert environment("mooncake")["MOONCAKE_CONFIG_PATH"] == "/etc/kvtier/mooncake.json"
+
+
+def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod() -> None:
+    def limit(*args: str) -> str:
+        body = tier({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, engine={"args": list(args)})
+        made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+        pod = next(each for each in made if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine")
+        volumes = {each["name"]: each for each in pod["spec"]["template"]["spec"]["volumes"]}
+        return str(volumes["kvtier-offload"]["emptyDir"]["sizeLimit"])
+
+    assert (limit(), limit("--data-parallel-size=4")) == ("65Gi", "257Gi")
+
+
+def test_blocks_of_a_tier_that_is_not_there_have_no_janitor() -> None:
+    spec = parse(tier({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "other"}}}))
+    alone = Snapshot(tier=names.tier_ref(tier()), claim=None, engines=Engines(), pods=(), live={})
+    told = not_applicable("JanitorHealthy", spec, alone)
+    assert told is not None
+    assert (told.reason, told.is_known, told.is_met) == (Reason.JANITOR_MISSING, True, False)
+    assert "spec.connector.hybrid.nixl.blocksOf: there is no tier other" in told.message
+    beside = replace(alone, neighbours=(Neighbour(name="other", max_bytes=None),))
+    found = not_applicable("JanitorHealthy", spec, beside)
+    assert found is not None
+    assert found.reason is Reason.NOT_APPLICABLE

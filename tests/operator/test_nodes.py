@@ -130,30 +130,26 @@ def test_a_node_matches_as_the_scheduler_would_have_it(
 
 
 @pytest.mark.parametrize(
-    ("operator", "values", "matches"),
+    ("key", "operator", "values", "matches"),
     [
-        ("In", ["a", "b"], True),
-        ("NotIn", ["a"], False),
-        ("Exists", None, True),
-        ("DoesNotExist", None, False),
-        ("Gt", ["1"], False),
-        ("In", [], False),
+        ("zone", "In", ["a", "b"], True),
+        ("zone", "NotIn", ["a"], False),
+        ("zone", "Exists", None, True),
+        ("zone", "DoesNotExist", None, False),
+        ("zone", "Gt", ["1"], False),
+        ("zone", "In", [], False),
+        # As numbers, not as texts.
+        ("generation", "Gt", ["9"], True),
+        ("generation", "Lt", ["9"], False),
     ],
 )
-def test_required_affinity_counts(operator: str, values: list[str] | None, matches: bool) -> None:
-    term = {
-        "matchExpressions": [{"key": "zone", "operator": operator, **({} if values is None else {"values": values})}]
-    }
-    required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+def test_required_affinity_counts(key: str, operator: str, values: list[str] | None, matches: bool) -> None:
+    expression = {"key": key, "operator": operator, **({} if values is None else {"values": values})}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
+    required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     parsed = parse(tier(engine={"podTemplate": {"affinity": required}}))
-    assert bool(nodes.matching(parsed, from_objects([node(labels={"zone": "a"})]))) is matches
-
-
-def test_numbers_in_labels_are_compared_as_numbers() -> None:
-    term = {"matchExpressions": [{"key": "gen", "operator": "Gt", "values": ["9"]}]}
-    required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
-    parsed = parse(tier(engine={"podTemplate": {"affinity": required}}))
-    assert nodes.matching(parsed, from_objects([node(labels={"gen": "10"})]))
+    labelled = node(labels={"zone": "a", "generation": "10"})
+    assert bool(nodes.matching(parsed, from_objects([labelled]))) is matches
 
 
 @pytest.mark.parametrize(

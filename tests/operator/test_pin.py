@@ -83,27 +83,6 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
 @pytest.mark.parametrize(
     "change",
     [
-        {"spec": {"replicas": 5}},
-        {"spec": {"paused": False, "engine": {"rollout": {"maxSurge": 1}}}},
-        {"spec": {"volume": {"claim": {"size": "3Ti"}}}},
-        {"spec": {"volume": {"deletionPolicy": "Delete"}}},
-        {"spec": {"disk": {"mode": "ReadOnly"}}},
-        {"metadata": {"annotations": {"example.com/note": "x"}}},
-    ],
-    ids=str,
-)
-def test_an_edit_that_concerns_no_pod_restarts_none_under_another_version(change: dict[str, Any]) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster, OLD)
-    before = template(cluster)
-    cluster.edit(TIER_KEY, change)
-    assert run(cluster, NEW).failure is None
-    assert template(cluster) == before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
         {"spec": {"cpu": {"size": "32Gi"}}},
         {"spec": {"model": {"tokenSecretRef": {"name": "hf"}}}},
         {"spec": {"engine": {"podTemplate": {"nodeSelector": {"zone": "b"}}}}},

@@ -94,37 +94,30 @@ def test_several_tiers_make_several_pages(tmp_path: Path, capsys: pytest.Capture
     assert "\n\nserving/other: " in text
 
 
-def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
-    file = write(tmp_path / "tier.yaml", tier())
-    text = tmp_path / "text.json"
-    text.write_text("{")
-    numbers = tmp_path / "numbers.json"
-    numbers.write_text("[1]")
-    binary, node = tmp_path / "image.png", tmp_path / "node.yaml"
-    binary.write_bytes(b"\x89PNG\xff")
-    node.write_text("{apiVersion: v1, kind: Node, metadata: {}}")
-    share = write(tmp_path / "share.yaml", tier(cpu={"size": None, "fraction": "60%"}))
-    return {
-        "no JSON": ([file, "--config", str(text)], "text.json: is not JSON: "),
-        "no config": ([file, "--config", str(numbers)], "is not a model's config.json: that is one JSON object"),
-        "no nodes": ([file, "--nodes", file], "holds no nodes: kubectl get nodes,pods -A -o yaml prints"),
-        "no text": ([str(binary)], "is not text in UTF-8"),
-        "a broken node": ([file, "--nodes", str(node)], "holds a node or a pod that cannot be read (KeyError('name'))"),
-        "two files": ([file, file], "takes one FILE; to compare two, add --diff"),
-        "three files": (["--diff", file, file, file], "takes OLD and NEW, or one FILE"),
-        "a share of nothing": ([share], "spec.cpu.fraction: is a share of nodes that are not known"),
-    }
-
-
 @pytest.mark.parametrize(
-    "mistake",
-    ["no JSON", "no config", "no nodes", "no text", "a broken node", "two files", "three files", "a share of nothing"],
+    ("words", "message"),
+    [
+        ("TIER --config text.json", "text.json: is not JSON: "),
+        ("TIER --config numbers.json", "is not a model's config.json: that is one JSON object"),
+        ("TIER --nodes TIER", "holds no nodes: kubectl get nodes,pods -A -o yaml prints"),
+        ("image.png", "is not text in UTF-8"),
+        ("TIER --nodes node.yaml", "holds a node or a pod that cannot be read (KeyError('name'))"),
+        ("TIER TIER", "takes one FILE; to compare two, add --diff"),
+        ("--diff TIER TIER TIER", "takes OLD and NEW, or one FILE"),
+        ("share.yaml", "spec.cpu.fraction: is a share of nodes that are not known"),
+    ],
 )
 def test_what_cannot_be_planned_is_said_in_words(
-    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args, message = bad(tmp_path)[mistake]
-    assert main(["plan", *args]) == (2 if mistake in {"two files", "three files"} else 1)
+    monkeypatch.chdir(tmp_path)
+    write(Path("tier.yaml"), tier())
+    write(Path("share.yaml"), tier(cpu={"size": None, "fraction": "60%"}))
+    Path("text.json").write_text("{")
+    Path("numbers.json").write_text("[1]")
+    Path("node.yaml").write_text("{apiVersion: v1, kind: Node, metadata: {}}")
+    Path("image.png").write_bytes(b"\x89PNG\xff")
+    assert main(["plan", *words.replace("TIER", "tier.yaml").split()]) == (2 if "takes" in message else 1)
     assert message in capsys.readouterr().err
 
 

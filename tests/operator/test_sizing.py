@@ -6,9 +6,21 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import tier
 
-from kvtier_operator.plan import engine_args, report
+from kvtier_operator.api import parse
+from kvtier_operator.api.status_schema import PodSizing
+from kvtier_operator.plan import Decisions, engine_args, report
+from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.sizing import GIB, make_sizing
+
+
+def sized(cpu: int, memory: int = GIB, engines: int = 1, *, weights: int = 0, ranks: int = 1) -> PodSizing:
+    engine = {"memory": str(memory), "tensorParallel": ranks, "args": [f"--data-parallel-size={engines}"]}
+    decisions = Decisions(
+        cpu_bytes=cpu, node_bytes=None, cpu_for="", chunking=Chunking(), weight_bytes=weights, model_for=""
+    )
+    return make_sizing(parse(tier(engine=engine)), decisions)
 
 
 @pytest.mark.parametrize(
@@ -24,25 +36,25 @@ def test_every_size_follows_from_the_cpu_tier(
     inputs: tuple[int, int, int], shm_gib: int, memory_gib: float, startup_seconds: int
 ) -> None:
     cpu_gib, engine_gib, engines = inputs
-    sizing = make_sizing(cpu_bytes=cpu_gib * GIB, engine_memory_bytes=engine_gib * GIB, engines_per_pod=engines)
+    sizing = sized(cpu_gib * GIB, engine_gib * GIB, engines)
     assert (sizing.shm_bytes, sizing.memory_bytes) == (shm_gib * GIB, memory_gib * GIB)
     assert sizing.startup_seconds == startup_seconds
 
 
 def test_weights_of_known_size_lengthen_the_startup_budget() -> None:
-    sizing = make_sizing(cpu_bytes=2 * GIB, engine_memory_bytes=GIB, weight_bytes=16 * GIB)
+    sizing = sized(2 * GIB, weights=16 * GIB)
     assert (sizing.startup_base_seconds, sizing.startup_pin_seconds, sizing.startup_load_seconds) == (300, 1, 32)
     assert sizing.startup_seconds == 333
 
 
 @given(
     cpu=st.integers(1, 1 << 50),
-    memory=st.integers(1, 1 << 45),
+    memory=st.integers(1 << 20, 1 << 45),
     engines=st.integers(1, 16),
     weights=st.integers(0, 1 << 45),
 )
 def test_every_sum_is_the_sum_of_its_terms(cpu: int, memory: int, engines: int, weights: int) -> None:
-    sizing = make_sizing(cpu_bytes=cpu, engine_memory_bytes=memory, engines_per_pod=engines, weight_bytes=weights)
+    sizing = sized(cpu, memory, engines, weights=weights)
     assert sizing.shm_bytes == sizing.engines_per_pod * sizing.cpu_bytes + sizing.shm_overhead_bytes
     assert sizing.memory_bytes == sizing.engine_memory_bytes + sizing.shm_bytes + sizing.io_worker_bytes
     assert sizing.startup_seconds == (
@@ -80,14 +92,12 @@ def test_a_flag_is_read_alike_in_every_spelling(args: list[str], found: dict[str
 
 
 def test_no_term_is_larger_than_a_status_can_hold() -> None:
-    sizing = make_sizing(cpu_bytes=1 << 62, engine_memory_bytes=1 << 62, engines_per_pod=9999)
+    sizing = sized(1 << 62, 1 << 62, 9999)
     found = report.terms(sizing, None, node_bytes=None)
     assert found["shmBytes"] == found["memoryBytes"] == 2**63 - 1
 
 
 def test_page_tables_of_a_cpu_tier_of_a_tebibyte_are_counted_for_each_process_that_maps_it() -> None:
-    one, eight = (
-        make_sizing(cpu_bytes=1 << 40, engine_memory_bytes=GIB, workers_per_engine=workers) for workers in (1, 8)
-    )
+    one, eight = (sized(1 << 40, ranks=ranks) for ranks in (1, 8))
     assert eight.io_worker_bytes - one.io_worker_bytes == 7 * 2 * GIB
     assert eight.io_worker_bytes >= 9 * 2 * GIB

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tiers import tier
 
 from kvtier_operator import names
 from kvtier_operator.api import engine_spec, parse
+from kvtier_operator.api.parse import problems
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import render
+from kvtier_operator.parts import engine, render
 from kvtier_operator.plan import make_unchecked_plan
 
 FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.yaml").read_text())
@@ -41,25 +43,17 @@ def vllm_flags() -> list[str]:
 def deployment() -> dict[str, Any]:
     """Return what the operator renders for a tier without additions of its user."""
     body = {**FULL, "spec": {**FULL["spec"], "engine": {}}}
-    tier = names.TierRef(namespace="inference", name="llama", uid="1")
-    rendered = render(make_unchecked_plan(parse(body), tier, connector_image="connector:1"))
+    ref = names.TierRef(namespace="inference", name="llama", uid="1")
+    rendered = render(make_unchecked_plan(parse(body), ref, connector_image="connector:1"))
     return next(manifest for manifest in rendered if manifest["kind"] == "Deployment")
 
 
 def is_accepted(word: str) -> bool:
-    try:
-        parse({"spec": {**FULL["spec"], "engine": {"args": [word]}}})
-    except SpecInvalid:
-        return False
-    return True
+    return not problems({"spec": {**FULL["spec"], "engine": {"args": [word]}}})
 
 
 def is_refused(template: dict[str, Any]) -> bool:
-    try:
-        parse({"spec": {**FULL["spec"], "engine": {"podTemplate": template}}})
-    except SpecInvalid:
-        return True
-    return False
+    return bool(problems({"spec": {**FULL["spec"], "engine": {"podTemplate": template}}}))
 
 
 def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
@@ -102,3 +96,46 @@ def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(dep
     assert directory is not None
     assert directory[1] == variables["HF_HOME"]
     assert set(engine_spec.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    body = tier(modelName="x", cpu={"size": "64GB"}, engine={"nodeSelector": {}})
+    found = {each.field: each.message for each in problems(body)}
+    assert set(found) == {"spec.modelName", "spec.cpu.size", "spec.engine.nodeSelector"}
+    assert 'or "64G" for what is sold as 64GB' in found["spec.cpu.size"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices"),
+    [
+        ({"tensorParallel": 4}, 4),
+        ({"tensorParallel": 4, "accelerator": {"resource": "amd.com/gpu"}}, 4),
+        ({"tensorParallel": 2, "accelerator": {"perPod": 4}}, 4),
+        ({"tensorParallel": 2, "accelerator": {"resource": "none"}}, 1),
+        ({}, 1),
+    ],
+)
+def test_a_pod_has_as_many_devices_as_the_model_is_split_over(settings: dict[str, object], devices: int) -> None:
+    assert parse(tier(engine=settings)).engine.accelerator.per_pod == devices
+
+
+SAME = ["--enable-prefix-caching", "--port=8000", "--host=0.0.0.0"]
+
+
+@pytest.mark.parametrize("args", [[each] for each in SAME] + [[*SAME, "--max-model-len=4096"]])
+def test_a_flag_that_the_operator_sets_to_the_same_is_taken_and_changes_nothing(args: list[str]) -> None:
+    def rendered(*given: str) -> dict[str, Any]:
+        body = tier(engine={"args": list(given)})
+        plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
+        return {"pods": engine.deployment(plan)["spec"]["template"], "generation": plan.generation.digest}
+
+    assert list(parse(tier(engine={"args": args})).engine.args) == args
+    assert rendered(*args) == rendered(*(each for each in args if each not in SAME))
+
+
+@pytest.mark.parametrize(
+    "args", [["--port=8001"], ["--port", "8000"], ["--host=127.0.0.1"], ["--no-enable-prefix-caching"]]
+)
+def test_any_other_value_of_it_is_refused(args: list[str]) -> None:
+    with pytest.raises(SpecInvalid, match="is not yours to set here"):
+        parse(tier(engine={"args": args}))

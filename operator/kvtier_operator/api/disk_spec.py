@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, StringConstraints
 
-from kvtier_connector.contract.engine import COMPRESSION_OFF, KEY_ID_PATTERN, TENANT_PATTERN
+from kvtier_connector.contract.engine import KEY_ID_PATTERN, TENANT_PATTERN
 from kvtier_operator import quantity
 from kvtier_operator.api.rules import (
     TEXT,
@@ -233,11 +233,6 @@ class Disk(ApiModel):
     before compression compute such blocks again. Changing it keeps the cache, and restarts the engines."""
     encryption: EncryptionSpec | None = None
     """Encryption of the blocks on the volume. Without it they lie there as they are."""
-
-    @property
-    def compresses(self) -> bool:
-        """Whether blocks may be compressed when they are written."""
-        return self.compression != COMPRESSION_OFF
 
 
 class Generations(ApiModel):

@@ -18,7 +18,7 @@ from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.api.status_schema import PodSizing
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import canonical, chunks, digest, engine_args, nodes
+from kvtier_operator.plan import canonical, chunks, digest, nodes
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
@@ -40,7 +40,6 @@ __all__ = [
     "make_plan",
     "make_unchecked_plan",
     "releases_claim",
-    "sizing_of",
 ]
 
 SHARED: Final = "ReadWriteMany"
@@ -177,8 +176,7 @@ def decide(
         spec: what the user wants.
         tier: whose.
         snapshot: the cluster; None offline.
-        may_assume: where no node is there to take a share of, assume an amount until there is one: a pod that waits is
-            what makes an autoscaler add the node.
+        may_assume: assume an amount until there is a node to take a share of: a pod that waits makes an autoscaler act.
         is_running: engines were made from this spec; a release that would refuse it for new ones decides all the same.
     """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
@@ -226,7 +224,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         spec=spec,
         connector_image=connector_image,
         decisions=decisions,
-        sizing=sizing_of(spec, decisions),
+        sizing=make_sizing(spec, decisions),
         generation=generation,
         config_text=config_text,
         config_digest=digest.digest_text(config_text),
@@ -255,33 +253,6 @@ def live_text(spec: TierSpec) -> str:
         # Another tier's janitor permits stores of engines that share its blocks.
         # Whatever the connector is: engines of an earlier one may still run, and no janitor be left to bound them.
         needs_permit=spec.connector.blocks_of is not None or spec.janitor.enabled,
-    )
-
-
-def sizing_of(spec: TierSpec, decisions: Decisions) -> PodSizing:
-    """Return the sizes of one engine pod of this spec."""
-    connector = spec.connector
-    return make_sizing(
-        # A file in its place is no memory.
-        cpu_bytes=0 if connector.is_on_node_disk else decisions.cpu_bytes,
-        engine_memory_bytes=spec.engine.memory_bytes,
-        engines_per_pod=engine_args.read(spec.engine.args).engines_per_pod,
-        workers_per_engine=spec.engine.tensor_parallel,
-        compresses=spec.disk.compresses,
-        # Weights pass through this memory, so it bounds them where the model is unknown.
-        weight_bytes=spec.engine.memory_bytes if decisions.weight_bytes is None else decisions.weight_bytes,
-        keeps_weights=not spec.model.name.startswith("/") and not _has_model_volume(spec),
-        is_in_shm=connector.kind.is_in_shm,
-        passing_bytes=connector.passing_bytes,
-        file_bytes=connector.file_bytes(decisions.cpu_bytes),
-    )
-
-
-def _has_model_volume(spec: TierSpec) -> bool:
-    """Tell whether downloads go to a volume of the user's and not to the node's disk."""
-    return any(
-        f"{mount['mountPath'].rstrip('/')}/".startswith(f"{names.MODEL_CACHE}/")
-        for mount in spec.engine.pod_template.volume_mounts
     )
 
 

@@ -26,13 +26,7 @@ WORKING_BYTES: Final = 2 << 30
 
 
 def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) -> Capacity:
-    """Return what the tiers hold.
-
-    Args:
-        spec: what the user wants.
-        decisions: what was made of it.
-        snapshot: the cluster; None offline.
-    """
+    """Return what the tiers hold."""
     disk = _disk_bytes(spec, snapshot)
     kv = kv_of(spec)
     if isinstance(kv, KvUnknown):

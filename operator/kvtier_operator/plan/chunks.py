@@ -50,12 +50,7 @@ class Chunking:
 
 
 def choose_chunking(kv: ModelLayout | KvUnknown, *, asked_tokens: int | None) -> Chunking:
-    """Return the chunk that a spec gets.
-
-    Args:
-        kv: what a token takes.
-        asked_tokens: ``spec.disk.blockTokens``.
-    """
+    """Return the chunk that a spec gets."""
     if asked_tokens is not None:
         return Chunking(tokens=asked_tokens)
     # A block that holds a state is large already, and vLLM offers the tail of a prompt only for single blocks.
@@ -127,14 +122,7 @@ class Checkpoints:
 def choose_checkpoints(
     kv: ModelLayout | KvUnknown, chunking: Chunking, *, args: EngineArgs, config: Mapping[str, Any] | None
 ) -> Checkpoints:
-    """Return the places that engines keep.
-
-    Args:
-        kv: what a token takes.
-        chunking: the size of files.
-        args: the flags of ``spec.engine.args``.
-        config: the model's config.json, where that is known.
-    """
+    """Return the places that engines keep."""
     if isinstance(kv, KvUnknown) or not (kv.has_states or kv.layers.sliding):
         return Checkpoints()
     if args.has(_INTERVAL_FLAG, _STEP_FLAG):

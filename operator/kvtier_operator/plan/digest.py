@@ -25,10 +25,6 @@ DIGEST_LENGTH: Final = 16
 def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields that decide whether an engine of this spec may read a block.
 
-    Args:
-        spec: what the engine is started with.
-        chunking: what it is told about the size of its chunks.
-
     The image stands for what only the engine knows (resolved types, group layout): another image never reads the
     blocks of this one.
     """

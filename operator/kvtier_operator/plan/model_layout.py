@@ -110,11 +110,7 @@ def number(config: Mapping[str, Any], *names: str, default: int | None = None) -
 
 
 def read_layers(config: Mapping[str, Any]) -> Layers:
-    """Count the layers of the language model.
-
-    Raises:
-        ConfigUnclear: the config leaves it open, or the model is built in a way that is not known here.
-    """
+    """Count the layers of the language model."""
     for field, why in _UNEVEN.items():
         if config.get(field):
             raise ConfigUnclear(f"{why} ({field})")
@@ -320,12 +316,7 @@ class KvUnknown:
 
 
 def make_model_layout(config: Mapping[str, Any], layout: EngineLayout) -> ModelLayout | KvUnknown:
-    """Return what one token takes, or why that cannot be told.
-
-    Args:
-        config: the model's config.json, or the part of it that says how large the KV is.
-        layout: how the engine splits it.
-    """
+    """Return what one token takes, or why that cannot be told."""
     text = language_config(config)
     try:
         layers = read_layers(text)
@@ -508,11 +499,7 @@ _STATE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def state_bytes(config: Mapping[str, Any], *, tensor_parallel: int, element_bytes: int) -> int | None:
-    """Return the bytes of one layer's state on one rank, or None for a family that is not known here.
-
-    Raises:
-        ConfigUnclear: a field of a family that is known is missing.
-    """
+    """Return the bytes of one layer's state on one rank, or None for a family that is not known here."""
     shapes = _shapes(config, tensor_parallel)
     if shapes is None:
         return None

@@ -268,17 +268,7 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     node, left = smallest
     engines = engine_args.read(spec.engine.args).engines_per_pod
     each = left * percent // 100 // engines // _UNIT * _UNIT
-    passing = spec.connector.passing_bytes
-    workers = (
-        engines * passing
-        if passing is not None
-        else make_io_worker_bytes(
-            each,
-            engines_per_pod=engines,
-            workers_per_engine=spec.engine.tensor_parallel,
-            compresses=spec.disk.compresses,
-        )
-    )
+    workers = make_io_worker_bytes(spec, each)
     beside = spec.engine.memory_bytes + engines * SHM_OVERHEAD_BYTES + workers + sidecar_requests(spec)[0]
     if each == 0 or engines * each + beside > left:
         return Refusal(

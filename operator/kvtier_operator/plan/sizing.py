@@ -10,8 +10,12 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from kvtier_connector.contract.engine import MOST_DEFAULT_IO_PROCESSES, worker_memory_bytes
+from kvtier_connector.contract.engine import COMPRESSION_OFF, MOST_DEFAULT_IO_PROCESSES, worker_memory_bytes
+from kvtier_operator import names
+from kvtier_operator.api import TierSpec
 from kvtier_operator.api.status_schema import PodSizing
+from kvtier_operator.plan import engine_args
+from kvtier_operator.plan.decisions import Decisions
 
 GIB: Final = 1 << 30
 
@@ -40,59 +44,32 @@ SCRATCH_BYTES: Final = 2 * GIB
 """Compiled kernels, caches and logs on the node's disk."""
 
 
-def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
-    *,
-    cpu_bytes: int,
-    engine_memory_bytes: int,
-    engines_per_pod: int = 1,
-    workers_per_engine: int = 1,
-    compresses: bool = False,
-    weight_bytes: int = 0,
-    keeps_weights: bool = False,
-    is_in_shm: bool = True,
-    passing_bytes: int | None = None,
-    file_bytes: int = 0,
-) -> PodSizing:
-    """Return the sizes of one pod.
-
-    Args:
-        cpu_bytes: pinned host memory of one engine, over all its workers.
-        engine_memory_bytes: what the engine needs beside shared memory: working set and weights on their way.
-        engines_per_pod: engine cores in one pod (data parallelism).
-        workers_per_engine: processes of one engine that each drive an accelerator.
-        compresses: whether blocks may be written compressed.
-        weight_bytes: size of the weights, or what it can be at most; 0 leaves the base to do.
-        keeps_weights: whether they are downloaded to the node's disk.
-        is_in_shm: whether the CPU tier is a file in /dev/shm; otherwise it is memory of the processes themselves.
-        passing_bytes: what blocks pass through on their way to the next tier; None for kvtier's own I/O workers.
-        file_bytes: what blocks take on the node's disk.
-    """
-    overhead = engines_per_pod * SHM_OVERHEAD_BYTES
-    pinned = engines_per_pod * cpu_bytes
-    shm = (pinned if is_in_shm else 0) + overhead
-    passing = (
-        engines_per_pod * passing_bytes
-        if passing_bytes is not None
-        else make_io_worker_bytes(
-            cpu_bytes, engines_per_pod=engines_per_pod, workers_per_engine=workers_per_engine, compresses=compresses
-        )
-    )
+def make_sizing(spec: TierSpec, decisions: Decisions) -> PodSizing:
+    """Return the sizes of one engine pod."""
+    connector, memory = spec.connector, spec.engine.memory_bytes
+    engines = engine_args.read(spec.engine.args).engines_per_pod
+    # A file in its place is no memory.
+    cpu_bytes = 0 if connector.is_on_node_disk else decisions.cpu_bytes
+    # Weights pass through the engine's memory, so it bounds them where the model is unknown.
+    weight_bytes = memory if decisions.weight_bytes is None else decisions.weight_bytes
+    overhead, pinned = engines * SHM_OVERHEAD_BYTES, engines * cpu_bytes
+    passing = make_io_worker_bytes(spec, cpu_bytes)
     pin_seconds = math.ceil(pinned / PIN_BYTES_PER_SECOND)
     load_seconds = math.ceil(weight_bytes / LOAD_BYTES_PER_SECOND)
     return PodSizing(
         cpu_bytes=cpu_bytes,
-        engines_per_pod=engines_per_pod,
+        engines_per_pod=engines,
         shm_overhead_bytes=overhead,
-        shm_bytes=shm,
-        engine_memory_bytes=engine_memory_bytes,
+        shm_bytes=(pinned if connector.kind.is_in_shm else 0) + overhead,
+        engine_memory_bytes=memory,
         io_worker_bytes=passing,
         # tmpfs pages are charged to the pod that wrote them, so the limit has to hold both.
-        memory_bytes=engine_memory_bytes + pinned + overhead + passing,
+        memory_bytes=memory + pinned + overhead + passing,
         weight_bytes=weight_bytes,
         # In whole GiB, as an estimate is written.
         ephemeral_bytes=SCRATCH_BYTES
-        + engines_per_pod * file_bytes
-        + (math.ceil(weight_bytes / GIB) * GIB if keeps_weights else 0),
+        + engines * connector.file_bytes(decisions.cpu_bytes)
+        + (math.ceil(weight_bytes / GIB) * GIB if _keeps_weights(spec) else 0),
         startup_base_seconds=STARTUP_BASE_SECONDS,
         startup_pin_seconds=pin_seconds,
         startup_load_seconds=load_seconds,
@@ -100,15 +77,28 @@ def make_sizing(  # noqa: PLR0913 - what a pod is made of, by name
     )
 
 
-def make_io_worker_bytes(cpu_bytes: int, *, engines_per_pod: int, workers_per_engine: int, compresses: bool) -> int:
-    """Return what moving blocks takes beside the CPU tiers themselves.
+def _keeps_weights(spec: TierSpec) -> bool:
+    """Tell whether weights are downloaded to the node's disk, and not to a volume of the user's."""
+    mounts = (f"{mount['mountPath'].rstrip('/')}/" for mount in spec.engine.pod_template.volume_mounts)
+    return not spec.model.name.startswith("/") and not any(
+        mount.startswith(f"{names.MODEL_CACHE}/") for mount in mounts
+    )
+
+
+def make_io_worker_bytes(spec: TierSpec, cpu_bytes: int) -> int:
+    """Return what moving blocks takes in one pod beside CPU tiers of so many bytes.
 
     Each worker and the scheduler map the whole CPU tier, those that move blocks a part of it, and have a buffer.
     """
-    tables = (workers_per_engine + 1) * -(-cpu_bytes // MAPPED_PER_BYTE)
+    engines = engine_args.read(spec.engine.args).engines_per_pod
+    if spec.connector.passing_bytes is not None:
+        return engines * spec.connector.passing_bytes
+    tables = (spec.engine.tensor_parallel + 1) * -(-cpu_bytes // MAPPED_PER_BYTE)
     blocks = worker_memory_bytes(
-        cpu_bytes, workers=MOST_DEFAULT_IO_PROCESSES, chunk_bytes=MOST_CHUNK_BYTES, compresses=compresses
+        cpu_bytes,
+        workers=MOST_DEFAULT_IO_PROCESSES,
+        chunk_bytes=MOST_CHUNK_BYTES,
+        compresses=spec.disk.compression != COMPRESSION_OFF,
     )
-    each = blocks + tables
     # In steps that people recognise.
-    return -(-engines_per_pod * each // STEP_BYTES) * STEP_BYTES
+    return -(-engines * (blocks + tables) // STEP_BYTES) * STEP_BYTES
