@@ -69,25 +69,26 @@ def locate(gpu_spec: GPULoadStoreSpec, chunk_ids: npt.NDArray[np.int32], blocks_
     The first chunk of a group may be entered in the middle and the last one left early; `block_indices` says at which
     block of the request each group starts.
     """
+    starts = [start % blocks_per_chunk for start in gpu_spec.block_indices]
+    used = [
+        -(-(start + size) // blocks_per_chunk) if size else 0
+        for start, size in zip(starts, gpu_spec.group_sizes, strict=True)
+    ]
+    if sum(used) != len(chunk_ids):
+        raise ValueError(f"the transfer names {len(chunk_ids)} chunks, but its blocks fill {sum(used)}")
     groups = []
     first_block = first_chunk = 0
-    for size, start in zip(gpu_spec.group_sizes, gpu_spec.block_indices, strict=True):
-        places = start % blocks_per_chunk + np.arange(size, dtype=np.int64)
-        chunk_count = int(places[-1]) // blocks_per_chunk + 1 if size else 0
-        chunks = chunk_ids[first_chunk : first_chunk + chunk_count].astype(np.int64)
-        if len(chunks) != chunk_count:
-            raise ValueError(f"the transfer names {len(chunk_ids)} chunks, too few for its blocks")
+    for start, size, count in zip(starts, gpu_spec.group_sizes, used, strict=True):
+        places = start + np.arange(size, dtype=np.int64)
         groups.append(
             _Where(
                 blocks=gpu_spec.block_ids[first_block : first_block + size].astype(np.int64),
-                chunks=chunks[places // blocks_per_chunk],
+                chunks=chunk_ids[first_chunk : first_chunk + count].astype(np.int64)[places // blocks_per_chunk],
                 inner=places % blocks_per_chunk,
             )
         )
         first_block += size
-        first_chunk += chunk_count
-    if first_chunk != len(chunk_ids):
-        raise ValueError(f"the transfer names {len(chunk_ids)} chunks, but its blocks fill {first_chunk}")
+        first_chunk += count
     return groups
 
 
@@ -130,17 +131,10 @@ class CpuCopyWorker(OffloadingWorker):
             page_bytes = tensor.page_size_bytes
             chunk_bytes = shared_bytes[index] if is_canonical else page_bytes
             carve = region.create_next_canonical_view if is_canonical else region.create_next_worker_view
-            row = carve(chunk_bytes * blocks_per_chunk).view(torch.uint8).numpy()
-            self._tensors.append(
-                _Tensor(
-                    engine=tensor.tensor.view(torch.uint8).view((-1, page_bytes)).numpy(),
-                    chunks=np.lib.stride_tricks.as_strided(
-                        row,
-                        shape=(row.shape[0], blocks_per_chunk, chunk_bytes),
-                        strides=(row.strides[0], chunk_bytes, 1),
-                    ),
-                )
-            )
+            rows = carve(chunk_bytes * blocks_per_chunk).view(torch.uint8).numpy()
+            engine = tensor.tensor.view(torch.uint8).view((-1, page_bytes)).numpy()
+            # A view: each row is split where it is.
+            self._tensors.append(_Tensor(engine, rows.reshape(len(rows), blocks_per_chunk, chunk_bytes)))
         self._groups = [[_plan(ref, is_canonical=is_canonical) for ref in group] for group in refs]
         self._finished: list[TransferResult] = []
 

@@ -55,7 +55,6 @@ class AdapterReport(NamedTuple):
     """vLLM's number of the adapter."""
     digest: str | None
     """Digest of the weights; None if vLLM cannot load them."""
-    is_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,6 @@ class AdapterOrders:
     """Requests that this step computes for the first time since their load."""
     ended: Collection[str]
     """Requests that ended before that."""
-    dropped: Collection[int]
-    """Adapters to watch no more: their blocks are not used."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,21 +127,18 @@ class Adapters:
         self._asked: dict[int, LoRARequest] = {}
         self._begun: dict[str, tuple[int, Mapping[int, str]] | None] = {}
         self._ended: list[str] = []
-        self._dropped: set[int] = set()
 
     def read(self, request: LoRARequest) -> Adapter:
         """Return the record of a request's adapter, and ask the workers about it if it is unknown."""
         adapter = self._of(request)
-        number = request.lora_int_id
         if request.load_inplace:
-            for each in self._of_number[number].values():
+            for each in self._of_number[request.lora_int_id].values():
                 each.mix("vLLM loads it in place, which reads its files in each step")
-            self._dropped.add(number)
         elif self._needs_contents and not _CONTENTS.search(request.lora_path):
             adapter.mix("this model has several KV groups, and the path does not name the contents")
         elif adapter.identity is None and not (adapter.is_mixed or adapter.missing):
             adapter.missing = set(range(self._workers))
-            self._asked[number] = request
+            self._asked[request.lora_int_id] = request
         return adapter
 
     def begin(self, name: str, request: LoRARequest | None) -> None:
@@ -164,25 +158,22 @@ class Adapters:
         self._loaded.difference_update(computed)
         if not (computed or self.has_orders):
             return None
-        orders = AdapterOrders(self._asked, self._begun, computed, self._ended, self._dropped)
-        self._asked, self._begun, self._ended, self._dropped = {}, {}, [], set()
+        orders = AdapterOrders(self._asked, self._begun, computed, self._ended)
+        self._asked, self._begun, self._ended = {}, {}, []
         return orders
 
     def take(self, reports: Mapping[int, Iterable[AdapterReport]]) -> None:
         """Record the reports of the workers, by rank."""
         for rank, each in ((rank, each) for rank, several in reports.items() for each in several):
             for adapter in self._of_number[each.number].values():
+                adapter.missing.discard(rank)
                 if each.digest is not None:
                     adapter.note(rank, each.digest, self._workers)
-                    if adapter.is_mixed:
-                        self._dropped.add(each.number)
-                if each.is_answer:
-                    adapter.missing.discard(rank)
 
     @property
     def has_orders(self) -> bool:
         """True while the workers have orders to get."""
-        return bool(self._asked or self._begun or self._ended or self._dropped)
+        return bool(self._asked or self._begun or self._ended)
 
     def _of(self, request: LoRARequest) -> Adapter:
         key = (request.lora_name, request.lora_path)
@@ -219,8 +210,6 @@ class LoadedAdapters:
     def obey(self, orders: AdapterOrders) -> None:
         """Take up the orders of a step."""
         self._asked.update(orders.asked)
-        for number in orders.dropped:
-            self._watched.pop(number, None)
 
     def look(self) -> None:
         """Load and digest what was asked, and compare what vLLM has in memory. Called after a step has computed."""
@@ -236,7 +225,7 @@ class LoadedAdapters:
                 self._watched.setdefault(number, _Watched(request.lora_path))
         if self._watched:
             self._compare()
-        self._reports += [AdapterReport(number, self._digest_of(number), is_answer=True) for number in asked]
+        self._reports += [AdapterReport(number, self._digest_of(number)) for number in asked]
 
     def take_reports(self) -> list[AdapterReport]:
         """Return the reports since the last call."""

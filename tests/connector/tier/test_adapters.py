@@ -321,22 +321,22 @@ def test_an_adapter_that_was_loaded_in_place_before_its_first_request_has_blocks
     assert engine.metric("vllm:kvtier_disk_written_blocks") == before
 
 
-def answer(digest: str | None, *, is_answer: bool = True) -> list[AdapterReport]:
-    return [AdapterReport(request_for(Path("/there")).lora_int_id, digest, is_answer)]
+def report(digest: str | None) -> list[AdapterReport]:
+    return [AdapterReport(request_for(Path("/there")).lora_int_id, digest)]
 
 
 def test_all_ranks_must_know_an_adapter_and_other_numbers_of_ranks_that_hold_the_same_agree() -> None:
     lora = request_for(Path("/there"))
     one, two, apart = Adapters(1), Adapters(2), Adapters(2)
     known = [each.read(lora) for each in (one, two, apart)]
-    one.take({0: answer("same")})
-    two.take({0: answer("same")})
+    one.take({0: report("same")})
+    two.take({0: report("same")})
     assert known[0].identity is not None
     assert known[1].identity is None
     assert known[1].is_pending
-    two.take({1: answer("same")})
+    two.take({1: report("same")})
     assert known[1].identity == known[0].identity
-    apart.take({0: answer("same"), 1: answer("other")})
+    apart.take({0: report("same"), 1: report("other")})
     assert known[2].identity not in {None, known[0].identity}
 
 
@@ -345,11 +345,11 @@ def test_an_adapter_that_cannot_be_loaded_now_is_asked_for_again() -> None:
     lora = request_for(Path("/there"))
     known = adapters.read(lora)
     assert adapters.give_orders([]) is not None
-    adapters.take({0: answer(None)})
+    adapters.take({0: report(None)})
     assert not known.is_pending
     assert known.identity is None
     assert adapters.read(lora).is_pending
-    adapters.take({0: answer("now")})
+    adapters.take({0: report("now")})
     assert known.identity is not None
 
 
@@ -358,14 +358,11 @@ def test_an_adapter_whose_weights_were_replaced_stays_off_the_volume(*, is_in_pl
     adapters = Adapters(1)
     lora = request_for(Path("/there"))
     known = adapters.read(lora)
-    adapters.take({0: answer("one")})
+    adapters.take({0: report("one")})
     if is_in_place:
         adapters.read(request_for(Path("/elsewhere"), inplace=True))
     else:
-        adapters.take({0: answer("other", is_answer=False)})
-    adapters.take({0: answer("one", is_answer=False)})
+        adapters.take({0: report("other")})
+    adapters.take({0: report("one")})
     assert known.identity is None
     assert not adapters.read(lora).is_pending
-    orders = adapters.give_orders([])
-    assert orders is not None
-    assert list(orders.dropped) == [lora.lora_int_id]
