@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import prometheus_client
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector import v1
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.logger import init_logger
@@ -140,6 +141,7 @@ def _reporting(connector: Any, found: Support) -> type:
             return idle_connector(NO_PREFIX_CACHING, orders)(vllm_config, *args, **kwargs)
 
         @classmethod
+        @override
         def build_prom_metrics(
             cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
         ) -> Any:

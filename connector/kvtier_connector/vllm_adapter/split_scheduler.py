@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import Any
 
+from typing_extensions import override
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -48,6 +49,7 @@ class SyncSplitScheduler(Scheduler):
         self._depth = int(self.scheduler_config.async_scheduling)
         """Steps that are scheduled while one is computed."""
 
+    @override
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Have requests join that may, say how much of each head is computed, and schedule as vLLM does."""
         splits = self._splits
@@ -115,6 +117,7 @@ class SyncSplitScheduler(Scheduler):
             left -= tokens
         return limits
 
+    @override
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Let a head compute no more than its share of the step; vLLM asks this of each request that it schedules."""
         splits = self._splits

@@ -250,20 +250,6 @@ def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_p
     assert rig.metric("vllm:kvtier_disk_active") == 0
 
 
-def test_a_volume_that_hangs_at_the_start_leaves_an_engine_that_serves_and_is_used_when_it_answers(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier_connector.vllm_adapter.secondary_tier.OPEN_WAIT_SECONDS", 0.1)
-    rigs.write(keys(2))
-    fs = GatedFs(lambda call, path: path.endswith("tier.json"))
-    rig = rigs.make(fs=fs)
-    assert rig.serve(keys(2), "before", max_steps=0).hit_blocks == 0
-    fs.open_gate()
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is open")
-
-    assert rig.serve(keys(2), "after").hit_blocks == 2
-
-
 def test_a_load_whose_file_vanished_is_a_miss_and_is_not_tried_again(rigs: Rigs) -> None:
     rigs.write(keys(2))
     rig = rigs.make()

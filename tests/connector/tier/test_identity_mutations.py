@@ -7,8 +7,6 @@ must be taken. So the first half of a case fails when somebody leaves the part o
 
 from __future__ import annotations
 
-import functools
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +26,7 @@ from vllm.v1.request import Request
 from kvtier_connector.cascade import attach, requests
 from kvtier_connector.cascade.media import Media
 from kvtier_connector.contract.errors import IdentityMismatch
-from kvtier_connector.store import crypto, reading
-from kvtier_connector.store.blockstore import BlockStore, Hit
-from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header, encode_header, misplaced
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
 from kvtier_connector.vllm_adapter import fingerprint
 from kvtier_connector.vllm_adapter import lora as adapters
 from kvtier_connector.vllm_adapter.fingerprint import LoadedWeights
@@ -98,109 +92,6 @@ def test_every_fact_keeps_an_engine_out_that_differs_in_it_and_no_other_fact_wou
         del each[name]
     claim(tmp_path / "0ther", ours, "0ther")
     claim(tmp_path / "0ther", theirs, "0ther")
-
-
-# What a block file says of itself.
-
-MINE = BlockKey(b"mine" * 8, 0, "alice")
-STRANGERS: dict[str, tuple[BlockKey, Home]] = {
-    "hash": (MINE._replace(hash=b"your" * 8), Home("d1gest", "w1")),
-    "group": (MINE._replace(group=1), Home("d1gest", "w1")),
-    "tenant": (MINE._replace(tenant="bob"), Home("d1gest", "w1")),
-    "digest": (MINE, Home("0ther", "w1")),
-    "epoch": (MINE, Home("d1gest", "w2")),
-}
-PLACES = {
-    "hash": (44, 80),
-    "group": (40, 44),
-    "tenant": (120, 152),
-    "digest": (268, 332),
-    "epoch": (332, 364),
-    "parent": (80, 84, 88, 120),
-    "position": (84, 88),
-    "adapter": (364, 396),
-}
-"""Of the fields in a header, as FORMAT.md has them."""
-
-
-def store_of(tmp_path: Path, home: Home, *, is_encrypted: bool) -> BlockStore:
-    root = tmp_path / "tier" / str(home)
-    claim(root, {}, str(home))
-    keys = tmp_path / "keys"
-    keys.mkdir(exist_ok=True)
-    (keys / "k1").write_bytes(bytes(range(32)))
-    store = BlockStore(root, direct=False, keys_dir=str(keys) if is_encrypted else "")
-    if store.keyring is not None:
-        store.keyring.activate("k1")
-    return store
-
-
-def is_taken(store: BlockStore, key: BlockKey) -> bool:
-    return isinstance(store.get(key, memoryview(bytearray(4096))), Hit)
-
-
-def without(field: str, header: Header, key: BlockKey, home: Home) -> Any:
-    """Do as `misplaced`, without a look at one field."""
-    if field in {"digest", "epoch"}:
-        return misplaced(header._replace(home=header.home._replace(**{field: getattr(home, field)})), key, home)
-    return misplaced(header._replace(key=header.key._replace(**{field: getattr(key, field)})), key, home)
-
-
-@pytest.mark.parametrize("field", STRANGERS)
-def test_a_file_in_the_place_of_another_block_is_no_hit_by_its_header_alone(
-    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = Home("d1gest", "w1")
-    store = store_of(tmp_path, home, is_encrypted=False)
-    store.put(MINE, memoryview(bytes(4096)))
-    key, other_home = STRANGERS[field]
-    stranger = store_of(tmp_path, other_home, is_encrypted=False)
-    file, copied = store_path(tmp_path, home, MINE), store_path(tmp_path, other_home, key)
-    copied.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(file, copied)
-    assert not is_taken(stranger, key)
-    copied.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(file, copied)
-    monkeypatch.setattr(reading, "misplaced", functools.partial(without, field))
-    assert is_taken(stranger, key)
-
-
-def store_path(tmp_path: Path, home: Home, key: BlockKey) -> Path:
-    return tmp_path / "tier" / str(home) / block_path(key)
-
-
-def associated_but(field: str, page: bytes) -> bytes:
-    """Return what the tag covers, without one field."""
-    forged = bytearray(page)
-    for begin, end in zip(PLACES[field][::2], PLACES[field][1::2], strict=True):
-        forged[begin:end] = bytes(end - begin)
-    return page_of_tag(bytes(forged))
-
-
-page_of_tag = crypto._associated
-
-
-@pytest.mark.parametrize("is_covered", [True, False])
-@pytest.mark.parametrize("field", PLACES)
-def test_a_header_that_was_rewritten_without_the_key_is_no_hit_because_the_tag_covers_it(
-    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_covered: bool
-) -> None:
-    if not is_covered:
-        monkeypatch.setattr(crypto, "_associated", functools.partial(associated_but, field))
-    home = Home("d1gest", "w1")
-    store_of(tmp_path, home, is_encrypted=True).put(MINE, memoryview(bytes(4096)), Lineage(b"parent" * 4, 3, "a" * 32))
-    content = store_path(tmp_path, home, MINE).read_bytes()
-    header = decode_header(content)
-    assert isinstance(header, Header)
-    key, other_home = STRANGERS.get(field, (MINE, home))
-    other = {"parent": Lineage(b"others" * 4, 3, "a" * 32), "position": header.lineage._replace(position=4)}
-    lineage = other.get(field, header.lineage._replace(adapter="b" * 32) if field == "adapter" else header.lineage)
-    forged = encode_header(header._replace(key=key, home=other_home, lineage=lineage))
-    place = store_path(tmp_path, other_home, key)
-    stranger = store_of(tmp_path, other_home, is_encrypted=True)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(forged + content[HEADER_BYTES:])
-    assert is_taken(stranger, key) is not is_covered
 
 
 # What decides under which name a request looks for its blocks.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rig import ROW_BYTES, Rig, Rigs, key, keys, wait_until
+from rig import ROW_BYTES, Rig, Rigs, keys, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "io_workers"))
 
@@ -28,7 +28,7 @@ from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.io_workers.buffers import Region
 from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.worker import PoolSettings
-from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
+from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 
@@ -63,18 +63,6 @@ def test_what_one_engine_stored_another_one_serves(rigs: Rigs, rig: Rig) -> None
     assert reader.metric("vllm:kvtier_disk_read_bytes") == 20 * (ROW_BYTES + HEADER_BYTES)
     assert rig.metric("vllm:kvtier_disk_written_blocks") == 20
     reader.close()
-
-
-def test_a_damaged_block_is_a_miss_counted_by_cause_and_is_written_anew(rigs: Rigs) -> None:
-    rigs.write(keys(3))
-    path = rigs.block_file(key(1))
-    path.write_bytes(path.read_bytes()[:-1])
-    rig = rigs.make(io_processes=2)
-
-    assert rig.serve(keys(3), "first").hit_blocks == 1
-    assert rig.metric("vllm:kvtier_disk_misses", "truncated") == 1
-    rig.offload([key(1)])
-    assert rigs.make().serve([key(1)]).hit_blocks == 1
 
 
 def test_workers_that_stop_cost_a_deadline_and_are_replaced(rigs: Rigs) -> None:
@@ -112,22 +100,6 @@ def test_resetting_the_cache_waits_for_the_workers(rigs: Rigs) -> None:
 def test_fewer_than_one_process_is_refused(rigs: Rigs) -> None:
     with pytest.raises(ConfigInvalid, match="io_processes=0 must be between 1"):
         rigs.config_file(io_processes=0)
-
-
-def test_workers_encrypt_with_the_active_key_and_read_nothing_without_it(rigs: Rigs, tmp_path: Path) -> None:
-    keys_dir = tmp_path / "keys"
-    keys_dir.mkdir()
-    (keys_dir / "k1").write_bytes(bytes(range(32)))
-    live = tmp_path / "live.json"
-    live.write_text(engine.encode_live("ReadWrite", active_key="k1"))
-    settings = {"io_processes": 2, "keys_dir": str(keys_dir), "live_file": str(live)}
-    rigs.make(**settings).offload(keys(5))
-
-    assert rigs.make(**settings).serve(keys(5)).hit_blocks == 5
-    header = decode_header(rigs.block_file(key(1)).read_bytes())
-    assert isinstance(header, Header)
-    assert header.seal.key_id == "k1"
-    assert rigs.make(io_processes=2).serve(keys(5), "keyless").hit_blocks == 0
 
 
 def test_workers_that_die_cost_no_breaker_and_the_tier_is_inert_until_they_are_back(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that kvtier overrides, calls and reads of vLLM's private interface, and a comparison with the installed vLLM."""
+"""All that kvtier calls and reads of vLLM's private interface, and a comparison with the installed vLLM."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ class Use:
 
     owner: str
     """``package.module`` or ``package.module:Class``."""
-    overridden: tuple[str, ...] = ()
-    """Methods that a derived class overrides, with every parameter that vLLM may pass, in order."""
     called: tuple[str, ...] = ()
     """Functions and methods that kvtier calls, with the arguments; ``__init__`` for a constructor."""
-    read: tuple[str, ...] = ()
-    """Attributes of the module, of the class or of its instances."""
+    read: str = ""
+    """Attributes of the module, of the class or of its instances, with spaces between."""
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each difference."""
@@ -37,12 +35,10 @@ class Use:
             yield f"{module_name} has no {class_name}"
             return
         shown = self.owner.rpartition(".")[2].replace(":", ".")
-        for written in self.overridden:
-            yield from _mismatch(shown, owner, _Call.parse(written), is_overridden=True)
         for written in self.called:
-            yield from _mismatch(shown, owner, _Call.parse(written), is_overridden=False)
+            yield from _mismatch(shown, owner, _Call.parse(written))
         known = names_of(owner) if self.read else set()
-        yield from (f"{shown} has no {name}" for name in self.read if name not in known and not name.endswith("?"))
+        yield from (f"{shown} has no {name}" for name in self.read.split() if name not in known and name[-1] != "?")
 
 
 class _Call(NamedTuple):
@@ -58,7 +54,7 @@ class _Call(NamedTuple):
         return cls(name, tuple(w.rstrip("?") for w in words), frozenset(w[:-1] for w in words if w.endswith("?")))
 
 
-def _mismatch(shown: str, owner: Any, call: _Call, *, is_overridden: bool) -> Iterator[str]:
+def _mismatch(shown: str, owner: Any, call: _Call) -> Iterator[str]:
     function = getattr(owner, call.name, None)
     if not callable(function):
         yield f"{shown} has no {call.name}"
@@ -71,10 +67,7 @@ def _mismatch(shown: str, owner: Any, call: _Call, *, is_overridden: bool) -> It
     named = [each for each in parameters if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
     theirs = [each.name for each in named]
     lacking = [name for name in call.parameters if name not in theirs and name not in call.optional]
-    if is_overridden:
-        surplus = [name for name in theirs if name not in call.parameters]
-    else:
-        surplus = [each.name for each in named if each.default is each.empty and each.name not in call.parameters]
+    surplus = [each.name for each in named if each.default is each.empty and each.name not in call.parameters]
     in_order = [name for name in call.parameters if name in theirs]
     if lacking or surplus or in_order != [name for name in theirs if name in call.parameters]:
         yield f"{shown}.{call.name} takes ({', '.join(theirs)}), and we know ({', '.join(call.parameters)})"
@@ -104,199 +97,106 @@ _CORE = "vllm.v1.core"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 _OFFLOADING = f"{_CONNECTOR}.offloading"
 
-_CONNECTOR_USES = (
+USES = (
     Use(
         f"{_CONNECTOR}.offloading_connector:OffloadingConnector",
-        overridden=(
-            "__init__(vllm_config, role, kv_cache_config)",
-            "bind_kv_cache_manager(kv_cache_manager)",
-            "get_transfer_results(finished_req_ids)",
-            "get_block_ids_with_load_errors()",
-            "get_handshake_metadata()",
-            "set_xfer_handshake_metadata_pp_aware(metadata)",
-            "get_required_kvcache_layout(vllm_config)",
-            "build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
-        ),
-        read=("_canonical_layout", "connector_scheduler", "connector_worker"),
+        read="_canonical_layout connector_scheduler connector_worker",
     ),
     Use(f"{_CONNECTOR}.base:KVConnectorBase_V1", called=("__init__(vllm_config, role, kv_cache_config)",)),
-    Use(f"{_CONNECTOR}.base:KVConnectorTransferResults", read=("failed_recving",)),
+    Use(f"{_CONNECTOR}.base:KVConnectorTransferResults", read="failed_recving"),
     Use(f"{_OFFLOADING}.config", called=("build_offloading_config(vllm_config, kv_cache_config)",)),
     Use(f"{_OFFLOAD}.factory:OffloadingSpecFactory", called=("create_spec(config)",)),
-    Use("vllm.config:KVTransferConfig", read=("kv_connector_extra_config", "kv_load_failure_policy")),
-)
-
-_SCHEDULER_USES = (
+    Use("vllm.config:KVTransferConfig", read="kv_connector_extra_config kv_load_failure_policy"),
     Use(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        overridden=(
-            "schedule(throttle_prefills)",
-            "_reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)",
-        ),
         called=(
             "__init__(vllm_config, kv_cache_config, structured_output_manager, block_size)",
             "_inflight_prefill_reserved_blocks()",
             "_preempt_request(request, timestamp, drop_stale_output)",
         ),
-        read=(
-            "block_size",
-            "connector",
-            "kv_cache_manager",
-            "max_num_scheduled_tokens",
-            "running",
-            "scheduler_config",
-            "vllm_config",
-            "waiting",
-        ),
+        read="block_size connector kv_cache_manager max_num_scheduled_tokens running scheduler_config "
+        "vllm_config waiting",
     ),
     Use(
         f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler",
-        overridden=(
-            "__init__(spec, vllm_config, kv_cache_config)",
-            "on_new_request(request)",
-            "get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)",
-            "update_state_after_alloc(request, blocks, num_external_tokens)",
-            "build_connector_meta(scheduler_output)",
-            "update_connector_output(connector_output)",
-            "has_pending_push_work()",
-            "request_finished(request)",
-            "reset_cache()",
-            "_lookup(req_status, max_num_new_tokens)",
-            "_maximal_prefix_lookup(keys, req_context, req, group_config, start_chunk_idx)",
-            "_update_req_states(scheduler_output)",
-            "_build_store_jobs(scheduler_output)",
-            "_build_partial_tail_store_jobs(scheduler_output)",
+        called=(
+            "_generate_job_id()",
+            "_calc_num_offloadable_tokens(req_status, num_computed_tokens)",
         ),
-        called=("_generate_job_id()", "_calc_num_offloadable_tokens(req_status, num_computed_tokens)"),
-        read=(
-            "manager",
-            "config",
-            "_req_status",
-            "_jobs",
-            "_current_batch_load_jobs",
-            "_current_batch_jobs_to_flush",
-            "_current_batch_sync_loads?",
-            "_current_batch_sync_load_bytes?",
-            "_chunks_being_loaded",
-            "_full_attention_groups",
-            "_sliding_window_groups",
-            "_events_tracker",
-        ),
+        read="manager config _req_status _jobs _current_batch_load_jobs _current_batch_jobs_to_flush "
+        "_current_batch_sync_loads? _current_batch_sync_load_bytes? _chunks_being_loaded "
+        "_full_attention_groups _sliding_window_groups _events_tracker",
     ),
     Use(
         f"{_OFFLOADING}.scheduler:RequestOffloadState",
         called=("update_offload_keys()",),
-        read=(
-            "req",
-            "req_context",
-            "group_states",
-            "max_load_tokens",
-            "max_offload_tokens",
-            "num_locally_computed_tokens",
-            "transfer_jobs",
-        ),
+        read="req req_context group_states max_load_tokens max_offload_tokens num_locally_computed_tokens "
+        "transfer_jobs",
     ),
-    Use(f"{_OFFLOADING}.scheduler:RequestGroupState", read=("offload_keys", "next_stored_chunk_idx")),
-    Use(f"{_OFFLOADING}.scheduler:GroupOffloadConfig", called=("load_window_size_in_chunks(num_tokens)",)),
+    Use(f"{_OFFLOADING}.scheduler:RequestGroupState", read="offload_keys next_stored_chunk_idx"),
     Use(
         f"{_OFFLOADING}.scheduler:GroupOffloadConfig",
-        read=("tokens_per_chunk", "kv_cache_spec", "sliding_window_size_in_chunks"),
+        called=("load_window_size_in_chunks(num_tokens)",),
+        read="tokens_per_chunk kv_cache_spec sliding_window_size_in_chunks",
     ),
-    Use("vllm.v1.kv_cache_interface:SlidingWindowSpec", read=("sliding_window", "extra_retained_tokens")),
+    Use("vllm.v1.kv_cache_interface:SlidingWindowSpec", read="sliding_window extra_retained_tokens"),
     Use(
         f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig",
-        read=("kv_group_configs", "blocks_per_chunk", "num_workers", "offload_prompt_only"),
+        read="kv_group_configs blocks_per_chunk num_workers offload_prompt_only",
     ),
     Use(
         f"{_OFFLOADING}.scheduler:TransferJobStatus",
         called=("__init__(req_id, pending_count, keys, is_store)",),
-        read=("pending_count", "is_store"),
+        read="pending_count is_store",
     ),
-    Use(f"{_OFFLOADING}.common:TransferJob", called=("__init__(req_id, src_spec, dst_spec)",), read=("dst_spec",)),
+    Use(f"{_OFFLOADING}.common:TransferJob", called=("__init__(req_id, src_spec, dst_spec)",), read="dst_spec"),
     Use(
         f"{_OFFLOADING}.common:OffloadingConnectorMetadata",
         called=("__init__(load_jobs, store_jobs, jobs_to_flush)",),
-        read=("load_jobs", "store_jobs", "jobs_to_flush"),
+        read="load_jobs store_jobs jobs_to_flush",
     ),
     Use(
         f"{_OFFLOADING}.common:OffloadingWorkerMetadata",
-        overridden=("aggregate(other)",),
         called=("__init__(completed_jobs, transfer_stats)",),
-        read=("completed_jobs", "transfer_stats"),
+        read="completed_jobs transfer_stats",
     ),
     Use(
         f"{_OFFLOADING}.events:OffloadingEventsTracker",
         called=("record_lookup(req, group_config, chunk_idx, offload_key)",),
-        read=("self_describing_enabled",),
+        read="self_describing_enabled",
     ),
     Use(
         f"{_CORE}.sched.output:SchedulerOutput",
-        read=(
-            "scheduled_new_reqs",
-            "scheduled_cached_reqs",
-            "num_scheduled_tokens",
-            "finished_req_ids",
-            "preempted_req_ids",
-            "kv_connector_block_state",
-        ),
+        read="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
+        "preempted_req_ids kv_connector_block_state",
     ),
-    Use(f"{_CORE}.sched.output:KVConnectorBlockState", read=("boundary_state_offloads",)),
-    Use(f"{_CORE}.sched.output:CachedRequestData", read=("req_ids", "resumed_req_ids", "new_block_ids")),
-    Use(f"{_CORE}.sched.output:NewRequestData", read=("req_id",)),
-    Use(f"{_CORE}.kv_cache_manager:KVCacheManager", called=("prefix_cache_lookup_enabled(request)",)),
-    Use(f"{_CORE}.kv_cache_manager:KVCacheManager", read=("block_pool", "coordinator")),
-    Use(f"{_CORE}.block_pool:BlockPool", called=("get_num_free_blocks()",)),
-    Use(f"{_CORE}.block_pool:BlockPool", read=("cached_block_hash_to_block", "num_gpu_blocks")),
+    Use(f"{_CORE}.sched.output:KVConnectorBlockState", read="boundary_state_offloads"),
+    Use(f"{_CORE}.sched.output:CachedRequestData", read="req_ids resumed_req_ids new_block_ids"),
+    Use(f"{_CORE}.sched.output:NewRequestData", read="req_id"),
+    Use(
+        f"{_CORE}.kv_cache_manager:KVCacheManager",
+        called=("prefix_cache_lookup_enabled(request)",),
+        read="block_pool coordinator",
+    ),
+    Use(
+        f"{_CORE}.block_pool:BlockPool",
+        called=("get_num_free_blocks()",),
+        read="cached_block_hash_to_block num_gpu_blocks",
+    ),
     Use(
         f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator",
         called=("find_longest_cache_hit(block_hashes, max_cache_hit_length)",),
     ),
-    Use("vllm.v1.outputs:KVConnectorOutput", read=("finished_recving", "kv_connector_worker_meta")),
+    Use("vllm.v1.outputs:KVConnectorOutput", read="finished_recving kv_connector_worker_meta"),
     Use(
         "vllm.v1.request:Request",
-        read=(
-            "request_id",
-            "cache_salt",
-            "kv_hints?",
-            "kv_transfer_params",
-            "lora_request",
-            "block_hashes",
-            "num_tokens",
-            "num_prompt_tokens",
-            "num_output_tokens",
-            "num_preemptions",
-            "arrival_time",
-            "skip_reading_prefix_cache",
-            "num_in_flight_tokens",
-            "num_stale_output_tokens",
-            "drop_stale_output",
-            "num_output_placeholders",
-            "events",
-            "prefill_stats",
-            "num_computed_tokens",
-            "num_tokens_with_spec",
-            "sampling_params",
-            "mm_features",
-        ),
+        read="request_id cache_salt kv_hints? kv_transfer_params lora_request block_hashes num_tokens "
+        "num_prompt_tokens num_output_tokens num_preemptions arrival_time skip_reading_prefix_cache "
+        "num_in_flight_tokens num_stale_output_tokens drop_stale_output num_output_placeholders "
+        "events prefill_stats num_computed_tokens num_tokens_with_spec sampling_params mm_features",
     ),
-)
-
-_MANAGER_USES = (
     Use(
         f"{_OFFLOAD}.tiering.manager:TieringOffloadingManager",
-        overridden=(
-            "lookup(key, req_context, exclude_tier_idx)",
-            "prepare_store(keys, req_context)",
-            "prepare_load(keys, req_context)",
-            "complete_load(keys, req_context)",
-            "on_schedule_end(context)",
-            "on_request_finished(req_context, exclude_tier_idx)",
-            "has_pending_work()",
-            "get_stats()",
-            "reset_cache()",
-            "_process_finished_jobs(tiers?)",
-            "_complete_promotion(job_metadata, completed_job)",
-        ),
         called=(
             "__init__(primary_tier, secondary_tiers)",
             "create_store_job(keys, req_context, tier_idx)",
@@ -304,7 +204,7 @@ _MANAGER_USES = (
             "_next_job_id()",
             "_register_job(transfer_job, tier_idx)",
         ),
-        read=("primary_tier", "_jobs", "_metrics", "_request_load_sources"),
+        read="primary_tier _jobs _metrics _request_load_sources",
     ),
     Use(
         f"{_OFFLOAD}.tiering.manager:CPUPrimaryTierOffloadingManager",
@@ -319,24 +219,20 @@ _MANAGER_USES = (
             "_get_num_free_chunks()",
             "shutdown()",
         ),
-        read=(
-            "_policy",
-            "_num_evictable_cache_chunks",
-            "_num_write_pending_chunks",
-            "events",
-            "prepare_write",
-            "complete_write",
-            "complete_read",
-        ),
+        read="_policy _num_evictable_cache_chunks _num_write_pending_chunks events prepare_write "
+        "complete_write complete_read",
     ),
     Use(f"{_OFFLOAD}.cpu.policies.base:CachePolicy", called=("get(key)",)),
-    Use(f"{_OFFLOAD}.cpu.policies.base:ChunkStatus", read=("chunk_id", "is_ready", "ref_cnt")),
-    Use(f"{_OFFLOAD}.cpu.common:CPULoadStoreSpec", called=("__init__(block_ids)",), read=("block_ids",)),
-    Use(f"{_OFFLOAD}.base:PrepareStoreOutput", read=("keys_to_store", "store_spec")),
+    Use(f"{_OFFLOAD}.cpu.policies.base:ChunkStatus", read="chunk_id is_ready ref_cnt"),
+    Use(f"{_OFFLOAD}.cpu.common:CPULoadStoreSpec", called=("__init__(block_ids)",), read="block_ids"),
+    Use(f"{_OFFLOAD}.base:PrepareStoreOutput", read="keys_to_store store_spec"),
     Use(
         f"{_OFFLOAD}.tiering.metrics:TieringMetricsTracker",
-        called=("tier_label(tier_idx)", "on_promotion_allocation_failure()"),
-        read=("primary_tier_label",),
+        called=(
+            "tier_label(tier_idx)",
+            "on_promotion_allocation_failure()",
+        ),
+        read="primary_tier_label",
     ),
     Use(
         f"{_OFFLOADING}.metrics:OffloadingConnectorStats",
@@ -347,35 +243,13 @@ _MANAGER_USES = (
             "is_empty()",
         ),
     ),
-)
-
-_WORKER_USES = (
     Use(
         f"{_OFFLOADING}.worker:OffloadingConnectorWorker",
-        overridden=(
-            "__init__(spec, vllm_config, kv_cache_config)",
-            "register_kv_caches(kv_caches)",
-            "handle_preemptions(kv_connector_metadata)",
-            "start_kv_transfers(metadata)",
-            "get_finished(finished_req_ids)",
-            "build_connector_worker_meta()",
-        ),
-        read=("_load_jobs", "_unsubmitted_store_jobs", "kv_cache_config", "spec", "vllm_config"),
+        read="_load_jobs _unsubmitted_store_jobs kv_cache_config spec vllm_config",
     ),
     Use(
         f"{_OFFLOAD}.cpu.spec:CPUOffloadingSpec",
-        overridden=("get_worker(kv_caches)",),
-        read=("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "blocks_per_chunk", "config"),
-    ),
-    Use(
-        f"{_OFFLOAD}.base:OffloadingWorker",
-        overridden=(
-            "submit_store(job_id, src_spec, dst_spec)",
-            "submit_load(job_id, src_spec, dst_spec, expedited?)",
-            "get_finished()",
-            "wait(job_ids)",
-            "shutdown()",
-        ),
+        read="num_chunks kv_bytes_per_chunk cpu_page_size_per_worker blocks_per_chunk config",
     ),
     Use(
         f"{_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion",
@@ -388,90 +262,54 @@ _WORKER_USES = (
     Use(
         f"{_OFFLOAD}.base:GPULoadStoreSpec",
         called=("__init__(block_ids, group_sizes, block_indices)",),
-        read=("block_ids", "group_sizes", "block_indices"),
+        read="block_ids group_sizes block_indices",
     ),
     Use("vllm.lora.model_manager:LoRAModelManager", called=("list_adapters()",)),
     Use("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", called=("add_lora(lora_request)",)),
-    Use("vllm.v1.worker.gpu_model_runner:GPUModelRunner", called=("get_model()", "add_lora(lora_request)")),
-    Use(f"{_OFFLOAD}.base:CanonicalKVCaches", read=("tensors", "group_data_refs")),
-    Use(f"{_OFFLOAD}.base:CanonicalKVCacheTensor", read=("tensor", "page_size_bytes")),
-    Use(f"{_OFFLOAD}.base:CanonicalKVCacheRef", read=("tensor_idx", "page_size_bytes")),
+    Use(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        called=(
+            "get_model()",
+            "add_lora(lora_request)",
+        ),
+    ),
+    Use(f"{_OFFLOAD}.base:CanonicalKVCaches", read="tensors group_data_refs"),
+    Use(f"{_OFFLOAD}.base:CanonicalKVCacheTensor", read="tensor page_size_bytes"),
+    Use(f"{_OFFLOAD}.base:CanonicalKVCacheRef", read="tensor_idx page_size_bytes"),
     Use(f"{_OFFLOAD}.base:TransferResult", called=("__init__(job_id, success, transfer_size, transfer_time)",)),
-)
-
-_TIER_USES = (
     Use(
         f"{_OFFLOAD}.tiering.factory:SecondaryTierFactory",
         called=("create_secondary_tier(tier_config, primary_kv_view, offloading_spec)",),
     ),
-    Use(
-        f"{_OFFLOAD}.tiering.base:SecondaryTierManager",
-        overridden=(
-            "__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)",
-            "build_metric_definitions(extra_config)",
-            "on_new_request(req_context)",
-            "lookup(key, req_context)",
-            "submit_load(job_metadata)",
-            "submit_store(job_metadata)",
-            "get_finished_jobs()",
-            "on_schedule_end(context)",
-            "on_request_finished(req_context)",
-            "has_pending_work()",
-            "take_events()",
-            "drain_jobs()",
-            "get_stats()",
-            "shutdown()",
-        ),
-        read=("locality", "medium", "cache_hit_source"),
-    ),
+    Use(f"{_OFFLOAD}.tiering.base:SecondaryTierManager", read="locality medium cache_hit_source"),
     Use(
         f"{_OFFLOAD}.tiering.spec:TieringOffloadingSpec",
-        overridden=("__init__(config)", "get_manager()", "get_worker(kv_caches)"),
-        read=(
-            "_manager",
-            "_worker",
-            "cache_policy_module_path",
-            "eviction_policy",
-            "kv_events_config",
-            "secondary_tier_configs",
-            "blocks_per_chunk",
-            "config",
-            "cpu_page_size_per_worker",
-            "kv_bytes_per_chunk",
-            "num_chunks",
-            "replicated_layout",
-            "cpu_info?",
-        ),
+        read="_manager _worker cache_policy_module_path eviction_policy kv_events_config "
+        "secondary_tier_configs blocks_per_chunk config cpu_page_size_per_worker kv_bytes_per_chunk "
+        "num_chunks replicated_layout cpu_info?",
     ),
     Use(
         f"{_OFFLOAD}.base:ReqContext",
-        called=("get_state(cls)", "set_state(val)", "get_offload_key_position(key)"),
-        read=("req_id", "kv_transfer_params", "_offload_key_positions"),
+        called=(
+            "get_state(cls)",
+            "set_state(val)",
+            "get_offload_key_position(key)",
+        ),
+        read="req_id kv_transfer_params _offload_key_positions",
     ),
-    Use(f"{_OFFLOAD}.base:ScheduleEndContext", read=("new_req_ids", "preempted_req_ids")),
-    Use(f"{_OFFLOAD}.base:LookupResult", read=("HIT", "HIT_PENDING", "MISS", "RETRY")),
-    Use(f"{_OFFLOAD}.tiering.base:TransferJob", read=("job_id", "keys", "chunk_ids", "is_promotion", "req_context")),
+    Use(f"{_OFFLOAD}.base:ScheduleEndContext", read="new_req_ids preempted_req_ids"),
+    Use(f"{_OFFLOAD}.base:LookupResult", read="HIT HIT_PENDING MISS RETRY"),
+    Use(f"{_OFFLOAD}.tiering.base:TransferJob", read="job_id keys chunk_ids is_promotion req_context"),
     Use(
         f"{_OFFLOAD}.tiering.base:JobResult",
         called=("__init__(job_id, success, successful_keys, transfer_time, transfer_bytes)",),
     ),
     Use(
         f"{_OFFLOAD}.config:OffloadingConfig",
-        read=(
-            "groups",
-            "model",
-            "cache",
-            "parallel",
-            "engine_id",
-            "canonical_layout",
-            "replicated_layout",
-            "kv_cache_layout",
-        ),
+        read="groups model cache parallel engine_id canonical_layout replicated_layout kv_cache_layout",
     ),
     Use(
         f"{_OFFLOAD}.config:OffloadingParallelConfig",
-        read=("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "is_parallelism_agnostic"),
+        read="rank world_size tp_size pp_size pcp_size dcp_size is_parallelism_agnostic",
     ),
 )
-
-USES = (*_CONNECTOR_USES, *_SCHEDULER_USES, *_MANAGER_USES, *_WORKER_USES, *_TIER_USES)
