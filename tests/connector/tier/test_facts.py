@@ -87,18 +87,6 @@ def test_what_is_not_known_is_not_what_is_known() -> None:
     assert unknown["engine.dtype"] is None
 
 
-def test_a_stranger_is_refused_with_the_field_in_a_metric(rigs: Rigs) -> None:
-    rig = rigs.make()
-    rig.offload(keys(2))
-    assert rig.metric("vllm:kvtier_disk_refused", "model_name") == 0
-    stranger = rigs.make(identity={"model_name": "org/other"})
-    assert stranger.metric("vllm:kvtier_disk_refused", "model_name") == 1
-    assert stranger.metric("vllm:kvtier_disk_active") == 0
-    assert stranger.serve(keys(2)).hit_blocks == 0
-    stranger.offload(keys(1, first=30))
-    assert len(list(rigs.root.rglob("*.kvb"))) == 2
-
-
 def test_an_engine_that_was_started_for_another_generation_leaves_the_volume_alone(rigs: Rigs) -> None:
     old = rigs.make(options={"generation": "0" * 16})
     assert old.metric("vllm:kvtier_disk_refused", "generation") == 1

@@ -250,22 +250,6 @@ def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_p
     assert rig.metric("vllm:kvtier_disk_active") == 0
 
 
-def test_a_load_whose_file_vanished_is_a_miss_and_is_not_tried_again(rigs: Rigs) -> None:
-    rigs.write(keys(2))
-    rig = rigs.make()
-    context = rig.request("r")
-    wait_until(lambda: rig.find(keys(1), context) == 1, "the chunk is found")
-    rigs.block_file(key(0)).unlink()
-
-    load = rig.begin_load(keys(1), context)
-    wait_until(lambda: rig.poll() and load.is_handed_over, "the load is over")
-    assert not load.has_piece
-    rig.manager.release_load("r")
-    assert rig.find_prefix(keys(1), context) == 0
-    assert rig.metric("vllm:kvtier_disk_misses", "absent") == 1
-    rig.finish(context)
-
-
 def test_an_engine_that_may_only_read_shows_on_the_volume_that_it_is_there(rigs: Rigs, tmp_path: Path) -> None:
     rigs.write(keys(3))
     live = tmp_path / "live.json"

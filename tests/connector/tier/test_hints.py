@@ -169,38 +169,15 @@ def test_vllm_gets_what_it_understands(given_params: Any, left: Any) -> None:
     assert understood(given_params) == left
 
 
+KEYS = (
+    "kv_hints actions action_type action_version payload directives end duration kvtier_store max_load_tokens "
+    "kv_load_tiers medium protocol_version"
+)
+NAMES = st.text(max_size=4) | st.sampled_from(KEYS.split())
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["1.0", "kv.retain"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(max_size=4)
-            | st.sampled_from(
-                [
-                    "kv_hints",
-                    "actions",
-                    "action_type",
-                    "action_version",
-                    "payload",
-                    "directives",
-                    "end",
-                    "duration",
-                    "kvtier_store",
-                    "max_load_tokens",
-                    "kv_load_tiers",
-                    "medium",
-                    "protocol_version",
-                ]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
+    LEAVES | st.sampled_from(["1.0", "kv.retain"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
     max_leaves=12,
 )
 

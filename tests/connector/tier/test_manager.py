@@ -105,16 +105,6 @@ def test_a_corrupt_block_is_a_miss_and_the_blocks_around_it_are_kept(rigs: Rigs)
     assert not damaged.exists()
 
 
-def test_a_damaged_block_is_written_anew_when_it_was_computed_again(rigs: Rigs) -> None:
-    rigs.make().offload(keys(2))
-    rigs.block_file(key(1)).write_bytes(b"")
-    repairer = rigs.make()
-    assert repairer.serve(keys(2)).hit_blocks == 1
-    repairer.offload(keys(2))
-
-    assert rigs.make().serve(keys(2)).hit_blocks == 2
-
-
 def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_next_one_of_that_name(rigs: Rigs) -> None:
     wanted = keys(3)
     rigs.make().offload(wanted)
@@ -182,21 +172,6 @@ def test_stores_stop_at_the_limit_and_loads_go_on(rigs: Rigs) -> None:
     assert rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") == 2
     rig.manager.reset_cache()
     assert sum(rig.serve([key(number)], f"r{number}").hit_blocks for number in range(5)) == 3
-
-
-def test_nothing_is_stored_until_the_janitor_permits_it(rigs: Rigs) -> None:
-    rigs.make().offload(keys(3))
-    rig = rigs.make(live_file=str(rigs.live_file(needs_permit=True)), refresh_seconds=0.05)
-    rig.offload(keys(2, first=10))
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "no_permit") == 2
-    assert rig.serve(keys(3)).hit_blocks == 3
-    rigs.permit(1 << 40)
-
-    def are_written() -> bool:
-        rig.end_step()
-        return rig.metric("vllm:kvtier_disk_written_blocks") == 2
-
-    wait_until(are_written, "what was refused is written")
 
 
 def test_each_job_is_reported_once(rigs: Rigs) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rig import ROW_BYTES, TOKENS_PER_BLOCK, Rig, Rigs, key, keys, note_positions, wait_until
 from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_hash
@@ -175,7 +176,7 @@ def directories(root: Path) -> dict[str, int]:
 
 
 def with_tenant(rig: Rig, tenant: Any) -> Rig:
-    rig.params = {"kvtier_tenant": tenant}
+    rig.params = None if tenant is None else {"kvtier_tenant": tenant}
     return rig
 
 
@@ -188,15 +189,20 @@ def test_each_tenant_has_a_directory_of_its_own_and_reads_no_other(rigs: Rigs) -
         assert reader.serve(keys(4)).hit_blocks == expected
 
 
-def test_one_prompt_of_two_tenants_is_stored_twice(rigs: Rigs) -> None:
-    for tenant in ("acme", "other"):
-        with_tenant(rigs.make(tenant_from="Parameter"), tenant).offload(keys(3))
-    assert directories(rigs.root) == {"acme": 3, "other": 3}
-
-
-def test_a_request_without_the_parameter_uses_the_common_blocks(rigs: Rigs) -> None:
-    rigs.make(tenant_from="Parameter").offload(keys(2))
-    assert directories(rigs.root) == {"": 2}
+@pytest.mark.parametrize(
+    ("source", "tenants", "stored"),
+    [
+        ("Parameter", ["acme", "other"], {"acme": 3, "other": 3}),
+        ("Parameter", [None], {"": 3}),
+        ("None", ["acme"], {"": 3}),
+    ],
+)
+def test_a_prompt_is_stored_for_each_tenant_that_the_parameter_names_where_tenants_are_on(
+    rigs: Rigs, source: str, tenants: list[str | None], stored: dict[str, int]
+) -> None:
+    for tenant in tenants:
+        with_tenant(rigs.make(tenant_from=source), tenant).offload(keys(3))
+    assert directories(rigs.root) == stored
 
 
 def test_a_request_whose_tenant_cannot_be_told_is_computed_and_kept_off_the_volume(rigs: Rigs) -> None:
@@ -210,11 +216,6 @@ def test_a_request_whose_tenant_cannot_be_told_is_computed_and_kept_off_the_volu
     assert directories(rigs.root) == {"": 2}
     assert rig.metric("vllm:kvtier_disk_misses", "tenant") >= len(impossible)
     assert rig.metric("vllm:kvtier_disk_shed_stores", "tenant") == 2 * len(impossible)
-
-
-def test_the_parameter_means_nothing_where_tenants_are_off(rigs: Rigs) -> None:
-    with_tenant(rigs.make(), "acme").offload(keys(2))
-    assert directories(rigs.root) == {"": 2}
 
 
 def test_tenants_over_their_quota_are_refused_and_others_go_on(rigs: Rigs) -> None:

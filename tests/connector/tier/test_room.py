@@ -14,19 +14,16 @@ from vllm.v1.kv_offload.base import OffloadKey
 from kvtier_connector.cascade.fetch import Load
 
 
-@pytest.mark.parametrize("blocks", [8, 9, 10, 11, 13, 20, 40])
-def test_a_prefix_longer_than_the_cpu_tier_streams_through_it_and_is_served_whole(rigs: Rigs, blocks: int) -> None:
+@pytest.mark.parametrize(("chunks", "blocks"), [(1, 5), (10, 9), (10, 10), (10, 11), (10, 20), (10, 40)])
+def test_a_prefix_longer_than_the_cpu_tier_streams_through_it_and_is_served_whole(
+    rigs: Rigs, chunks: int, blocks: int
+) -> None:
     rigs.write(keys(blocks))
-    rig = rigs.make(chunks=10)
+    rig = rigs.make(chunks=chunks)
 
     assert rig.serve(keys(blocks)).hit_blocks == blocks
     assert rig.metric("vllm:kvtier_disk_read_blocks") == blocks
     assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
-
-
-def test_the_smallest_tier_takes_one_chunk_at_a_time(rigs: Rigs) -> None:
-    rigs.write(keys(5))
-    assert rigs.make(chunks=1).serve(keys(5)).hit_blocks == 5
 
 
 def test_a_part_of_the_prefix_that_is_in_the_cpu_tier_does_not_keep_the_rest_out(rigs: Rigs) -> None:
@@ -75,18 +72,14 @@ def prefixes(rigs: Rigs, requests: int, blocks: int) -> dict[str, list[OffloadKe
     return wanted
 
 
-def test_two_requests_longer_than_the_cpu_tier_are_both_served_whole(rigs: Rigs) -> None:
-    wanted = prefixes(rigs, 2, 30)
-    rig = rigs.make(chunks=10)
-    assert serve_together(rig, wanted) == dict.fromkeys(wanted, 30)
-    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
-
-
-def test_eight_requests_that_together_want_thrice_the_cpu_tier_are_all_served_whole(rigs: Rigs) -> None:
-    wanted = prefixes(rigs, 8, 16)
-    rig = rigs.make(chunks=40)
-    assert serve_together(rig, wanted) == dict.fromkeys(wanted, 16)
-    assert rig.metric("vllm:kvtier_disk_read_blocks") == 8 * 16
+@pytest.mark.parametrize(("requests", "blocks", "chunks"), [(2, 30, 10), (8, 16, 40)])
+def test_requests_that_together_want_more_than_the_cpu_tier_are_all_served_whole(
+    rigs: Rigs, requests: int, blocks: int, chunks: int
+) -> None:
+    wanted = prefixes(rigs, requests, blocks)
+    rig = rigs.make(chunks=chunks)
+    assert serve_together(rig, wanted) == dict.fromkeys(wanted, blocks)
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == requests * blocks
     assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
 
 
@@ -181,10 +174,15 @@ def test_what_is_fetched_ahead_yields_to_what_is_loaded_and_the_last_that_came_f
     rig.manager.release_load("now")
 
 
+def gate_of(rigs: Rigs, number: int) -> GatedFs:
+    """Return a volume on which the read of one block waits."""
+    name = rigs.block_file(key(number)).name
+    return GatedFs(lambda call, path: call == "preadv" and name in path)
+
+
 def test_a_load_joins_what_is_fetched_ahead_for_another_request(rigs: Rigs) -> None:
     rigs.write(keys(6))
-    name = rigs.block_file(key(5)).name
-    fs = GatedFs(lambda call, path: call == "preadv" and name in path)
+    fs = gate_of(rigs, 5)
     rig = prefetch(rigs.make(chunks=20, fs=fs), "early", keys(6))
     load = rig.begin_load(keys(6), rig.request("now"))
     wait_until(lambda: rig.poll() and load.rows.count(-1) == 1, "all but one is there")
@@ -198,8 +196,7 @@ def test_who_shares_a_prefix_that_is_fetched_ahead_is_not_looked_up_before_its_t
     rigs: Rigs,
 ) -> None:
     rigs.write(keys(6))
-    name = rigs.block_file(key(5)).name
-    fs = GatedFs(lambda call, path: call == "preadv" and name in path)
+    fs = gate_of(rigs, 5)
     rig = prefetch(rigs.make(chunks=20, fs=fs), "first", keys(6))
     shared = rig.request("second")
     prompt = [*keys(6), *keys(2, first=100)]
@@ -213,8 +210,7 @@ def test_who_shares_a_prefix_that_is_fetched_ahead_is_not_looked_up_before_its_t
 
 def test_what_follows_a_prefix_that_is_fetched_ahead_for_another_request_is_fetched_ahead_too(rigs: Rigs) -> None:
     rigs.write(keys(9))
-    name = rigs.block_file(key(5)).name
-    fs = GatedFs(lambda call, path: call == "preadv" and name in path)
+    fs = gate_of(rigs, 5)
     rig = prefetch(rigs.make(chunks=40, fs=fs), "first", keys(6))
     prefetch(rig, "second", keys(9))
     fs.open_gate()

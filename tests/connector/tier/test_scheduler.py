@@ -156,6 +156,19 @@ def test_a_window_that_reaches_back_over_whole_chunks_is_found_where_only_they_a
     finish(reader)
 
 
+@pytest.mark.parametrize("windows", [(WINDOW_TOKENS,), (None, WINDOW_TOKENS)], ids=["windows-alone", "windows-beside"])
+def test_the_end_of_what_is_stored_is_found_for_windows_whatever_comes_behind_it(
+    engines: Engines, windows: tuple[int | None, ...]
+) -> None:
+    shape = Shape(windows=windows)
+    writer = engines.make(shape)
+    writer.ask("w", PROMPT)
+    finish(writer)
+    reader = restart(engines, shape)
+    assert reader.ask("longer", [*PROMPT[:-REST], *LATER]) == len(LATER)
+    finish(reader)
+
+
 def test_with_two_groups_a_load_that_fails_is_begun_anew_and_the_answer_is_right(engines: Engines) -> None:
     writer = engines.make(WINDOWED)
     writer.ask("w", PROMPT)

@@ -90,13 +90,6 @@ def test_the_canonical_layout_is_refused_where_vllm_does_not_certify_a_layer(rig
         spec.get_worker(one_tensor())
 
 
-def test_an_option_that_the_tier_does_not_know_stops_the_engine_with_its_name(rigs: Rigs) -> None:
-    config = extra_config(rigs)
-    config["secondary_tiers"][0]["n_threads"] = 3
-    with pytest.raises(ConfigInvalid, match="n_threads"):
-        KVTierSpec(offloading_config(extra_config=config)).get_manager()
-
-
 NEW_MOUNTS = 0x00020000
 PRIVATE_AND_BELOW = 0x00044000
 
