@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,20 +96,6 @@ def test_on_moosefs_a_block_is_as_long_as_it_will_be_before_the_rest_of_it_is_wr
         assert into == data
 
 
-@pytest.mark.parametrize("umask", [0o007, 0o077])
-def test_directories_belong_to_their_group_whatever_the_process_takes_away(tmp_path: Path, umask: int) -> None:
-    claim(tmp_path, {}, "d1gest")
-    store = BlockStore(tmp_path, direct=False)
-    before = os.umask(umask)
-    try:
-        for number in range(3):
-            assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
-    finally:
-        os.umask(before)
-    modes = {stat.S_IMODE(each.stat().st_mode) for each in (tmp_path / "blocks").rglob("*") if each.is_dir()}
-    assert modes == {0o2770}
-
-
 def test_directories_belong_to_their_group_below_one_that_was_copied_without_its_mode(tmp_path: Path) -> None:
     blocks = tmp_path / "blocks"
     before = os.umask(0o007)
@@ -122,14 +107,6 @@ def test_directories_belong_to_their_group_below_one_that_was_copied_without_its
     finally:
         os.umask(before)
     assert {stat.S_IMODE(each.stat().st_mode) for each in blocks.rglob("*") if each.is_dir()} == {0o2770}
-
-
-def test_a_directory_that_was_removed_is_made_again(store: BlockStore, tmp_path: Path) -> None:
-    for number in range(2):
-        assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
-    shutil.rmtree(tmp_path / "blocks")
-    assert store.put(hashed(2), payload(1)) == Stored(BLOCK_BYTES)
-    assert store.get(hashed(2), pages()) == Hit(BLOCK_BYTES)
 
 
 def test_a_load_of_a_block_costs_four_calls(store: BlockStore, fs: Counting) -> None:

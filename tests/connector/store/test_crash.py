@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
 from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import TIER_FILE, block_path
+from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
@@ -108,47 +106,6 @@ def test_a_crash_at_any_step_of_claim_leaves_a_directory_that_can_be_claimed(tmp
         if not fs.has_crashed:
             break
     assert step > 5
-
-
-WRITER = """
-import itertools, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from kvtier_connector.store.blockstore import BlockStore
-from store_contract import key, payload, remove
-store = BlockStore(Path(sys.argv[1]))
-for number in itertools.count():
-    store.put(key(number % 50), payload(number % 50))
-    remove(Path(sys.argv[1]), key((number - 20) % 50))
-    if number == 20:
-        print("busy", flush=True)
-"""
-
-
-def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
-    root = tmp_path / "d1gest"
-    claim(root, {}, "d1gest")
-    for _ in range(12):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(root), str(CONNECTOR), str(Path(__file__).parent)],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "busy\n"
-            os.kill(process.pid, signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
-        leftovers = [entry for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)]
-        assert {entry.kind for entry in leftovers} <= {LeftoverKind.PARTIAL}
-        assert len(clear(root, LeftoverKind.PARTIAL)) == len(leftovers)
-        assert check(root, partial_age_seconds=0) == []
-    store = BlockStore(root)
-    for number in range(50):
-        into = pages()
-        store.put(key(number), payload(number))
-        assert store.get(key(number), into) == Hit(BLOCK_BYTES)
-        assert into == payload(number)
-    assert (root / TIER_FILE).exists()
 
 
 def test_a_process_killed_in_the_middle_of_a_write_leaves_a_partial_file(tmp_path: Path) -> None:

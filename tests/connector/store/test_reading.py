@@ -73,16 +73,6 @@ def test_the_pieces_make_up_the_block(tmp_path: Path, fs: FileSystem) -> None:
     assert taker.got == payload(1, SIZE)
 
 
-def test_a_block_that_bypasses_the_page_cache_is_handed_on_whole_and_verified(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path)
-    store.put(key(1), payload(1, SIZE))
-    taker = Taker()
-    outcome = store.stream(key(1), pages(size=SIZE), taker)
-
-    assert isinstance(outcome, Hit)
-    assert taker.got == payload(1, SIZE)
-
-
 def test_only_a_piece_of_the_buffer_is_used(tmp_path: Path) -> None:
     store = BlockStore(tmp_path, direct=False)
     store.put(key(1), payload(1, SIZE))
@@ -96,12 +86,6 @@ def test_whoever_takes_no_more_ends_the_read_and_the_block_stays(tmp_path: Path)
     BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
     assert stream(tmp_path, key(1), Taker(most=1)) is None
     assert isinstance(stream(tmp_path, key(1), Taker()), Hit)
-
-
-def test_a_block_that_is_not_there_is_a_miss_and_nothing_is_taken(tmp_path: Path) -> None:
-    taker = Taker()
-    assert stream(tmp_path, key(1), taker) == Miss()
-    assert taker.pieces == 0
 
 
 def cut(to: int) -> Callable[[Path], None]:
