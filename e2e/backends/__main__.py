@@ -137,9 +137,8 @@ class Bench:
             },
             "connector": dict(connector),
             "cpu": {"size": case.cpu_memory if is_cpu else "8Gi"},
-            # Loading is to be measured, also on a machine where it does not pay.
             # No janitor runs here whose permit engines would store by.
-            **({"disk": {"admission": {"costAware": False}}, "janitor": {"enabled": False}} if is_ours else {}),
+            **({"disk": {"splitHits": "Off"}, "janitor": {"enabled": False}} if is_ours else {}),
         }
         if is_ours or connector["type"] == "VLLMTiering":
             spec["volume"] = {"existingClaim": "prefill-blocks"}

@@ -110,8 +110,7 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
         root=str(directory / digest),
         digest=digest,
         identity=identity,
-        # The cost of a disk hit is measured, so each hit is loaded.
-        **{"cost_aware": False, **offload.kvtier},
+        **offload.kvtier,
     )
     path = directory / CONFIG_FILE
     path.write_text(encode(config), encoding="utf-8")

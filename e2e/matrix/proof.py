@@ -234,7 +234,7 @@ def tier(model: ModelClass, place: Path, device: str, args: Sequence[str]) -> di
     # By CUDA's own messages, which need no GPU to reach another one's memory.
     flags += ["--disable-custom-all-reduce"] if max(model.ranks) > 1 and not is_cpu else []
     loras = [{"name": name, "source": {"claim": ADAPTERS, "path": name}} for name in model.loras]
-    disk: dict[str, Any] = {"admission": {"costAware": False}}
+    disk: dict[str, Any] = {"splitHits": "Off"}
     disk |= {"blockTokens": model.block_tokens} if model.block_tokens else {}
     disk |= {"canonicalLayout": True} if model.has_other_ranks else {}
     spec = {

@@ -24,7 +24,7 @@ def spec(cluster: Cluster, **changes: Any) -> dict[str, Any]:
             "engine": cluster.engine,
             "cpu": {"size": "512Mi"},
             "volume": {"claim": cluster.claim},
-            "disk": {"admission": {"costAware": False}, **changes},
+            "disk": {"splitHits": "Off", **changes},
         },
     }
 

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvtier_connector.cascade.admission import Admission
 from kvtier_connector.cascade.memory import BlockMemory
+from kvtier_connector.cascade.rates import Rates
 from kvtier_connector.contract import engine
 from kvtier_connector.contract.engine import CONFIG_FILE, MOST_DEFAULT_IO_PROCESSES, REPLACED_WEIGHTS, ConnectorConfig
 from kvtier_connector.contract.errors import ConfigInvalid, IdentityMismatch, StoreUnavailable
@@ -333,7 +333,7 @@ class Attachment:
             self._stats.set(metrics.REFUSED, 0, label=REPLACED_WEIGHTS)
             logger.warning("kvtier %s: the weights are those of the start again: blocks are used", self._config.tier)
 
-    def observe(self, now: float, backlog: Backlog, admission: Admission) -> None:
+    def observe(self, now: float, backlog: Backlog, rates: Rates) -> None:
         """Set the metrics that change without an event."""
         stats, row_bytes = self._stats, self._rows.length
         stats.set(metrics.ACTIVE, int(self.is_readable and self.is_current and self.workers.is_usable))
@@ -353,9 +353,8 @@ class Attachment:
         stats.set(metrics.QUEUED_JOBS, backlog.transfers)
         stats.set(metrics.OLDEST_JOB_SECONDS, 0.0 if backlog.oldest_began is None else now - backlog.oldest_began)
         stats.set(metrics.WAITING_REQUESTS, backlog.waiting)
-        stats.set(metrics.LOAD_PACE, admission.load_tokens_per_second)
-        stats.set(metrics.COMPUTE_PACE, admission.compute_tokens_per_second)
-        stats.set(metrics.BREAK_EVEN_TOKENS, admission.break_even_tokens)
+        stats.set(metrics.VOLUME_RATE, rates.volume.value)
+        stats.set(metrics.PREFILL_RATE, rates.prefill.value)
 
     @property
     def _config(self) -> ConnectorConfig:

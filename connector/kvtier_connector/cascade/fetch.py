@@ -69,6 +69,8 @@ class Load:
         """Numbers of the chunks that do not come."""
         self.is_over = False
         """Whether the request goes on with what was loaded."""
+        self.began_at = 0.0
+        """When it was ordered, on the clock of the rates."""
         self._parts: list[_Part] = []
         self._blocks_per_chunk = 1
 
@@ -275,7 +277,7 @@ class Fetches:
 
     def take(self, landed: Iterable[Landed]) -> None:
         """Take in which chunks were read, and which could not be."""
-        for key, is_read in landed:
+        for key, is_read, _ in landed:
             fetch = self._fetches.get(key)
             if fetch is None or not fetch.has_row:
                 continue

@@ -31,10 +31,10 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from kvtier_connector.cascade.admission import Verdict
 from kvtier_connector.cascade.hints import NO_HINTS, HintProblem, Hints
 from kvtier_connector.cascade.media import Media
 from kvtier_connector.cascade.memory import BlockMemory
+from kvtier_connector.cascade.rates import Way
 from kvtier_connector.contract.engine import TENANT_PARAMETER
 from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, is_tenant
@@ -116,8 +116,8 @@ class TierRequest:
         self._has_tenant = tenant is not None
         self._adapter = adapter
         self._media = media
-        self.verdict: Verdict | None = None
-        """The decision about its prefix; None before that was found, and again once it was acted upon."""
+        self.way: Way | None = None
+        """How it gets its hit; None before that was found, and again once it was acted upon."""
         self.lookups: dict[int, tuple[OffloadKey, ...]] = {}
         """Chunks that the volume is asked for, by number of the lookup."""
         self.found: set[OffloadKey] = set()
@@ -175,7 +175,7 @@ class TierRequest:
 
     def begin_anew(self) -> None:
         """Forget what was found and decided: the request was preempted, and looks again."""
-        self.verdict = None
+        self.way = None
         self.missing.clear()
         self.forget_lookups()
         self.causes.clear()

@@ -2,68 +2,31 @@
 """Splits a hit: the engine computes its head while the volume is read from its end.
 
 A split hit is ordered from its last chunk backwards, and its head is computed in small chunks of prefill. Where both
-head, the request joins: it takes the tail from the CPU tier and goes on behind it. Two measured rates, of the volume
-and of prefill, decide how many tokens of the head are computed next. The scheduler's thread only.
+meet, the request joins: it takes the tail from the CPU tier and goes on behind it. The rates of the volume and of
+prefill decide how many tokens of the head are computed next. The scheduler's thread only.
 """
 
 from __future__ import annotations
 
-import enum
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from kvtier_connector.cascade.rates import STALLED_SECONDS, Rate, Rates
 
 HEAD_TOKENS = 2048
 """Most tokens of a head in one step: a join waits for the end of the step under way."""
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
-JOIN_SECONDS = 0.03
-"""Price of a join: the step under way, and the step that notices that the tail is on the GPU."""
 WINDOW_SECONDS = 0.15
 """Chunks are ordered ahead for so long: two steps. Those behind the join are read for nothing."""
 FIRST_WINDOW_CHUNKS = 64
 """Ordered ahead as long as the volume's rate is not known."""
 LEAST_WINDOW_CHUNKS = 16
-STALLED_SECONDS = 0.5
-"""A volume that gives nothing for so long is waited for no more."""
-NEW_SHARE = 0.3
-"""Weight of a new measurement of a rate."""
-KNOWN_SECONDS = 60.0
-"""After so long without a measurement, the volume is tried again."""
-LEAST_WINDOW_SECONDS = 0.03
-"""Shortest time over which the volume's rate is measured."""
-
-
-class Way(enum.Enum):
-    """How a request gets a hit whose chunks lie on the volume."""
-
-    LOAD = "load"
-    """All of it is read."""
-    SPLIT = "split"
-    COMPUTE = "compute"
-    """None of it: computing is over before a split would be."""
-
-
-class Rate:
-    """Units a second; new measurements count most."""
-
-    def __init__(self) -> None:
-        """Start without a measurement."""
-        self.value = 0.0
-        """0 before the first measurement."""
-
-    def observe(self, units: float, seconds: float) -> None:
-        """Take in that `seconds` were taken by `units`."""
-        if seconds > 0:
-            new = units / seconds
-            self.value = self.value + NEW_SHARE * (new - self.value) if self.value else new
-
-    def seconds(self, units: float) -> float:
-        """Return how long so many units take; infinite before the first measurement."""
-        return units / self.value if self.value else math.inf
+LEAST_PATIENCE_SECONDS = 0.05
+"""A head waits at least so long for chunks that come sooner than a step would compute them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +64,13 @@ class Split:
         return self.end - self.ready * self.chunk_tokens
 
     @property
+    def missing(self) -> int:
+        """Tokens that are neither computed nor in the CPU tier."""
+        return max(0, self.ready_from - self.computed)
+
+    @property
     def has_met(self) -> bool:
-        """Whether the head reaches what was read."""
+        """Whether the head reaches the chunks that were read."""
         return self.ready > 0 and self.computed // self.chunk_tokens * self.chunk_tokens >= self.ready_from
 
     @property
@@ -114,25 +82,15 @@ class Split:
 class Splits:
     """The split hits of an engine."""
 
-    def __init__(self, order: Callable[[Split], None], *, now: Callable[[], float] = time.monotonic) -> None:
-        """Store the parts.
-
-        Args:
-            order: Orders more chunks of a split, and notes which lie in the CPU tier.
-            now: Seconds that never go back.
-        """
+    def __init__(self, rates: Rates, order: Callable[[Split], None]) -> None:
+        """Store the parts; `order` orders more chunks of a split, and notes which lie in the CPU tier."""
+        self.rates = rates
         self._order = order
-        self._now = now
         self.head_tokens, self.least_head_tokens = HEAD_TOKENS, LEAST_HEAD_TOKENS
         """Most and fewest tokens of a head in one step."""
         self._splits: dict[str, Split] = {}
-        self.prefill = Rate()
-        """Tokens a second, as the engine computes prompts."""
-        self.volume = Rate()
-        """Tokens a second that the volume gives, to all requests."""
-        self._window_began = 0.0
-        self._window_landed = 0
-        self._measured_at = -math.inf
+        self._first_of: dict[OffloadKey, Split] = {}
+        """By chunk, the split that began to read it first."""
 
     def __len__(self) -> int:
         """Return how many hits are split at present."""
@@ -144,31 +102,26 @@ class Splits:
 
     def window_chunks(self, split: Split) -> int:
         """Return how many chunks of a split may be ordered and not there yet."""
-        if not self._is_volume_known:
-            return FIRST_WINDOW_CHUNKS
-        return max(LEAST_WINDOW_CHUNKS, math.ceil(self._share_of_volume.value * WINDOW_SECONDS / split.chunk_tokens))
+        rate = self._share_of_volume.value
+        return max(LEAST_WINDOW_CHUNKS, math.ceil(rate * WINDOW_SECONDS / split.chunk_tokens) or FIRST_WINDOW_CHUNKS)
 
-    def choose(self, tokens: int, *, queued: int) -> Way:
-        """Say how a hit is there soonest. A volume whose rate is not known is measured by a split.
-
-        Args:
-            tokens: Tokens that must be read.
-            queued: Tokens that were ordered before and are not there yet.
-        """
-        if not self._is_volume_known or not self.prefill.value:
-            return Way.SPLIT
-        seconds = {
-            Way.LOAD: self.volume.seconds(queued + tokens),
-            Way.COMPUTE: self.prefill.seconds(tokens),
-            Way.SPLIT: (tokens + queued) / (self.prefill.value + self.volume.value) + JOIN_SECONDS,
-        }
-        return min(seconds, key=seconds.__getitem__)
+    @property
+    def work(self) -> tuple[float, float]:
+        """Return the tokens that are yet to be computed of all hits, and those that are yet to be ordered."""
+        prefill, volume = self.rates.prefill.value, self.rates.volume.value
+        computed_share = prefill / (prefill + volume) if volume else 1.0
+        heads = sum(split.missing * computed_share for split in self._splits.values())
+        ordered = sum((split.ordered - split.ready) * split.chunk_tokens for split in self._splits.values())
+        missing = sum(split.missing for split in self._splits.values())
+        return heads, max(0.0, missing - heads - ordered)
 
     def begin(self, name: str, split: Split) -> None:
         """Begin to read a hit from its end."""
-        split.began_at = split.moved_at = self._now()
+        split.began_at = split.moved_at = self.rates.now()
         split.computed = split.local_tokens
         self._splits[name] = split
+        for key in split.keys:
+            self._first_of.setdefault(key, split)
         self._order(split)
 
     def end(self, name: str) -> Split | None:
@@ -176,6 +129,9 @@ class Splits:
         split = self._splits.pop(name, None)
         if split is not None:
             split.is_over = True
+            for key in split.keys:
+                if self._first_of.get(key) is split:
+                    del self._first_of[key]
         return split
 
     def clear(self) -> None:
@@ -185,33 +141,12 @@ class Splits:
 
     def advance(self) -> None:
         """Order more chunks, and note which have come."""
-        now = self._now()
+        now = self.rates.now()
         for split in self._splits.values():
             before = split.ready
             self._order(split)
             if split.ready > before:
                 split.moved_at = now
-
-    def note_landed(self, tokens: int, *, is_reading: bool) -> None:
-        """Take in how many tokens have come from the volume since the last call.
-
-        Args:
-            tokens: Tokens of the chunks that have landed.
-            is_reading: Whether chunks are still being read; where none are, the time until the next order says nothing.
-        """
-        now = self._now()
-        self._window_landed += tokens
-        seconds = now - self._window_began
-        if self._window_began and self._window_landed and (seconds >= LEAST_WINDOW_SECONDS or not is_reading):
-            # Reading that ended before this call was faster than it seems.
-            if is_reading or self._window_landed > self.volume.value * seconds:
-                self.volume.observe(self._window_landed, max(seconds, 1e-3))
-            self._measured_at = now
-            self._window_began, self._window_landed = now, 0
-        if not is_reading:
-            self._window_began, self._window_landed = 0.0, 0
-        elif not self._window_began:
-            self._window_began = now
 
     def next_tokens(self, split: Split, *, computed: int, in_flight: int = 0) -> int:
         """Return how many tokens of the head to compute next; 0 to wait for the volume.
@@ -224,18 +159,20 @@ class Splits:
             in_flight: Tokens of the step under way: until it ends, the volume is read as well.
         """
         split.computed = computed
-        missing = split.ready_from - computed
-        if missing <= 0 or not self._is_volume_known:
+        missing = split.missing
+        if not missing:
             return split.end - computed
         size = split.chunk_tokens
-        if self._is_moving(split):
-            volume, prefill = self._share_of_volume.value, self.prefill.value
-            left = missing - volume * self.prefill.seconds(in_flight) if prefill else missing
+        head = missing
+        if not self.rates.volume.value:
+            # A volume that was never measured may have given all of it by the end of the next step.
+            head = computed - split.local_tokens
+        elif self._is_moving(split):
+            volume, prefill = self._share_of_volume.value, self.rates.prefill.value
+            left = missing - volume * self.rates.prefill.seconds(in_flight) if prefill else missing
             head = math.ceil(max(0.0, left) * prefill / (prefill + volume)) if prefill else missing
-            if head < self.least_head_tokens and missing > head and volume >= prefill * head / max(1, missing - head):
+            if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
                 return 0
-        else:
-            head = missing
         target = computed + min(self.head_tokens, max(self.least_head_tokens, head))
         return min(split.end, -(-target // size) * size) - computed
 
@@ -244,26 +181,28 @@ class Splits:
 
         It is held back no longer than computing the whole hit takes, and not for a volume that gives nothing.
         """
-        waited = self._now() - split.began_at
-        return self._is_moving(split) and waited < self.prefill.seconds(split.end - split.local_tokens)
+        waited = self.rates.now() - split.began_at
+        return self._is_moving(split) and waited < self.rates.prefill.seconds(split.end - split.local_tokens)
 
-    def reading_first(self, keys: Iterable[OffloadKey]) -> Split | None:
-        """Return the split that reads or computes the first of these chunks."""
-        first = next(iter(keys), None)
-        if first is None:
+    def wait_for(self, keys: Sequence[OffloadKey], context: ReqContext) -> Callable[[], bool] | None:
+        """Return what says that another split has computed or loaded the first of these chunks that it has."""
+        split = self._first_of.get(keys[0]) if keys else None
+        if split is None or split.context is context:
             return None
-        return next((split for split in self._splits.values() if first in split.keys), None)
+        first = split.keys.index(keys[0])
+        shared = next(
+            (number for number, (key, other) in enumerate(zip(keys, split.keys[first:], strict=False)) if key != other),
+            min(len(keys), len(split.keys) - first),
+        )
+        end = split.begin + (first + shared) * split.chunk_tokens
+        return lambda: split.is_over or split.computed >= end
 
     def _is_moving(self, split: Split) -> bool:
-        return self._now() - split.moved_at < STALLED_SECONDS
-
-    @property
-    def _is_volume_known(self) -> bool:
-        return self._now() - self._measured_at < KNOWN_SECONDS
+        expected = 4 * self._share_of_volume.seconds(split.missing)
+        patience = min(STALLED_SECONDS, max(LEAST_PATIENCE_SECONDS, expected))
+        return self.rates.now() - split.moved_at < patience
 
     @property
     def _share_of_volume(self) -> Rate:
         """The rate at which one of the splits is read."""
-        share = Rate()
-        share.value = self.volume.value / max(1, len(self._splits))
-        return share
+        return Rate(self.rates.volume.value / max(1, len(self._splits)))

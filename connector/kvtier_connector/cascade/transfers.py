@@ -19,7 +19,6 @@ from typing import NamedTuple
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
-from kvtier_connector.cascade.admission import Admission
 from kvtier_connector.cascade.attach import Attachment
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.requests import TierRequests
@@ -60,6 +59,8 @@ class Landed(NamedTuple):
     key: OffloadKey
     is_read: bool
     """Whether its row holds it now, verified."""
+    seconds: float
+    """Time that a worker spent on it."""
 
 
 class _Deferred(NamedTuple):
@@ -82,7 +83,6 @@ class _Transfer:
     blocks: dict[OffloadKey, _Deferred] = field(default_factory=dict)
     """Of a store: its chunks."""
     done: list[OffloadKey] = field(default_factory=list)
-    was_late: bool = False
     is_retry: bool = False
     """Whether its chunks were not written when vLLM offered them."""
 
@@ -110,14 +110,13 @@ class Transfers:
         attachment: Attachment,
         *,
         requests: TierRequests,
-        admission: Admission,
         reuse: ReuseFilter,
         stats: metrics.Stats,
         drain: Drain,
         row_bytes: int,
     ) -> None:
         """Store the parts; `row_bytes` is the length of a chunk."""
-        self._attachment, self._requests, self._admission = attachment, requests, admission
+        self._attachment, self._requests = attachment, requests
         self._reuse, self._stats, self._drain, self._row_bytes = reuse, stats, drain, row_bytes
         self._transfers: dict[int, _Transfer] = {}
         self._tasks: dict[int, _Transfer] = {}
@@ -152,10 +151,9 @@ class Transfers:
         return context.req_id in self._stores_of
 
     def load(self, order: TransferJob, *, is_urgent: bool) -> None:
-        """Read chunks into their rows; `take_landed` tells of each as it comes, `hasten` makes them urgent."""
+        """Read chunks into their rows; `take_landed` tells of each as it comes, `promote` makes them urgent."""
         transfer = self._open(order)
         request = self._requests.of(order.req_context)
-        self._admission.begin_load(order.job_id, len(transfer.tasks), queued=self.loading)
         self.loading += len(transfer.tasks)
         lane = Lane.LOAD if is_urgent else Lane.PREFETCH
         self._attachment.workers.submit(
@@ -186,8 +184,6 @@ class Transfers:
         request = self._requests.of(order.req_context)
         self.storing += len(transfer.tasks)
         if not is_retry:
-            ends = [order.req_context.get_offload_key_position(key) for key in order.keys]
-            self._admission.end_compute(request.name, ends)
             refusal = request.refusal or refusal
         tasks = []
         for (number, key), row in zip(list(transfer.tasks.items()), order.chunk_ids.tolist(), strict=True):
@@ -300,8 +296,7 @@ class Transfers:
             self._read.file_bytes += outcome.bytes_read
         else:
             self._stats.count(metrics.MISSES, cause=self._load_cause(done))
-            transfer.was_late |= outcome is Ending.LATE
-        self._landed.append(Landed(key, isinstance(outcome, Hit)))
+        self._landed.append(Landed(key, isinstance(outcome, Hit), done.seconds))
 
     def _remember_load(self, name: BlockKey, outcome: Answer | Refused | Ending) -> None:
         memory = self._attachment.memory
@@ -361,10 +356,7 @@ class Transfers:
                 del self._stores_of[name]
         count, done = len(order.keys), transfer.done
         is_success = len(done) == count
-        if order.is_promotion:
-            # A load that was late says how slow the volume is, if anything came; a fault says nothing.
-            self._admission.end_load(order.job_id, count, landed=len(done) if is_success or transfer.was_late else 0)
-        elif transfer.is_retry:
+        if transfer.is_retry:
             self._retry_seconds = RETRY_SECONDS if done else min(2 * self._retry_seconds, LONGEST_RETRY_SECONDS)
             self._retry_at = 0.0 if is_success else time.monotonic() + self._retry_seconds
         self._finished.append(

@@ -115,8 +115,6 @@ class ConnectorConfig:
     """A volume that has not answered an engine for so long after it was first asked holds it back no longer: it serves
     without, until the volume answers."""
 
-    cost_aware: bool = True
-    """Whether a hit is computed instead where that is measured to be quicker than loading it."""
     min_tokens: int = 0
     """Hits of fewer tokens are computed; 0 is no such limit."""
     min_reuse: int = 1

@@ -28,11 +28,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TieringOffloadingMetrics,
 from vllm.v1.kv_offload.tiering.manager import JobMetadata, TieringOffloadingManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector.cascade.admission import Verdict
 from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.memory import Presence
+from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.cascade.split import LEAST_WINDOW_CHUNKS, Split, Splits, Way
+from kvtier_connector.cascade.split import LEAST_WINDOW_CHUNKS, Split, Splits
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -74,6 +74,8 @@ class KVTierManager(TieringOffloadingManager):
         """The hits whose heads are computed while they are read; None where hits are loaded whole."""
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
+        self.count_backlog: Callable[[], float] = lambda: 0
+        """How many tokens the engine computes before those of a request that is asked for now."""
 
     def request(self, context: ReqContext) -> TierRequest:
         """Return what the tier keeps of a request."""
@@ -100,7 +102,7 @@ class KVTierManager(TieringOffloadingManager):
         unknown: OffloadKey | None = None
         # Of nearly every chunk of a long prompt it is plain where it is, and a step waits while that is found out.
         is_early = request.is_pending or request.is_mixed or not self.tier.is_current
-        is_plain = not (is_early or (request.verdict and not request.verdict.may_load))
+        is_plain = not (is_early or (request.way and not request.way.reads))
         fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.tier.knower(request)
         for number, key in enumerate(keys):
             if is_plain:
@@ -131,46 +133,50 @@ class KVTierManager(TieringOffloadingManager):
         chunk = self._chunks(key)
         return chunk is None or chunk.is_ready or key in self._fetches.under_way
 
-    def decide(self, req_context: ReqContext, hit: Collection[OffloadKey], *, is_early: bool = False) -> bool:
-        """Decide, once, what a request does that found these chunks; False if it is to look without the volume.
+    def decide(self, req_context: ReqContext, hit: Sequence[OffloadKey], *, may_split: bool = False) -> Way:
+        """Decide, once until it is ordered, how a request gets the chunks that it found; without reading, look again.
 
-        With `is_early` its turn has not come. Where nothing can be read ahead, or a queue is in the way, False then
-        means that it is decided later.
+        Args:
+            req_context: The request.
+            hit: The chunks.
+            may_split: Whether the hit may be split, if its first chunk lies on the volume alone.
         """
         request = self.request(req_context)
         on_volume = [key for key in hit if key in request.on_volume]
         self._count(request, len(hit), len(on_volume))
         if not on_volume:
-            return True
-        if request.verdict is None:
-            tokens = self.tier.requests.tokens[0]
-            # In one group they stand in the order of the prompt.
-            outer = on_volume if len(self.tier.requests.tokens) > 1 else (on_volume[0], on_volume[-1])
-            ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
-            chunks = (max(ends) - min(ends)) // tokens + 1 if ends else len(on_volume)
-            request.verdict = self._find_verdict(request, on_volume, chunks, is_early=is_early)
-            if request.verdict is None:
-                return False
-            if not request.verdict.may_load:
-                self.tier.count_computed(request.verdict.cause, len(on_volume))
-        return request.verdict.may_load
+            return Way.LOAD
+        if request.way is None:
+            request.way = self._choose_way(on_volume, req_context, may_split=may_split and hit[0] in request.on_volume)
+            self.tier.stats.count(metrics.VERDICTS, cause=request.way.value)
+            if not request.way.reads:
+                self.tier.count_computed(request.way.cause, len(on_volume))
+                self._fetches.end_lease(req_context)
+        return request.way
 
-    def _find_verdict(
-        self, request: TierRequest, on_volume: Collection[OffloadKey], chunks: int, *, is_early: bool
-    ) -> Verdict | None:
-        admission, fetches = self.tier.admission, self._fetches
-        to_read = len(on_volume) - len(fetches.under_way.keys() & on_volume)
-        queued = self.tier.transfers.loading + fetches.waiting
-        if is_early and (not fetches.room or admission.is_queue_in_the_way(chunks, to_read=to_read, queued=queued)):
-            return None
-        return admission.decide(request.name, chunks, len(on_volume), to_read=to_read, queued=queued)
+    def _choose_way(self, on_volume: Sequence[OffloadKey], req_context: ReqContext, *, may_split: bool) -> Way:
+        size = self.tier.requests.tokens
+        # In one group they stand in the order of the prompt.
+        outer = on_volume if len(size) > 1 else (on_volume[0], on_volume[-1])
+        ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
+        tokens = max(ends) - min(ends) + size[0] if ends else len(on_volume) * size[0]
+        under_way = sum(key in self._fetches.under_way for key in on_volume)
+        queued = (self.tier.transfers.loading + self._fetches.waiting - under_way) * size[0]
+        heads, tails = self.splits.work if self.splits else (0.0, 0.0)
+        return self.tier.rates.choose(
+            tokens,
+            unread=len(on_volume) * size[0],
+            queued=max(0, queued) + tails,
+            backlog=self.count_backlog() + heads,
+            may_split=may_split,
+        )
 
     def are_ready(self, keys: Iterable[OffloadKey]) -> bool:
         """Say whether all of these chunks lie in the CPU tier."""
         return all((chunk := self._chunks(key)) is not None and chunk.is_ready for key in keys)
 
-    def read_ahead(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Fetch what the volume has of a prefix, for a request whose turn has not come."""
+    def read_ahead(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, may_split: bool = False) -> None:
+        """Fetch what the volume has of a prefix, for a request whose turn has not come; `decide` follows then."""
         fetched, chunks = self._fetches.under_way, self._chunks
         near = next((number for number, key in enumerate(keys) if not (key in fetched or chunks(key))), len(keys))
         rest = self.match_prefix(keys[near:], req_context)
@@ -179,17 +185,11 @@ class KVTierManager(TieringOffloadingManager):
         if rest.unknown is not None or (near and not rest.chunks):
             return
         shared = self.match_prefix(keys[:near], req_context)
-        count = near + rest.chunks
-        if (
-            shared.chunks < near
-            or shared.unknown is not None
-            or not self.decide(req_context, keys[:count], is_early=True)
-        ):
+        on_volume = [key for key in keys[: near + rest.chunks] if key in self.request(req_context).on_volume]
+        if shared.chunks < near or shared.unknown is not None or not (on_volume and self._fetches.room):
             return
-        on_volume = self.request(req_context).on_volume
-        wanted = [key for key in keys[:count] if key in on_volume]
-        if self.splits is not None and (way := self.choose_way(wanted)) is not Way.LOAD:
-            wanted = wanted[: -LEAST_WINDOW_CHUNKS - 1 : -1] if way is Way.SPLIT else []
+        way = self._choose_way(on_volume, req_context, may_split=may_split and on_volume[0] == keys[0])
+        wanted = {Way.LOAD: on_volume, Way.SPLIT: on_volume[: -LEAST_WINDOW_CHUNKS - 1 : -1]}.get(way, [])
         # The I/O workers begin with the first ones while the others are still being noted.
         for first in range(0, len(wanted), AT_ONCE):
             leased = self._fetches.lease(wanted[first : first + AT_ONCE], req_context)
@@ -226,33 +226,35 @@ class KVTierManager(TieringOffloadingManager):
             self.primary_tier.prepare_load(ready, req_context)
         self._note_source(fetched, req_context)
         self._fetches.end_lease(req_context)
-        self.request(req_context).verdict = None
+        load.began_at = self.tier.rates.now()
+        self.request(req_context).way = None
         if promoted:
             self.tier.transfers.promote(promoted)
         self._serve()
         return CPULoadStoreSpec(load.rows)
 
-    def count_unread(self, keys: Iterable[OffloadKey]) -> int:
-        """Return how many of these chunks do not lie in the CPU tier."""
-        return sum((chunk := self._chunks(key)) is None or not chunk.is_ready for key in keys)
-
-    def choose_way(self, keys: Sequence[OffloadKey]) -> Way:
-        """Say whether a hit is loaded, computed or split."""
-        assert self.splits is not None
-        size, unread = self.tier.requests.tokens[0], self.count_unread(keys)
-        if not unread:
-            return Way.LOAD
-        under_way = sum(key in self._fetches.under_way for key in keys)
-        queued = max(0, self.tier.transfers.loading + self._fetches.waiting - under_way)
-        return self.splits.choose(unread * size, queued=queued * size)
+    def give_up_late(self, load: Load) -> None:
+        """Do without the rest of a load that is computed sooner than it comes: the volume hangs, or became slower."""
+        rates, size = self.tier.rates, self.tier.requests.tokens[0]
+        if not rates.would_be_computed(len(load.keys) * size, since=load.began_at):
+            return
+        left = load.rows.count(NO_ROW) * size
+        if rates.volume.seconds(left) <= rates.prefill.seconds(left):
+            return
+        missing = self.request(load.context).missing
+        for number, key in enumerate(load.keys):
+            if load.rows[number] == NO_ROW and number not in load.failed:
+                self._fetches.leave(key, load)
+                load.failed.add(number)
+                missing.add(key)
 
     def order_backwards(self, split: Split) -> None:
         """Order the next chunks of a split hit, from its end on, as far as there is room; note which have come."""
         fetches, context, keys = self._fetches, split.context, split.keys
         request = self.request(context)
         last = len(keys) - split.ordered
-        # Chunks that the head is about to compute are not worth reading.
         assert self.splits is not None
+        # Chunks that the head is about to compute are not worth reading.
         window = self.splits.window_chunks(split) - (split.ordered - split.ready)
         overtaken = -(-(split.computed - split.begin) // split.chunk_tokens)
         first = max(last - window, overtaken, 0)
@@ -353,9 +355,9 @@ class KVTierManager(TieringOffloadingManager):
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
         super()._process_finished_jobs(*args, **kwargs)
         landed = self.tier.transfers.take_landed()
-        if self.splits is not None:
-            tokens = self.tier.requests.tokens[0] * sum(each.is_read for each in landed)
-            self.splits.note_landed(tokens, is_reading=self.tier.transfers.loading > 0)
+        reads = [each.seconds for each in landed if each.is_read]
+        tokens = self.tier.requests.tokens[0] * len(reads)
+        self.tier.rates.note_landed(tokens, reads=reads, is_reading=self.tier.transfers.loading > 0)
         if landed:
             self._fetches.take(landed)
             self._serve()
@@ -380,7 +382,7 @@ class KVTierManager(TieringOffloadingManager):
                 return LookupResult.RETRY if presence is Presence.UNKNOWN else LookupResult.MISS
         elif key in request.missing:
             return LookupResult.MISS
-        if request.verdict is not None and not request.verdict.may_load:
+        if request.way is not None and not request.way.reads:
             return LookupResult.MISS
         request.on_volume.add(key)
         return LookupResult.HIT
@@ -432,7 +434,7 @@ class KVTierManager(TieringOffloadingManager):
             return
         keys = (load.keys[number] for number in handed)
         if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
-            seconds = self.tier.admission.seconds_to_compute(chunks)
+            seconds = self.tier.rates.seconds_to_compute(chunks * self.tier.requests.tokens[0])
             self.tier.savings.count(self.request(load.context).tenant, seconds)
 
     def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:

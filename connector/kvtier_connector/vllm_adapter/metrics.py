@@ -122,8 +122,8 @@ REFUSED_PROMOTIONS = Metric(
 
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
-    "Requests that found blocks on the shared volume, by decision: load, compute (quicker, as measured), short (fewer "
-    "tokens than configured). The opposite, to measure it, is load_probe or compute_probe.",
+    "Requests that found blocks on the shared volume, by decision: load, split (the head was computed meanwhile), "
+    "compute (quicker, by both rates), short (fewer tokens than configured).",
     ("verdict",),
 )
 SPLIT_TOKENS = Metric(
@@ -133,20 +133,15 @@ SPLIT_TOKENS = Metric(
     ("cause",),
 )
 SPLIT_JOINS = Metric("vllm:kvtier_disk_split_joins", "Split hits whose head met their tail.")
-LOAD_PACE = Metric(
+VOLUME_RATE = Metric(
     "vllm:kvtier_disk_load_tokens_per_second",
-    "How fast a hit as long as the last one is loaded, as measured while serving; 0 before that.",
+    "Tokens a second that the shared volume gave to all requests when it was read last; 0 before that, and when it "
+    "hangs.",
     is_gauge=True,
 )
-COMPUTE_PACE = Metric(
+PREFILL_RATE = Metric(
     "vllm:kvtier_disk_compute_tokens_per_second",
-    "How fast the engine computes as many tokens, as measured while serving; 0 before that.",
-    is_gauge=True,
-)
-BREAK_EVEN_TOKENS = Metric(
-    "vllm:kvtier_disk_break_even_tokens",
-    "Tokens from which on hits are loaded, where nothing is queued, and not computed again; 0 if all are loaded, -1 if "
-    "none is of a length that was measured.",
+    "Tokens a second at which the engine computed its last large steps; 0 before the first.",
     is_gauge=True,
 )
 

@@ -29,13 +29,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier_connector.cascade.fetch import Load
 from kvtier_connector.cascade.hints import parse_hints, understood
 from kvtier_connector.cascade.media import KnownMedia, Media
+from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import Salt
-from kvtier_connector.cascade.split import Split, Splits, Way
+from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.manager import KVTierManager
@@ -139,6 +140,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._arriving: set[str] = set()
         """Requests whose prefix is read ahead once it is known what the volume has of it."""
         self._splits: Splits | None = None
+        self.manager.count_backlog = self._count_backlog
         self._joined: dict[str, int] = {}
         """Where the hits end of requests that have joined and wait for their tails."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
@@ -180,25 +182,26 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             if not is_there():
                 return None, False
             del self._waits[name]
-        if self._splits is not None and self._splits.get(name) is not None and not request.num_preemptions:
-            # There was no room to compute its head when it was asked for before.
-            return 0, False
         status = self._req_status[name]
         joined = self._joined.get(name)
+        if self._splits is not None and self._splits.get(name) is not None:
+            if not request.num_preemptions:
+                # There was no room to compute its head when it was asked for before.
+                return 0, False
+            self.end_split(name, has_joined=False)
         if request.num_preemptions:
-            if joined is None:
-                self.end_split(name, has_joined=False)
             # It gets other blocks: all its chunks are offered again, as later releases of vLLM do.
             for group in status.group_states:
                 group.next_stored_chunk_idx = (
                     0 if joined is None else joined // self.config.kv_group_configs[0].tokens_per_chunk
                 )
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        # Workers check the adapter of a load before the step that computes with it. A load that they refuse in the
-        # step that computes with it is told by its GPU blocks, which only models of one group can.
-        if tokens and self._begin_to_compute(request, status, tokens):
+        if tokens and self.manager.request(status.req_context).way is Way.SPLIT:
+            self._begin_split(status, self._keys_of(status, tokens))
             self._cancel_sync_load(name, tokens)
             return 0, False
+        # Workers check the adapter of a load before the step that computes with it. A load that they refuse in the
+        # step that computes with it is told by its GPU blocks, which only models of one group can.
         is_checked = request.lora_request is not None or len(self.config.kv_group_configs) > 1
         if tokens and not is_async and (is_checked or not self.manager.are_ready(self._keys_of(status, tokens))):
             self._cancel_sync_load(name, tokens)
@@ -210,9 +213,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         is_plain = config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
         if not (is_plain and self._is_one_prefix):
             return None
-        self._splits = self.manager.splits = Splits(self.manager.order_backwards)
-        self.manager.tier.admission.is_cost_aware = False
+        self._splits = self.manager.splits = Splits(self.manager.tier.rates, self.manager.order_backwards)
         return self._splits
+
+    def is_lost(self, split: Split) -> bool:
+        """Say whether no more of a split comes: a chunk of it could not be read, or the volume hangs."""
+        return bool(self.manager.tier.rates.is_hanging or self.manager.request(split.context).missing)
 
     def may_find(self, request: Request) -> bool:
         """Say whether a request that waits may have a hit, as far as that is known."""
@@ -243,9 +249,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 status.group_states[0].next_stored_chunk_idx = 0
         stats.count(metrics.SPLIT_TOKENS, thrown, cause=metrics.DISCARDED)
 
-    def _can_split(self, request: Request, status: RequestOffloadState) -> bool:
+    def _can_split(self, status: RequestOffloadState) -> bool:
         """Say whether a request is of those whose hits may be split."""
-        params = request.sampling_params
+        request, params = status.req, status.req.sampling_params
         return not (
             self._splits is None
             or request.num_preemptions
@@ -256,32 +262,25 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             or params.prompt_logprobs is not None
         )
 
-    def _begin_to_compute(self, request: Request, status: RequestOffloadState, tokens: int) -> bool:
-        """Have the head of a hit computed while its tail is read, or all of it where that is over sooner.
-
-        Returns:
-            False where the hit is loaded as a whole.
-        """
-        keys = self._keys_of(status, tokens)
-        if not self._can_split(request, status) or self.manager.are_ready(keys[:1]):
-            return False
-        way = self.manager.choose_way(keys)
-        if way is Way.LOAD:
-            return False
-        if way is Way.COMPUTE:
-            self.manager.tier.count_computed(metrics.SLOWER, len(keys))
-            self.manager.end_lease(status.req_context)
-        else:
-            self._begin_split(request, status, keys)
-        # The volume has these chunks.
-        local, size = status.num_locally_computed_tokens, self.config.kv_group_configs[0].tokens_per_chunk
-        status.group_states[0].next_stored_chunk_idx = local // size + len(keys)
-        return True
-
-    def _begin_split(self, request: Request, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> None:
+    def _begin_split(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> None:
+        """Have the head of a hit computed while its tail is read."""
         assert self._splits is not None
-        size, local = self.config.kv_group_configs[0].tokens_per_chunk, status.num_locally_computed_tokens
-        self._splits.begin(request.request_id, Split(status.req_context, keys, local // size * size, size, local))
+        context, local = status.req_context, status.num_locally_computed_tokens
+        size = self.config.kv_group_configs[0].tokens_per_chunk
+        self.manager.request(context).way = None
+        self._splits.begin(context.req_id, Split(context, keys, local // size * size, size, local))
+        # The volume has these chunks.
+        status.group_states[0].next_stored_chunk_idx = local // size + len(keys)
+
+    def _count_backlog(self) -> float:
+        """Return the tokens that running requests compute before one that waits, besides heads."""
+        running = (each.req for each in self._req_status.values() if each.req.status is RequestStatus.RUNNING)
+        left = (
+            request.num_prompt_tokens - request.num_computed_tokens
+            for request in running
+            if self._splits is None or self._splits.get(request.request_id) is None
+        )
+        return float(sum(tokens for tokens in left if tokens > 0))
 
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -315,14 +314,17 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         self._first_tokens.look()
+        self.manager.tier.rates.note_step(scheduler_output.num_scheduled_tokens)
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
             if (status := self._req_status.get(name)) is not None and name not in self._joined:
+                self.end_split(name, has_joined=False)
                 self.manager.request(status.req_context).begin_anew()
         if self._loads:
             self.manager.poll()
             for name, load in list(self._loads.items()):
+                self.manager.give_up_late(load)
                 # After a reset vLLM may have it go on in the step that preempts it, and takes its jobs for stores.
                 if name not in preempted:
                     self._hand_over(name, load)
@@ -413,14 +415,16 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
         name = (context := req_status.req_context).req_id
-        if self._waits_for_others(req_status, self._next_key_of(req_status)):
+        if self._waits_for_others(req_status, self._next_keys_of(req_status)):
             return None
         request = self.manager.request(context)
         request.on_volume.clear()
         self.manager.tier.lookups.refresh(request)
         tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
-        if tokens and not self.manager.decide(context, self._keys_of(req_status, tokens)):
-            tokens = super()._lookup(req_status, max_num_new_tokens)
+        if tokens:
+            may_split = self._can_split(req_status)
+            if not self.manager.decide(context, self._keys_of(req_status, tokens), may_split=may_split).reads:
+                tokens = super()._lookup(req_status, max_num_new_tokens)
         if tokens is not None:
             self._waits.pop(name, None)
         return None if self._waits_for_others(req_status, self._keys_of(req_status, tokens or 0)) else tokens
@@ -492,26 +496,26 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _read_ahead(self, status: RequestOffloadState) -> None:
         """Have the volume read for a request before vLLM gets to it."""
         first = self.count_local_tokens(status.req) // self.config.kv_group_configs[0].tokens_per_chunk
-        self.manager.read_ahead(status.group_states[0].offload_keys[first:], status.req_context)
+        keys = status.group_states[0].offload_keys[first:]
+        self.manager.read_ahead(keys, status.req_context, may_split=self._can_split(status))
 
-    def _next_key_of(self, status: RequestOffloadState) -> Sequence[OffloadKey]:
-        """Return the first chunk that the GPU does not have; none where a load need not begin with it."""
-        if not self._is_one_prefix or status.max_load_tokens is not None:
+    def _next_keys_of(self, status: RequestOffloadState) -> Sequence[OffloadKey]:
+        """Return the chunks that the GPU does not have; none where a load need not begin with the first of them."""
+        if not (self._loading or self._splits) or not self._is_one_prefix or status.max_load_tokens is not None:
             return ()
         first = status.num_locally_computed_tokens // self.config.kv_group_configs[0].tokens_per_chunk
-        keys: Sequence[OffloadKey] = status.group_states[0].offload_keys[first : first + 1]
+        keys: Sequence[OffloadKey] = status.group_states[0].offload_keys[first:]
         return keys
 
     def _waits_for_others(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> bool:
         """Have a request wait until the blocks are there to share that another one loads; False if there are none."""
         load = next((load for key in keys if (load := self._loading.get(key))), None) if self._loading else None
-        split = None if load or not self._splits else self._splits.reading_first(keys)
-        if split is not None and split.context is not status.req_context:
-            self._waits[status.req_context.req_id] = lambda: split.is_over
-            return True
-        if load is None:
+        if load is not None:
+            self._waits[status.req_context.req_id] = lambda: load.is_over
+        elif self._splits and (is_there := self._splits.wait_for(keys, status.req_context)):
+            self._waits[status.req_context.req_id] = is_there
+        else:
             return False
-        self._waits[status.req_context.req_id] = lambda: load.is_over
         return True
 
     def _keys_of(self, status: RequestOffloadState, tokens: int, begin: int | None = None) -> Sequence[OffloadKey]:

@@ -31,11 +31,11 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector.cascade.admission import Admission
 from kvtier_connector.cascade.attach import Attachment, Backlog, CpuRows, read_config
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.lookup import Lookups
 from kvtier_connector.cascade.memory import Presence
+from kvtier_connector.cascade.rates import Rates
 from kvtier_connector.cascade.requests import TierRequest, TierRequests
 from kvtier_connector.cascade.reuse import ReuseFilter
 from kvtier_connector.cascade.transfers import POLL_SECONDS, Transfers
@@ -120,20 +120,21 @@ class SharedVolumeTier(SecondaryTierManager):
             adapters=self.adapters,
             stats=self.stats,
         )
-        self.admission = Admission(
-            is_cost_aware=config.cost_aware,
-            min_tokens=config.min_tokens,
-            tokens_per_chunk=self.requests.tokens[0],
-            is_prompt_only=offloading_spec.offload_prompt_only,
-            on_verdict=lambda verdict: self.stats.count(metrics.VERDICTS, cause=verdict.value),
-            clock=time.monotonic,
-        )
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
         self._is_storing_stuck = self._is_closed = False
         self._why_not_loading: str | None = metrics.INERT
         engine = getattr(offloading_spec, "engine_config", None)
+        steps = (
+            {}
+            if engine is None
+            else {
+                "steps_ahead": engine.max_concurrent_batches - 1,
+                "most_step_tokens": engine.scheduler_config.max_num_batched_tokens,
+            }
+        )
+        self.rates = Rates(now=time.monotonic, min_tokens=config.min_tokens, **steps)
         self.drain = Drain(0 if engine is None else engine.shutdown_timeout, self.stats, name=config.tier)
         self.drain.watch()
         self.attachment = Attachment(
@@ -147,12 +148,11 @@ class SharedVolumeTier(SecondaryTierManager):
         self.lookups = Lookups(
             self.attachment,
             is_exact=len(self.requests.tokens) > 1,
-            seconds_to_compute=self.admission.seconds_to_compute,
+            seconds_to_compute=lambda chunks: self.rates.seconds_to_compute(chunks * self.requests.tokens[0]),
         )
         self.transfers = Transfers(
             self.attachment,
             requests=self.requests,
-            admission=self.admission,
             reuse=ReuseFilter(config.min_reuse),
             stats=self.stats,
             drain=self.drain,
@@ -258,11 +258,6 @@ class SharedVolumeTier(SecondaryTierManager):
             self.row_bytes,
             is_storing=self.transfers.is_storing,
         )
-        self.admission.end_step()
-        for request in context.new_req_ids:
-            self.admission.begin_compute(request)
-        for request in context.preempted_req_ids:
-            self.admission.interrupt(request)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -270,7 +265,6 @@ class SharedVolumeTier(SecondaryTierManager):
         request.note_used(self.attachment.memory, self.attachment.tell_janitor, self.row_bytes)
         request.forget_lookups()
         self.requests.end(req_context)
-        self.admission.end_request(req_context.req_id)
 
     @override
     def has_pending_work(self) -> bool:
@@ -305,7 +299,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
         transfers = self.transfers
         backlog = Backlog(len(transfers), transfers.loading, transfers.storing, transfers.oldest_began, self.waiting)
-        self.attachment.observe(now, backlog, self.admission)
+        self.attachment.observe(now, backlog, self.rates)
         return self.stats.take()
 
     @override

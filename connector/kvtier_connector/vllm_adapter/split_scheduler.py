@@ -9,23 +9,18 @@ for the tail. Heads get the tokens of a step that no other request wants.
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any
 
 from typing_extensions import override
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
-
-logger = init_logger("vllm.kvtier.split")
-
-MEASURED_TOKENS = 1024
-"""A step of fewer tokens says nothing about the rate of prefill."""
 
 
 class SyncSplitScheduler(Scheduler):
@@ -43,32 +38,15 @@ class SyncSplitScheduler(Scheduler):
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
         """Tokens that heads may still compute in this step."""
-        self._called_at = 0.0
-        self._steps = deque([0, 0], maxlen=2)
-        """Tokens of the last two steps."""
-        self._depth = int(self.scheduler_config.async_scheduling)
-        """Steps that are scheduled while one is computed."""
 
     @override
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Have requests join that may, say how much of each head is computed, and schedule as vLLM does."""
-        splits = self._splits
-        if splits is None:
-            return super().schedule(*args, **kwargs)
-        self._measure(splits)
-        self._limits, self._room = {}, splits.head_tokens
-        if len(splits):
-            self._join_and_plan(splits)
-        output = super().schedule(*args, **kwargs)
-        self._steps.append(output.total_num_scheduled_tokens)
-        return output
-
-    def _measure(self, splits: Splits) -> None:
-        """Take in how fast prompts are computed: between two calls, the step that was under way at the first ends."""
-        called_at, self._called_at = self._called_at, time.monotonic()
-        tokens = self._steps[-1 - self._depth]
-        if tokens >= MEASURED_TOKENS:
-            splits.prefill.observe(tokens, self._called_at - called_at)
+        if (splits := self._splits) is not None:
+            self._limits, self._room = {}, splits.head_tokens
+            if len(splits):
+                self._join_and_plan(splits)
+        return super().schedule(*args, **kwargs)
 
     def _join_and_plan(self, splits: Splits) -> None:
         assert self._tier is not None
@@ -80,7 +58,7 @@ class SyncSplitScheduler(Scheduler):
             if split is None:
                 continue
             split.computed = request.num_computed_tokens
-            if split.is_overtaken:
+            if split.is_overtaken or self._tier.is_lost(split):
                 self._tier.end_split(request.request_id, has_joined=False)
             elif split.has_met and self._may_take_blocks(request):
                 self._join(request, split)
@@ -123,6 +101,8 @@ class SyncSplitScheduler(Scheduler):
         splits = self._splits
         if splits is not None and (split := splits.get(request.request_id)) is not None:
             limit = self._limits.get(request.request_id)
+            if limit is None and not self._has_room_for(request, num_computed_tokens):
+                return 0
             if limit is None:
                 # It is scheduled for the first time. With 0 tokens, vLLM would schedule no request behind it.
                 limit = splits.next_tokens(split, computed=num_computed_tokens)
@@ -131,6 +111,15 @@ class SyncSplitScheduler(Scheduler):
                 self._room -= limit
             num_new_tokens = min(num_new_tokens, limit)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
+
+    def _has_room_for(self, request: Request, num_computed_tokens: int) -> bool:
+        """Say whether the GPU has blocks for a whole prompt beside those that others need until they are computed.
+
+        A head takes few tokens of a step, so vLLM would begin many prompts that do not fit together.
+        """
+        needed = -(-(request.num_tokens - num_computed_tokens) // self.block_size)
+        reserved = self._inflight_prefill_reserved_blocks()
+        return bool(not reserved or self.kv_cache_manager.block_pool.get_num_free_blocks() - reserved >= needed)
 
     def _may_take_blocks(self, request: Request) -> bool:
         """Say whether the GPU has blocks for the tail beside those that other prompts need until they are computed."""
@@ -149,12 +138,17 @@ class SyncSplitScheduler(Scheduler):
         if request.events and request.events[-1].type is EngineCoreEventType.PREEMPTED:
             # Users count preemptions to see whether the GPU's memory is too small.
             request.events.pop()
+        tail = split.end - computed
         if request.prefill_stats is not None:
             request.prefill_stats.set(
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached_tokens=split.local_tokens,
-                num_external_cached_tokens=split.end - computed,
+                num_external_cached_tokens=tail,
             )
+        if (stats := self.connector_prefix_cache_stats) is not None:
+            # vLLM counted the queries when the head began, and does not count what a preempted request finds.
+            stats.hits += tail
+            stats.hits_by_source[CacheHitSource.DISK] = stats.hits_by_source.get(CacheHitSource.DISK, 0) + tail
         self._tier.end_split(request.request_id, has_joined=True)
 
 
@@ -164,6 +158,8 @@ class AsyncSplitScheduler(SyncSplitScheduler, AsyncScheduler):
 
 def SplitScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM expects a class
     """Make the scheduler that vLLM would have made, with split hits."""
-    is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
-    made: Scheduler = (AsyncSplitScheduler if is_async else SyncSplitScheduler)(*args, **kwargs)
-    return made
+    config = kwargs["vllm_config"]
+    is_async = config.scheduler_config.async_scheduling
+    if config.diffusion_config is not None:
+        return (DiffusionAsyncScheduler if is_async else DiffusionScheduler)(*args, **kwargs)
+    return (AsyncSplitScheduler if is_async else SyncSplitScheduler)(*args, **kwargs)

@@ -216,7 +216,7 @@ def tier() -> Dashboard:
             PLAIN,
             {"{{pod}}": f"kvtier:prefill_seconds_saved:rate5m{{{_TIER}}}"},
             axis="engines",
-            about="Engine seconds saved per second: tokens from the volume, at the measured rates of computing and loading.",
+            about="Engine seconds saved per second: tokens from the volume, at the measured rate of computing.",
         ),
         graph(
             "Read and written",
@@ -265,14 +265,14 @@ def tier() -> Dashboard:
             parts=3,
         ),
         graph(
-            "Computing against loading",
+            "Rates of volume and prefill",
             PLAIN,
             {
                 "computes {{pod}}": f"max by (pod) (vllm:kvtier_disk_compute_tokens_per_second{{{_TIER}}})",
                 "loads {{pod}}": f"max by (pod) (vllm:kvtier_disk_load_tokens_per_second{{{_TIER}}})",
             },
             axis="tokens/s",
-            about="As each engine measures both. Loading below computing: the volume does not pay.",
+            about="As each engine measures both. By them it loads, splits or computes a hit.",
             alert="KVTierDiskSlowerThanComputing",
         ),
         graph(

@@ -83,11 +83,8 @@ class AdmissionSpec(ApiModel):
     """Write a block when an engine offers it for this many-th time. With `1`, every block is written. With `2`, a
     fraction is: that pays only where the budget is small or writes are scarce. A block that is not written the first
     time cannot be read the second time."""
-    cost_aware: StrictBool = True
-    """Whether an engine computes a prompt again where it measures that this is quicker than reading it. It measures
-    both while it serves, and tries the other way now and then. `false` always reads."""
     min_tokens: Annotated[StrictInt, Field(ge=0, le=10_000_000, json_schema_extra={"format": "int32"})] = 0
-    """Hits on the volume of fewer tokens are computed again. `0` leaves it to `costAware` alone."""
+    """Hits on the volume of fewer tokens are computed again. `0` leaves it to what engines measure."""
 
 
 _PERCENTAGE: Final = "(100|[1-9][0-9]?)%"
@@ -224,6 +221,10 @@ class Disk(ApiModel):
     not."""
     admission: AdmissionSpec = AdmissionSpec()
     """Which blocks are worth writing to the volume and reading from it."""
+    split_hits: Literal["Auto", "Off"] = "Auto"
+    """Whether an engine computes the head of a prompt while it reads the tail from the volume. `Auto` does so wherever
+    that is quicker and the model allows it. It sets vLLM's `--scheduler-cls`. With `Off`, a hit is read or computed as
+    a whole, and `engine.args` may name another scheduler. Changing it keeps the cache, and restarts the engines."""
     tenants: Tenants = Tenants()
     """Who the requests come from, so that each has a directory and a quota of its own on the volume."""
     compression: Literal["Off", "Auto", "Always"] = "Off"

@@ -157,10 +157,9 @@ class Reason(enum.Enum):
     CANARY_LOCKED = "CanaryLocked", "Engines ask for a key that the operator does not have."
     CANARY_OFF = "CanaryOff", "spec.proof.canary.enabled is false."
     SINGLE_REPLICA = "SingleReplica", "One replica cannot show that it shares with another."
-    LOADING_PAYS = "LoadingPays", "Loading from the volume was quicker than computing again, over the last hour."
-    LOADING_LOSES = "LoadingLoses", "Computing again was quicker than loading from the volume, over the last hour."
+    LOADING_PAYS = "LoadingPays", "At least half of the hits of the last hour were read from the volume."
+    LOADING_LOSES = "LoadingLoses", "Most hits of the last hour were computed, because that was quicker."
     NO_DISK_HITS = "NoDiskHits", "Too little was found on the volume to judge by."
-    NOT_MEASURED = "NotMeasured", "Engines have not measured both ways yet."
     EFFECT_PENDING = "EffectPending", "Engines have not been watched for an hour yet."
     SEEDS_DIFFER = "SeedsDiffer", "Engines with another hash seed or algorithm still run; they share no blocks."
 
@@ -183,8 +182,8 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "was asked for is there.",
     "StoreReady": "The server that the operator makes for another connector runs: a Redis, or Mooncake's master.",
     "SharedCacheVerified": "A canary prompt that one replica computed was found on the volume by another one.",
-    "DiskEffective": "Over the last hour, loading from the volume was quicker than computing again. `Ready` does not "
-    "depend on it.",
+    "DiskEffective": "Over the last hour, most hits on the volume were read rather than computed again. `Ready` does "
+    "not depend on it.",
     "UpToDate": "Pods are what this operator would make, and of a vLLM that the connector is tested with. `Ready` "
     "does not depend on it.",
     "ClaimShared": "Other tiers keep their blocks on the same claim; the reason says whether all budgets fit it. "
@@ -222,7 +221,7 @@ REASONS: Final[Mapping[str, tuple[Reason, ...]]] = {
         "StoreReady": "StoreReady StoreStarting StoreImagePullFailed StoreFailing StoreNotScheduled StoreRefused",
         "SharedCacheVerified": "CanaryLoaded CanaryFound CanaryPending CanaryMissed CanaryNotStored CanaryBusy "
         "CanaryUnanswered CanaryLocked CanaryOff SingleReplica StoreUnreachable",
-        "DiskEffective": "LoadingPays LoadingLoses NoDiskHits NotMeasured EffectPending",
+        "DiskEffective": "LoadingPays LoadingLoses NoDiskHits EffectPending",
         "UpToDate": "Current EnginesOutdated VllmUnsupported EnginesReplaced",
         "JanitorHealthy": "JanitorRuns JanitorFailing JanitorImagePullFailed JanitorNotScheduled JanitorRefused "
         "JanitorHindered JanitorUnreachable JanitorMissing JanitorStarting JanitorWaiting JanitorDisabled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AwareDatetime, ConfigDict, Field, StrictBool, StrictStr
 
 from kvtier_operator.api.rules import Amount, ApiModel, Count, Keyed, Pasted
 
@@ -144,9 +144,6 @@ class Storage(ApiModel):
     """Ways in which engines use this volume, and why."""
     advice: Annotated[StrictStr, Field(max_length=1024)] | None = None
     """Advice about the mount; absent if there is none."""
-    break_even_tokens: Annotated[StrictInt, Field(ge=-1, json_schema_extra={"format": "int64"})] | None = None
-    """Tokens of the shortest hit that engines measured to be worth loading, rounded up to a power of two; -1 where no
-    hit is."""
 
 
 class GenerationEntry(ApiModel):

@@ -122,6 +122,10 @@ class CpuSpec(ApiModel):
     percent = Converted[int | None]("fraction", lambda text: int(text.removesuffix("%")))
 
 
+_SCHEDULER: Final = ("--scheduler-c", "--scheduler_c")
+"""Beginnings of all that vLLM's parser takes for ``--scheduler-cls``."""
+
+
 class TierSpec(ApiModel):
     """A model, the engines that serve it, and the places of its KV cache."""
 
@@ -165,6 +169,19 @@ class TierSpec(ApiModel):
     rules = (
         ONE_PLACE,
         *connector_spec.RULES,
+        Rule.that(
+            ~at("connector.type").is_(BUNDLED)
+            | at("disk.splitHits").is_("Off")
+            | at("engine.args").test(
+                lambda words: (
+                    f"{words}.all(word, !word.startsWith('{_SCHEDULER[0]}') && !word.startsWith('{_SCHEDULER[1]}'))"
+                ),
+                lambda words: not any(word.startswith(_SCHEDULER) for word in words),
+            ),
+            "names a scheduler with --scheduler-cls, and so does spec.disk.splitHits: set that to Off, or remove the "
+            "flag",
+            field=".engine.args",
+        ),
         Rule.that(
             ~at("kvEvents").is_given | ~at("connector.type").is_(BUNDLED) | at("janitor.enabled").is_(True),
             "needs the janitor, which publishes for the volume: set spec.janitor.enabled to true, or remove "

@@ -58,34 +58,31 @@ class CanaryResult:
 
 
 class EffectOutcome(enum.Enum):
-    """Whether loading pays."""
+    """Whether the volume is of use."""
 
     PAYS = enum.auto()
     LOSES = enum.auto()
+    """More than half of the hits were computed again, because that was quicker."""
     NO_HITS = enum.auto()
     """Nothing was found on the volume, or too little to judge."""
-    NOT_MEASURED = enum.auto()
-    """There were hits, and no engine has measured both ways yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EffectResult:
-    """The benefit of loading over the last hour."""
+    """Benefit of the volume over the last hour."""
 
     outcome: EffectOutcome
     loaded_tokens: int = 0
     computed_hits: int = 0
     """Requests that found blocks and computed them again."""
     load_rate: float = 0.0
-    """Tokens a second."""
+    """Tokens a second that the volume gives one engine; 0 where that was not measured."""
     compute_rate: float = 0.0
-    power: int = 0
-    """Rounded logarithm, to the base of 2, of how many times as fast loading is."""
 
     @property
     def verdict(self) -> tuple[EffectOutcome, int]:
         """Return what is news when it changes; the numbers beside it change all the time."""
-        return self.outcome, self.power
+        return self.outcome, self.loaded_tokens.bit_length()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,5 +91,3 @@ class Findings:
 
     canary: CanaryResult | None = None
     effect: EffectResult | None = None
-    break_even_tokens: int | None = None
-    """Shortest hit that is worth loading, as a power of two; -1 where none is."""

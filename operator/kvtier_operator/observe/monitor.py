@@ -186,11 +186,7 @@ class Monitor:
         found, before = effect.judge(samples), record.findings.effect
         if found is None or (before is not None and before.verdict == found.verdict):
             found = before
-        findings = replace(
-            record.findings,
-            effect=found,
-            break_even_tokens=effect.break_even(readings),
-        )
+        findings = replace(record.findings, effect=found)
         return replace(record, samples=samples, findings=findings, sample_due=now + SAMPLE_SECONDS)
 
     async def _read(self, tier: TierName, target: EngineTarget) -> EngineCounters | None:

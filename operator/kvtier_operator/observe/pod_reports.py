@@ -33,13 +33,12 @@ class EngineCounters:
     verdicts: float = 0.0
     """Requests that found blocks on the volume, whatever was decided."""
     computed_hits: float = 0.0
-    """Of those, the ones that computed them again."""
+    """Of those, the ones that computed them again because that was quicker."""
     finished_requests: float = 0.0
     unfinished_requests: float = 0.0
     """Running and waiting."""
     load_rate: float = 0.0
     compute_rate: float = 0.0
-    break_even_tokens: float | None = None
     block_tokens: int = 0
     has_tier: bool = False
     """Whether the pod has a tier of ours at all."""
@@ -73,13 +72,12 @@ def read_counters(text: str) -> EngineCounters:
             continue
         sums[field] = sums.get(field, 0.0) + value
         most[field] = max(most.get(field, value), value)
-        if field == "verdicts" and labels.get("verdict") in {"compute", "compute_probe", "short"}:
+        if field == "verdicts" and labels.get("verdict") == "compute":
             sums["computed_hits"] = sums.get("computed_hits", 0.0) + value
     rates = {field: most.pop(field, 0.0) for field in ("load_rate", "compute_rate")}
     return EngineCounters(
-        **{field: value for field, value in sums.items() if field not in {*rates, "break_even_tokens", "active"}},
+        **{field: value for field, value in sums.items() if field not in {*rates, "active"}},
         **rates,
-        break_even_tokens=most.get("break_even_tokens"),
         block_tokens=block_tokens,
         has_tier="active" in sums,
     )
@@ -96,7 +94,6 @@ _FIELDS = {
     "vllm:num_requests_waiting": "unfinished_requests",
     "vllm:kvtier_disk_load_tokens_per_second": "load_rate",
     "vllm:kvtier_disk_compute_tokens_per_second": "compute_rate",
-    "vllm:kvtier_disk_break_even_tokens": "break_even_tokens",
     "vllm:kvtier_disk_active": "active",
 }
 

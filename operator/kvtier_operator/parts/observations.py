@@ -88,8 +88,8 @@ def _canary(found: CanaryResult) -> Problem:
         case CanaryOutcome.FOUND:
             return met(
                 Reason.CANARY_FOUND,
-                f"{read} found blocks on the volume, and computed them again because it measured that to be quicker "
-                f"(spec.disk.admission){also}",
+                f"{read} found blocks on the volume, and computed them again because that was quicker or the prompt is "
+                f"shorter than spec.disk.admission.minTokens{also}",
             )
         case CanaryOutcome.MISSED:
             return Problem(
@@ -134,24 +134,21 @@ def _effective(stage: PlannedStage, previous: Status) -> Problem:
 
 
 def _effect(found: EffectResult) -> Problem:
-    rates = (
-        f"about {_about(found.load_rate)} tokens a second come from the volume and {_about(found.compute_rate)} are "
-        f"computed; {_about(found.loaded_tokens)} tokens were loaded in an hour, and {_about(found.computed_hits)} "
-        "hits computed again"
+    gave = (
+        f"the volume gave about {_about(found.loaded_tokens)} tokens in the last hour, and "
+        f"{_about(found.computed_hits)} hits were computed because that was quicker; "
+        f"it gives an engine {_about(found.load_rate)} tokens a second, which computes {_about(found.compute_rate)}"
     )
     match found.outcome:
         case EffectOutcome.PAYS:
-            return met(Reason.LOADING_PAYS, rates)
+            return met(Reason.LOADING_PAYS, gave)
         case EffectOutcome.LOSES:
             return Problem(
                 reason=Reason.LOADING_LOSES,
-                message=f"{rates}: engines compute where that is quicker, so the volume helps little; use a faster "
-                "storage class, a larger spec.cpu.size, or spec.disk.mode Bypass",
+                message=f"{gave}: use a faster storage class, a larger spec.cpu.size, or spec.disk.mode Bypass",
             )
         case EffectOutcome.NO_HITS:
             return unknown(Reason.NO_DISK_HITS, "too little was found on the volume in the last hour to judge by")
-        case EffectOutcome.NOT_MEASURED:
-            return unknown(Reason.NOT_MEASURED, "engines have not measured yet how fast they load and compute")
 
 
 def _about(number: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, ReadStage, Status, unknown
+from kvtier_operator.conditions import ConditionRule, Problem, ReadStage, Status, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import pods
 from kvtier_operator.parts.part import Work
@@ -283,16 +283,12 @@ def document(stage: ReadStage | None, previous: Status) -> dict[str, Any]:
     before = dict(previous.get("storage") or {})
     if stage is None:
         return before
-    observation = stage.observation if isinstance(stage, PlannedStage) else None
-    if observation is not None and observation.findings.break_even_tokens is not None:
-        before["breakEvenTokens"] = observation.findings.break_even_tokens
     found = preflight_of(stage.spec, stage.snapshot, previous)
     if found.state in {PreflightState.OFF, PreflightState.WAITING, PreflightState.RUNNING}:
         return before
-    kept = {name: value for name, value in before.items() if name == "breakEvenTokens"}
     if found.state is PreflightState.FAILED:
-        return {**kept, "key": found.key, "problem": found.detail}
-    return before if found.measured is None else {**kept, "key": found.key, **found.measured}
+        return {"key": found.key, "problem": found.detail}
+    return before if found.measured is None else {"key": found.key, **found.measured}
 
 
 def _passed(storage: Mapping[str, Any]) -> Problem:

@@ -212,7 +212,6 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             keys_dir="" if encryption is None else names.KEYS_MOUNT,
             compression=spec.disk.compression,
             tenant_from=spec.disk.tenants.source,
-            cost_aware=spec.disk.admission.cost_aware,
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,
             live_file=f"{names.CONFIG_MOUNT}/{engine.LIVE_FILE}",

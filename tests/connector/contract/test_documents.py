@@ -100,7 +100,7 @@ def test_fields_that_need_a_new_process_exist() -> None:
 
 
 _ALWAYS_WRITTEN = {
-    ENGINE: "attach_grace_seconds cost_aware digest direct_io identity io_processes keys_dir live_file "
+    ENGINE: "attach_grace_seconds digest direct_io identity io_processes keys_dir live_file "
     "load_deadline_seconds min_reuse min_tokens refresh_seconds root state_dir tenant_from tier version",
     JANITOR: "current default_quota_bytes generation_idle_seconds high_watermark http_port identity "
     "journal_age_seconds keep_previous lease_name lease_namespace low_watermark max_bytes min_bytes min_free_bytes "

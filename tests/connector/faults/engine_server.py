@@ -29,7 +29,7 @@ def make_tokens(seed: int, count: int = PROMPT_TOKENS) -> list[int]:
 class Server:
     def __init__(self, host: EngineHost, directory: Path, volume: Path) -> None:
         make_model(directory / "model", layers=2)
-        self.config = write_config(directory, volume, io_processes=2, load_deadline_seconds=60.0, cost_aware=False)
+        self.config = write_config(directory, volume, io_processes=2, load_deadline_seconds=60.0)
         self.port = free_port()
         self.log = directory / "engine.log"
         transfer = {

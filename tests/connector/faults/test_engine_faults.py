@@ -27,7 +27,6 @@ def run_engine(host: EngineHost, directory: Path, volume: FaultyVolume) -> dict[
         volume.path,
         io_processes=8,
         load_deadline_seconds=1.5,
-        cost_aware=False,  # each hit is to meet the faults
     )
     kv = make_model_layout(
         json.loads((directory / "model/config.json").read_text()),

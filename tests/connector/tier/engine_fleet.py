@@ -33,7 +33,7 @@ class Engines:
         **settings: Any,
     ) -> SimulatedEngine:
         """Start an engine of these weights whose tier has these settings; a child's declaration is not passed on."""
-        config_file = self.rigs.config_file(**{"cost_aware": False, **settings})
+        config_file = self.rigs.config_file(**settings)
         made = SimulatedEngine(config_file, shape or Shape(), fs, weights=weights, is_child=is_child)
         self._made.append(made)
         return made

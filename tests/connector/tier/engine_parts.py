@@ -103,6 +103,7 @@ class Shape:
     """That one step computes."""
     prompt_only: bool = True
     load_failure_policy: str = "recompute"
+    log_stats: bool = False
     is_splitting: bool = False
     """Whether every hit that can be split is: heads of a few chunks at a time, tails of any rate."""
 

@@ -48,6 +48,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -57,7 +58,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvtier_connector.cascade.split import Way
+from kvtier_connector.cascade.rates import Way
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.vllm_adapter.connector import KVTierConnector
 from kvtier_connector.vllm_adapter.manager import KVTierManager
@@ -111,6 +112,7 @@ class SimulatedEngine:
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
+            log_stats=shape.log_stats,
         )
         self._take_images_and_adapters()
         connector = self.scheduler.connector
@@ -130,6 +132,8 @@ class SimulatedEngine:
         """By request, how many tokens of its prompt were computed, again after each preemption."""
         self.pieces: list[tuple[str, int]] = []
         """Of the loads, in their order: whose it was and how many blocks."""
+        self.told: list[EngineCoreOutputs] = []
+        """What users and metrics are told, step by step."""
         self.steps = self.preemptions = 0
         self._fresh: list[int] = []
         self._values: dict[str, tuple[Words, str | None]] = {}
@@ -169,7 +173,8 @@ class SimulatedEngine:
     def _split_all(self) -> None:
         """Have each hit split that can be, in heads of a few blocks, whatever the volume gives."""
         if (splits := self.manager.splits) is not None:
-            splits.choose = lambda _, **__: Way.SPLIT  # type: ignore[method-assign]  # tests decide
+            ways = {True: Way.SPLIT, False: Way.LOAD}
+            splits.rates.choose = lambda *_, may_split, **__: ways[may_split]  # type: ignore[method-assign]  # as above
             splits.head_tokens = splits.least_head_tokens = 2 * BLOCK_TOKENS
 
     def get_model(self) -> torch.nn.Module:
@@ -253,23 +258,24 @@ class SimulatedEngine:
         if not is_sync:
             self.worker.start_load_kv(None)  # type: ignore[arg-type]  # as above
         self.worker.wait_for_save()
-        told = KVConnectorOutput()
+        reported = KVConnectorOutput()
         results = self.worker.get_transfer_results(output.finished_req_ids)
-        told.finished_sending, told.finished_recving = results.finished_sending, results.finished_recving
-        told.failed_recving = results.failed_recving
-        told.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
-        told.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        reported.finished_sending, reported.finished_recving = results.finished_sending, results.finished_recving
+        reported.failed_recving = results.failed_recving
+        reported.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        reported.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         names = list(sampled)
-        self.scheduler.update_from_output(
+        told = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 names,
                 {name: number for number, name in enumerate(names)},
                 [[] if sampled[name] is None else [sampled[name]] for name in names],
-                kv_connector_output=told,
+                kv_connector_output=reported,
             ),
         )
+        self.told += told.values()
         return output
 
     def run(self, until: Callable[[], bool] | None = None, *, most_steps: int | None = None) -> None:

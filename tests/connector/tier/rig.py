@@ -210,7 +210,7 @@ class Rig:
         found, unknown = self.manager.match_prefix(wanted, context)
         if unknown is not None:
             return None
-        if found and not self.manager.decide(context, wanted[:found]):
+        if found and not self.manager.decide(context, wanted[:found]).reads:
             found, _ = self.manager.match_prefix(wanted, context)
         return found
 

@@ -71,7 +71,7 @@ class Runs:
 
 def run_engine(host: EngineHost | None, directory: Path, *words: str, **settings: Any) -> dict[str, Any]:
     # Each hit is to be one, however fast this machine computes meanwhile.
-    config = write_config(directory, directory / "volume", cost_aware=False, **settings)
+    config = write_config(directory, directory / "volume", **settings)
     given = (f"--directory={directory}", f"--config={config}", *words)
     result = run_script(SCRIPT, *given, log=directory / "engine.log", host=host, timeout_seconds=400)
     for name, answer in result.items():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of computing that loads made needless: as the gate measured them, of what the volume had, by tenant."""
+"""Seconds of computing that loads made needless: by the rate of prefill, of what the volume had, by tenant."""
 
 from __future__ import annotations
 
 import pytest
-from rig import Rig, Rigs, keys
+from rig import TOKENS_PER_BLOCK, Rig, Rigs, keys
 
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.metrics import Savings
@@ -18,8 +18,7 @@ def rig(rigs: Rigs) -> Rig:
     """An engine that was seen to need so long for a chunk."""
     rigs.write(keys(8))
     made = rigs.make(tenant_from="Parameter")
-    admission = made.tier.admission
-    admission.__dict__["_computing"].observe(8, 8 * SECONDS_EACH, 0.0)
+    made.tier.rates.prefill.observe(TOKENS_PER_BLOCK, SECONDS_EACH)
     return made
 
 
@@ -53,7 +52,7 @@ def test_each_tenant_has_its_own(rigs: Rigs, rig: Rig) -> None:
     rig.params = {"kvtier_tenant": "acme"}
     rig.offload(keys(2, first=50))
     reader = rigs.make(tenant_from="Parameter")
-    reader.tier.admission.__dict__["_computing"].observe(2, 2 * SECONDS_EACH, 0.0)
+    reader.tier.rates.prefill.observe(TOKENS_PER_BLOCK, SECONDS_EACH)
     reader.params = {"kvtier_tenant": "acme"}
     assert reader.serve(keys(2, first=50)).hit_blocks == 2
     assert reader.metric(SAVED, "acme") == pytest.approx(2 * SECONDS_EACH)

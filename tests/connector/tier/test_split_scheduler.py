@@ -4,15 +4,24 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 from engine_fleet import Engines
-from engine_parts import BLOCK_TOKENS, Shape, prompt_of
+from engine_parts import BLOCK_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
-from rig import Rigs
+from rig import Rigs, keys
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import IterationStats
 
+from kvtier_connector.cascade.rates import Rates
+from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.store.fs import FileSystem
 
 SHAPE = Shape(is_splitting=True, most_tokens=64)
@@ -42,14 +51,22 @@ def engines(tmp_path: Path) -> Engines:
     return Engines(Rigs(tmp_path))
 
 
-def second_engine(engines: Engines, fs: PacedFs, prompt: Sequence[int]) -> SimulatedEngine:
+def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
+    """Step until requests are answered, with one block of the volume for each step."""
+    while not engine.answers.keys() >= set(names):
+        fs.permits.release()
+        engine.step()
+        threading.Event().wait(0.002)
+
+
+def second_engine(engines: Engines, fs: PacedFs, prompt: Sequence[int], shape: Shape = SHAPE) -> SimulatedEngine:
     """Return an engine on a volume that another one has stored the prompt on, and that is paced from now on."""
-    first = engines.make(SHAPE, fs=fs)
+    first = engines.make(shape, fs=fs)
     first.ask("stores", prompt)
     first.run()
     assert engines.assert_volume_holds(first, prompt) == CHUNKS
     first.close()
-    second = engines.make(SHAPE, fs=fs)
+    second = engines.make(shape, fs=fs)
     second.wait_until_known(CHUNKS)
     fs.is_paced = True
     return second
@@ -59,21 +76,126 @@ def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(engines: Engi
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt)
     second.add("reads", prompt)
-    while "reads" not in second.answers:
-        fs.permits.release()
-        second.step()
-        threading.Event().wait(0.002)
+    run_paced(second, fs, "reads")
     assert 0 < second.computed["reads"] < len(prompt)
     assert second.metric("vllm:kvtier_disk_split_joins") == 1
     second.close()
 
 
-def test_a_volume_that_hangs_costs_nothing_but_its_chunks(engines: Engines, fs: PacedFs) -> None:
+def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(engines: Engines, fs: PacedFs) -> None:
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt)
     second.add("computes", prompt)
+    for _ in range(2):
+        fs.permits.release()
     second.run(lambda: "computes" in second.answers, most_steps=4 * CHUNKS * BLOCK_TOKENS)
-    assert second.computed["computes"] == len(prompt)
+    assert second.answers["computes"] == answer_of(prompt, 1)
+    assert second.computed["computes"] >= len(prompt) - 2 * BLOCK_TOKENS
     for _ in range(2 * CHUNKS):
         fs.permits.release()
+    second.close()
+
+
+def test_users_see_the_tail_as_cached_and_no_preemption(engines: Engines, fs: PacedFs) -> None:
+    prompt = prompt_of(CHUNKS)
+    second = second_engine(engines, fs, prompt, replace(SHAPE, log_stats=True))
+    second.add("reads", prompt)
+    run_paced(second, fs, "reads")
+    cached = len(prompt) - second.computed["reads"]
+    assert 0 < cached < len(prompt)
+    seen, sources = IterationStats(), Counter[CacheHitSource]()
+    outputs = [each for told in second.told for each in told.outputs]
+    for each in outputs:
+        if each.prefill_stats is not None:
+            seen.prompt_token_stats.update_from_output(each.prefill_stats)
+        for event in each.events or ():
+            seen.num_preempted_reqs += event.type is EngineCoreEventType.PREEMPTED
+    for told in second.told:
+        if told.scheduler_stats and (stats := told.scheduler_stats.connector_prefix_cache_stats):
+            sources.update(stats.hits_by_source)
+    assert any(each.events for each in outputs)
+    assert seen.num_preempted_reqs == 0
+    assert (seen.prompt_token_stats.external_kv_transfer, seen.prompt_token_stats.local_cache_hit) == (cached, 0)
+    assert sources == {CacheHitSource.DISK: cached}
+    second.close()
+
+
+def test_requests_that_share_a_prefix_share_one_split(engines: Engines, fs: PacedFs) -> None:
+    prompt = prompt_of(CHUNKS)
+    second = second_engine(engines, fs, prompt)
+    second.add("splits", prompt)
+    second.step()
+    others = {"shares all": prompt, "shares one chunk": [*prompt[:BLOCK_TOKENS], *prompt_of(3, seed=1)]}
+    for name, each in others.items():
+        second.add(name, each)
+    run_paced(second, fs, "splits", *others)
+    assert all(second.answers[name] == answer_of(each, 1) for name, each in others.items())
+    assert second.computed["shares all"] < len(prompt) - second.computed["splits"] + BLOCK_TOKENS
+    second.close()
+
+
+def test_a_request_waits_for_the_chunks_of_a_split_that_it_shares_and_for_no_others() -> None:
+    splits, shared = Splits(Rates(now=Clock()), lambda _: None), keys(CHUNKS)
+    split = Split(ReqContext(req_id="splits"), shared, 0, BLOCK_TOKENS, 0)
+    splits.begin("splits", split)
+    other = ReqContext(req_id="waits")
+    assert splits.wait_for(keys(1, first=50), other) is None
+    assert splits.wait_for(shared, split.context) is None
+    waits = [splits.wait_for(each, other) for each in ([*shared[2:4], *keys(3, first=50)], shared)]
+    for computed, are_there in ((3, [False, False]), (4, [True, False]), (CHUNKS, [True, True])):
+        split.computed = computed * BLOCK_TOKENS
+        assert [is_there is not None and is_there() for is_there in waits] == are_there
+    split.computed = 0
+    splits.end("splits")
+    assert all(is_there is not None and is_there() for is_there in waits)
+
+
+def test_a_prompt_that_is_taken_back_goes_on_without_its_split(engines: Engines, fs: PacedFs) -> None:
+    prompt = prompt_of(CHUNKS)
+    second = second_engine(engines, fs, prompt)
+    second.add("aborted", prompt)
+    second.add("reset", prompt_of(CHUNKS, seed=0, more=7))
+    second.step()
+    second.step()
+    second.abort("aborted")
+    second.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    for _ in range(4 * CHUNKS):
+        fs.permits.release()
+    second.run(lambda: "reset" in second.answers)
+    assert second.answers["reset"] == answer_of(prompt_of(CHUNKS, more=7), 1)
+    second.run()
+    second.assert_nothing_is_left()
+    second.close()
+
+
+@pytest.mark.timeout(120)
+def test_long_prompts_that_do_not_fit_together_are_served_one_after_the_other(engines: Engines, fs: PacedFs) -> None:
+    shape = replace(SHAPE, gpu_blocks=CHUNKS * 2, cpu_chunks=CHUNKS)
+    prompts = {str(seed): prompt_of(CHUNKS, seed=seed) for seed in range(6)}
+    first = engines.make(shape, fs=fs)
+    for name, prompt in prompts.items():
+        first.ask(name, prompt)
+    first.run()
+    first.close()
+    second = engines.make(shape, fs=fs)
+    second.wait_until_known(CHUNKS)
+    for name, prompt in prompts.items():
+        second.add(name, prompt)
+    second.run()
+    assert all(second.answers[name] == answer_of(prompt, 1) for name, prompt in prompts.items())
+    assert second.preemptions == second.metric("vllm:kvtier_disk_split_joins")
+    second.assert_nothing_is_left()
+    second.close()
+
+
+def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs) -> None:
+    prompt = prompt_of(CHUNKS)
+    second = second_engine(engines, fs, prompt)
+    fs.is_paced = False
+    path = engines.file_of(second, prompt, CHUNKS - 3)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    second.ask("computes the rest", prompt)
+    second.run()
+    second.assert_nothing_is_left()
+    assert engines.assert_volume_holds(second, prompt) == CHUNKS
     second.close()

@@ -33,6 +33,7 @@ ON_CPU_BUILD: Final = {
     "spec_module_path": "kvtier_connector.vllm_adapter.cpu_build",
 }
 """The same for vLLM's CPU build, where vLLM refuses to offload: a class of ours copies with memcpy."""
+_SPLIT_SCHEDULER: Final = "--scheduler-cls=kvtier_connector.vllm_adapter.split_scheduler.SplitScheduler"
 _OUR_SPEC: Final = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.vllm_adapter.spec"}
 
 MP_PORT: Final = 5555
@@ -185,6 +186,7 @@ def _bundled(plan: TierPlan) -> Rendered:
     blocks, config = _blocks(plan), _own_files(plan)
     return Rendered(
         transfer=_bundled_connector(plan),
+        args=() if plan.spec.disk.split_hits == "Off" else (_SPLIT_SCHEDULER,),
         volumes=(blocks[0], config[0]),
         mounts=(blocks[1], config[1]),
         needs_package=True,
@@ -386,6 +388,8 @@ def _with_nixl(plan: TierPlan, settings: Nixl) -> Rendered:
     return replace(
         _bundled(plan),
         transfer=_multi(nixl, _bundled_connector(plan)),
+        # Hits are split where kvtier's is the only connector.
+        args=(),
         env=(
             _pod_address("VLLM_NIXL_SIDE_CHANNEL_HOST"),
             _variable("VLLM_NIXL_SIDE_CHANNEL_PORT", str(SIDE_CHANNEL_PORT)),

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two rates that an engine measures while it serves, of the volume and of prefill, and the decision that they make.
+
+Each hit on the volume is loaded, split or computed, whichever takes the least time by these rates. A volume that was
+never measured is tried, and so is one that lost when it was measured last and was not measured for a while. The
+scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier_connector.vllm_adapter import metrics
+
+JOIN_SECONDS = 0.03
+"""Price of a join: the step under way, and the step that notices that the tail is on the GPU."""
+NEW_SHARE = 0.3
+"""Weight of a new measurement of a rate."""
+KNOWN_SECONDS = 60.0
+"""A volume that lost is tried again after so long without a measurement."""
+STALLED_SECONDS = 0.5
+"""A volume that gives nothing for so long, while it is read, counts as one that hangs."""
+LEAST_WINDOW_SECONDS = 0.03
+"""Shortest time over which the volume's rate is measured."""
+SLOW_READ_SECONDS = 0.1
+"""A chunk that takes so long lowers the volume's rate, though it was read alone."""
+MEASURED_TOKENS = 1024
+"""A step of fewer tokens, and of fewer than half of what a step may compute, says nothing about the rate of prefill."""
+
+
+class Way(enum.Enum):
+    """How a request gets a hit whose chunks lie on the volume."""
+
+    LOAD = "load"
+    """All of it is read."""
+    SPLIT = "split"
+    """Its head is computed while its tail is read."""
+    COMPUTE = "compute"
+    """All of it is computed, since reading takes longer."""
+    SHORT = "short"
+    """All of it is computed: it has fewer tokens than configured."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is read."""
+        return self in {Way.LOAD, Way.SPLIT}
+
+    @property
+    def cause(self) -> str:
+        """Why chunks are not read, for the metrics."""
+        return metrics.SHORT if self is Way.SHORT else metrics.SLOWER
+
+
+class Rate:
+    """Units a second; new measurements count most."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        """Start with a value; 0 stands for none."""
+        self.value = value
+
+    def observe(self, units: float, seconds: float) -> None:
+        """Take in that `seconds` were taken by `units`."""
+        if seconds > 0:
+            new = units / seconds
+            self.value = self.value + NEW_SHARE * (new - self.value) if self.value else new
+
+    def seconds(self, units: float) -> float:
+        """Return how long so many units take; infinite where the rate is not known or 0."""
+        return units / self.value if self.value else math.inf
+
+
+class Rates:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        now: Callable[[], float],
+        min_tokens: int = 0,
+        steps_ahead: int = 0,
+        most_step_tokens: int = 2 * MEASURED_TOKENS,
+    ) -> None:
+        """Start without a measurement.
+
+        Args:
+            now: Seconds that never go back.
+            min_tokens: Hits of fewer tokens are computed.
+            steps_ahead: Steps that are scheduled while one is computed.
+            most_step_tokens: Most tokens of one step.
+        """
+        self.prefill = Rate()
+        """Tokens a second, as the engine computes prompts."""
+        self.volume = Rate()
+        """Tokens a second that the volume gives, to all requests; 0 before the first, and after it hung."""
+        self.is_hanging = False
+        """Whether the volume is read and gives nothing."""
+        self.latency_seconds = 0.0
+        """Time that reading one chunk takes."""
+        self.now = now
+        self._min_tokens = min_tokens
+        self._measured_tokens = min(MEASURED_TOKENS, most_step_tokens // 2)
+        self._steps: deque[Mapping[str, int]] = deque([{}] * (steps_ahead + 1), maxlen=steps_ahead + 1)
+        self._scheduled_at = 0.0
+        self._window_began = self._moved_at = 0.0
+        self._window_landed = 0
+        self._window_longest = 0.0
+        self._measured_at = -math.inf
+
+    def note_step(self, scheduled: Mapping[str, int]) -> None:
+        """Take in the tokens of each request in a step, as it is scheduled.
+
+        Between two calls the oldest step that was under way ends. If no request goes on, the engine may have been idle.
+        """
+        now = self.now()
+        seconds, self._scheduled_at = now - self._scheduled_at, now
+        tokens = sum(self._steps[0].values())
+        if tokens >= self._measured_tokens and any(name in scheduled for name in self._steps[-1]):
+            self.prefill.observe(tokens, seconds)
+        self._steps.append(dict(scheduled))
+
+    def note_landed(self, tokens: int, *, reads: Sequence[float] = (), is_reading: bool) -> None:
+        """Take in how many tokens have come from the volume since the last call.
+
+        Args:
+            tokens: Tokens of the chunks that have landed.
+            reads: Seconds that the read of each of these chunks took.
+            is_reading: Whether chunks are still being read.
+        """
+        now = self.now()
+        if tokens or not self._window_began:
+            self._moved_at = now
+        if reads:
+            self.latency_seconds += NEW_SHARE * (min(reads) - self.latency_seconds)
+            self._window_longest = max(self._window_longest, *reads)
+        self._window_landed += tokens
+        seconds = now - self._window_began
+        if self._window_began and self._window_landed and (seconds >= LEAST_WINDOW_SECONDS or not is_reading):
+            if is_reading or self._window_landed > self.volume.value * seconds:
+                self.volume.observe(self._window_landed, max(seconds, 1e-3))
+            elif self._window_longest >= SLOW_READ_SECONDS:
+                # It ended some time before this call, and after its longest read.
+                self.volume.observe(self._window_landed, self._window_longest)
+            self._measured_at = now
+            self._window_began, self._window_landed, self._window_longest = now, 0, 0.0
+        if not is_reading:
+            self._window_began, self._window_landed = 0.0, 0
+        elif not self._window_began:
+            self._window_began = now
+        self.is_hanging = is_reading and now - self._moved_at >= STALLED_SECONDS
+        if self.is_hanging:
+            # When the reads under way have ended, the next hit measures the volume anew.
+            self.volume.value = 0.0
+
+    def choose(self, tokens: int, *, unread: int, queued: int = 0, backlog: float = 0, may_split: bool = False) -> Way:
+        """Say how a hit is there soonest.
+
+        Args:
+            tokens: Tokens of the hit.
+            unread: Tokens of those chunks of it that must be read.
+            queued: Tokens that were ordered before and are not there yet.
+            backlog: Tokens that the engine computes before.
+            may_split: Whether the hit may be split.
+        """
+        if tokens < self._min_tokens:
+            return Way.SHORT
+        trial = Way.SPLIT if may_split else Way.LOAD
+        volume, prefill = self.volume.value, self.prefill.value
+        if self.is_hanging:
+            return Way.COMPUTE
+        if not (volume and prefill):
+            return trial
+        seconds = {
+            Way.LOAD: self.latency_seconds + self.volume.seconds(queued + unread),
+            Way.COMPUTE: self.prefill.seconds(backlog + tokens),
+        }
+        if may_split:
+            seconds[Way.SPLIT] = (queued + unread + backlog) / (prefill + volume) + JOIN_SECONDS
+        way = min(seconds, key=seconds.__getitem__)
+        is_old = self.now() - self._measured_at >= KNOWN_SECONDS
+        return trial if way is Way.COMPUTE and is_old else way
+
+    def would_be_computed(self, tokens: int, *, since: float) -> bool:
+        """Say whether so many tokens would be computed by now, had that begun instead of a load."""
+        return self.now() - since > self.prefill.seconds(tokens)
+
+    def seconds_to_compute(self, tokens: int) -> float:
+        """Return how long computing so many tokens takes; 0 before the first measurement."""
+        return self.prefill.seconds(tokens) if self.prefill.value else 0.0

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two measured rates decide whether a hit is loaded, split or computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clocks import Clock
+from engine_fleet import Engines
+from engine_parts import prompt_of
+from rig import TOKENS_PER_BLOCK, Rigs, keys
+from slow_fs import GatedFs
+
+from kvtier_connector.cascade.rates import KNOWN_SECONDS, STALLED_SECONDS, Rates, Way
+
+PREFILL = 20_000.0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(1000.0)
+
+
+def read(rates: Rates, clock: Clock, tokens: int, *, seconds: float = 0.1) -> None:
+    """Read so many tokens in so many seconds, with more still to come."""
+    rates.note_landed(0, is_reading=True)
+    clock.seconds += seconds
+    rates.note_landed(tokens, reads=[0.001], is_reading=True)
+    rates.note_landed(0, is_reading=False)
+
+
+def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **settings: Any) -> Rates:
+    rates = Rates(now=clock, **settings)
+    rates.prefill.observe(prefill, 1.0)
+    read(rates, clock, round(volume / 10))
+    assert rates.volume.value == pytest.approx(volume)
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("volume", "work", "whole", "split"),
+    [
+        pytest.param(500_000, {"tokens": 32_000}, Way.LOAD, Way.LOAD, id="a volume much faster than the engine"),
+        pytest.param(25_000, {"tokens": 32_000}, Way.LOAD, Way.SPLIT, id="hardly faster"),
+        pytest.param(10_000, {"tokens": 32_000}, Way.COMPUTE, Way.SPLIT, id="a volume slower than the engine"),
+        pytest.param(10_000, {"tokens": 512}, Way.COMPUTE, Way.COMPUTE, id="a hit too short for the price of a join"),
+        pytest.param(100, {"tokens": 32_000}, Way.COMPUTE, Way.COMPUTE, id="a volume that hardly gives anything"),
+        pytest.param(
+            500_000, {"tokens": 32_000, "unread": 0}, Way.LOAD, Way.LOAD, id="a hit that others have ordered already"
+        ),
+        pytest.param(40_000, {"tokens": 16_000, "queued": 200_000}, Way.COMPUTE, Way.COMPUTE, id="a queue of reads"),
+        pytest.param(40_000, {"tokens": 16_000, "queued": 12_000}, Way.LOAD, Way.SPLIT, id="a short queue of reads"),
+        pytest.param(15_000, {"tokens": 16_000, "backlog": 90_000}, Way.LOAD, Way.LOAD, id="a queue of prompts"),
+    ],
+)
+def test_a_hit_takes_the_way_that_is_over_first(
+    volume: float, work: dict[str, int], whole: Way, split: Way, clock: Clock
+) -> None:
+    rates = measured(clock, volume)
+    work = {"unread": work["tokens"], **work}
+    assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (whole, split)
+
+
+def test_a_volume_that_was_never_measured_is_tried(clock: Clock) -> None:
+    rates = Rates(now=clock)
+    assert rates.choose(100, unread=100) is Way.LOAD
+    assert rates.choose(100, unread=100, may_split=True) is Way.SPLIT
+
+
+def test_a_volume_that_lost_is_tried_again_after_a_while(clock: Clock) -> None:
+    rates = measured(clock, 100)
+    assert rates.choose(32_000, unread=32_000) is Way.COMPUTE
+    clock.seconds += KNOWN_SECONDS + 1
+    assert rates.choose(32_000, unread=32_000) is Way.LOAD
+    read(rates, clock, 10)
+    assert rates.choose(32_000, unread=32_000) is Way.COMPUTE
+
+
+def test_a_volume_that_won_stays_the_way_however_long_ago_it_was_read(clock: Clock) -> None:
+    rates = measured(clock, 500_000)
+    clock.seconds += 10 * KNOWN_SECONDS
+    assert rates.choose(32_000, unread=32_000, may_split=True) is Way.LOAD
+
+
+def test_a_volume_that_stops_giving_counts_as_hanging_until_it_gives_again(clock: Clock) -> None:
+    rates = measured(clock, 500_000)
+    rates.note_landed(0, is_reading=True)
+    clock.seconds += STALLED_SECONDS
+    assert not rates.is_hanging
+    rates.note_landed(0, is_reading=True)
+    assert rates.is_hanging
+    assert rates.choose(100, unread=100, may_split=True) is Way.COMPUTE
+    rates.note_landed(4000, reads=[STALLED_SECONDS], is_reading=True)
+    assert not rates.is_hanging
+
+
+def test_a_volume_whose_reads_were_given_up_is_tried_again(clock: Clock) -> None:
+    rates = measured(clock, 500_000)
+    rates.note_landed(0, is_reading=True)
+    clock.seconds += STALLED_SECONDS
+    rates.note_landed(0, is_reading=True)
+    rates.note_landed(0, is_reading=False)
+    assert rates.choose(100, unread=100) is Way.LOAD
+
+
+def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Clock) -> None:
+    rates = measured(clock, 500_000)
+    for seconds, is_slower in ((0.001, False), (0.4, True)):
+        before = rates.volume.value
+        rates.note_landed(0, is_reading=True)
+        # A long step passes before the engine notices.
+        clock.seconds += 0.45
+        rates.note_landed(16, reads=[seconds], is_reading=False)
+        assert (rates.volume.value < before) is is_slower
+
+
+@pytest.mark.parametrize(("steps_ahead", "seconds"), [(0, 0.1), (1, 0.2)])
+def test_large_steps_of_a_busy_engine_measure_prefill(steps_ahead: int, seconds: float, clock: Clock) -> None:
+    rates = Rates(now=clock, steps_ahead=steps_ahead, most_step_tokens=8192)
+    for scheduled, lasts in (({"a": 4000}, 0.1), ({"a": 100, "b": 1}, 0.2), ({"a": 1, "b": 1}, 0.4), ({"a": 1}, 0.8)):
+        rates.note_step(scheduled)
+        clock.seconds += lasts
+    assert rates.prefill.value == pytest.approx(4000 / seconds)
+
+
+def test_the_time_of_an_idle_engine_measures_nothing(clock: Clock) -> None:
+    rates = Rates(now=clock)
+    rates.note_step({"a": 4000})
+    clock.seconds += 3600
+    rates.note_step({"b": 4000})
+    assert rates.prefill.value == 0
+
+
+def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right(rigs: Rigs) -> None:
+    rigs.write(keys(10))
+    rig = rigs.make(min_tokens=TOKENS_PER_BLOCK * 4)
+    assert rig.serve(keys(3), "short").hit_blocks == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "min_tokens") == 3
+    assert rig.serve(keys(10), "long").hit_blocks == 10
+    assert rig.metric("vllm:kvtier_disk_verdicts", "short") == 1
+    assert rig.metric("vllm:kvtier_disk_verdicts", "load") == 1
+    assert rig.metric("vllm:kvtier_disk_load_tokens_per_second") > 0
+
+
+def test_a_load_is_given_up_once_computing_would_be_over(rigs: Rigs) -> None:
+    engines, prompt = Engines(rigs), prompt_of(8)
+    first = engines.make()
+    first.ask("stores", prompt)
+    first.run()
+    fourth = engines.file_of(first, prompt, 3).name
+    fs = GatedFs(lambda call, path: call == "preadv" and fourth in path)
+    engine = engines.make(fs=fs, load_deadline_seconds=3600.0)
+    engine.wait_until_known(8)
+    engine.tier.rates.prefill.observe(PREFILL, 1.0)
+    # The whole hit is on its way when the volume begins to hang.
+    assert engine.ask("computes the rest", prompt) == len(prompt) - 3 * TOKENS_PER_BLOCK
+    fs.open_gate()
+    engines.close()
