@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
-from kvtier_connector.pod_tools.posix_checks import missing_property
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
+    FIRST_WRITE_FLAGS,
     LOCAL,
+    NEXT_WRITE_FLAGS,
     READ_FLAGS,
     DirectIo,
     FileSystem,
@@ -54,6 +56,9 @@ PIECE_BYTES = 1 << 20
 """As the store reads through the page cache."""
 _PREFIX = ".preflight-"
 _ABANDONED_SECONDS = 3600.0
+_REFUSED: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES})
+_NAMES: Final = 20
+_LONG_AGO_SECONDS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +142,7 @@ def _try(
             f"only {free >> 20} MiB are free of {total >> 20} MiB: remove what else is on the volume, or let it grow"
         )
     _check_renames(fs, directory)
-    if missing := missing_property(fs, directory):
+    if missing := _missing_property(fs, directory):
         raise _UnusableError(f"{missing}; {_INSTEAD}")
     mount = mount_of(directory)
     direct = DirectIo(fs, directory, direct=None)
@@ -275,6 +280,92 @@ def _write_page(fs: FileSystem, path: str, content: int) -> None:
         fs.pwritev(fd, [memoryview(bytes([content]) * 4096)], 0)
     finally:
         fs.close(fd)
+
+
+def _missing_property(fs: FileSystem, directory: str) -> str:
+    """Return the first property of POSIX that the store needs and the volume lacks, and what that would cost."""
+    for check, refusal in _CHECKS:
+        try:
+            missing = check(fs, directory)
+        except OSError as error:
+            if not refusal or error.errno not in {*_REFUSED, errno.EEXIST}:
+                raise
+            missing = refusal.format(os.strerror(error.errno or 0))
+        if missing:
+            return missing
+    return ""
+
+
+def _create(fs: FileSystem, path: str) -> None:
+    fs.close(fs.open(path, CREATE_FLAGS))
+
+
+def _creates_once(fs: FileSystem, directory: str) -> str:
+    _create(fs, f"{directory}/once")
+    try:
+        _create(fs, f"{directory}/once")
+    except FileExistsError:
+        return ""
+    return "a file can be created twice (no O_EXCL): two engines would each take one directory for theirs"
+
+
+def _lists_at_once(fs: FileSystem, directory: str) -> str:
+    names = {f"listed{number}" for number in range(_NAMES)}
+    for name in names:
+        _create(fs, f"{directory}/{name}")
+    if not names <= {entry.name for entry in fs.scandir(directory)}:
+        return "a new file is not listed at once (eventual listings): the janitor would not count it"
+    for name in names:
+        fs.unlink(f"{directory}/{name}")
+    if names & {entry.name for entry in fs.scandir(directory)}:
+        return "a removed file stays listed (eventual listings): the janitor would count what is gone"
+    return ""
+
+
+def _appends(fs: FileSystem, directory: str) -> str:
+    path = f"{directory}/appended"
+    for number in range(3):
+        fd = fs.open(path, NEXT_WRITE_FLAGS if number else FIRST_WRITE_FLAGS)
+        try:
+            fs.pwritev(fd, [memoryview(bytes([number + 1]) * 1024)], 1024 * number)
+        finally:
+            fs.close(fd)
+    page = memoryview(bytearray(4096))
+    fd = fs.open(path, READ_FLAGS)
+    try:
+        count = read_page(fs, fd, page)
+    finally:
+        fs.close(fd)
+    if bytes(page[:count]) != b"".join(bytes([number + 1]) * 1024 for number in range(3)):
+        return "what is written to a file again is not there when it is opened: the janitor would miss records"
+    return ""
+
+
+def _replaces(fs: FileSystem, directory: str) -> str:
+    for name in ("old", "new"):
+        _create(fs, f"{directory}/{name}")
+    fs.rename(f"{directory}/new", f"{directory}/old")
+    return ""
+
+
+def _tells_times(fs: FileSystem, directory: str) -> str:
+    path = f"{directory}/touched"
+    _create(fs, path)
+    long_ago = fs.stat(path).st_mtime - _LONG_AGO_SECONDS
+    os.utime(path, (long_ago, long_ago))
+    fs.touch(path)
+    return "" if fs.stat(path).st_mtime > long_ago + _LONG_AGO_SECONDS / 2 else _NO_TIMES
+
+
+_NO_TIMES: Final = "the time of a file cannot be set: no engine could tell how long its store permit lasts"
+_CHECKS: Final[tuple[tuple[Callable[[FileSystem, str], str], str], ...]] = (
+    (_creates_once, ""),
+    (_lists_at_once, ""),
+    (_appends, "a file cannot be written to again ({}): engines would have no journals"),
+    (_replaces, "a file cannot be renamed over another ({}): nothing could be published"),
+    (_tells_times, _NO_TIMES),
+)
+"""Each with what it means where the volume refuses a call of it; empty where that is a failure of the volume."""
 
 
 def _stat_microseconds(fs: FileSystem, path: str) -> int:
