@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 
 from kvtier_connector.janitor.sweep import Sweeper
-from kvtier_connector.store.fs import FileSystem, new_token
+from kvtier_connector.store.fs import new_token
 from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, RECORD_BYTES, Op, Record, encode_head, encode_record
 from kvtier_connector.store.layout import JournalName, Lineage, journal_path
 
@@ -107,38 +108,26 @@ def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Ri
     assert sweeper.catalog.total.bytes == BLOCKS * BLOCK_BYTES
 
 
-class OpeningFs(FileSystem):
-    """Counts the block files that are opened."""
+class CountingFs(WatchedFs):
+    """Counts the calls that look at block files."""
 
     def __init__(self) -> None:
-        self.opened = 0
+        self.counted: Counter[str] = Counter()
 
-    def open(self, path: str, flags: int) -> int:
-        self.opened += path.endswith(".kvb")
-        return super().open(path, flags)
-
-
-class CountingFs(FileSystem):
-    """Counts the files that are looked at."""
-
-    def __init__(self) -> None:
-        self.looked = 0
-
-    def stat(self, path: str) -> os.stat_result:
-        self.looked += path.endswith(".kvb")
-        return super().stat(path)
+    def before(self, call: str, path: str | None) -> None:
+        self.counted[call] += path is not None and path.endswith(".kvb")
 
 
 def test_uses_of_blocks_that_do_not_exist_cost_one_look_each(rig: Rig) -> None:
-    engine, fs = rig.engine(), OpeningFs()
+    engine, fs = rig.engine(), CountingFs()
     engine.put(0)
     sweeper = rig.sweeper(fs)
     rig.sweep(sweeper)
     plant(engine, *(raw(Op.USED, number, time_ns=rig.clock.ns) for number in range(1000, 3000)))
-    fs.opened = 0
+    fs.counted.clear()
     for _ in range(3):
         sweep(rig, sweeper)
-    assert fs.opened == 2000
+    assert fs.counted["open"] == 2000
     assert sweeper.catalog.total.blocks == 1
 
 
@@ -151,7 +140,7 @@ def test_a_large_sweep_looks_at_every_file_anew(rig: Rig, low: float, looks: int
     left = len(engine.there(range(100)))
     assert left == int(100 * low)
     # Before anything is decided by what journals tell, and once more at each removal.
-    assert fs.looked == 100 * looks + (100 - left)
+    assert fs.counted["stat"] == 100 * looks + (100 - left)
 
 
 numbers = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 1 << 50]))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from planted import KINDS, TOO_DEEP, plant
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Rig, key
+from tier_dir import BLOCK_BYTES, Refusing, Rig, key
 
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
 from kvtier_connector.janitor.sweep import Sweeper
@@ -27,23 +27,12 @@ from kvtier_connector.store.permit import PERMIT_FILE
 LIMITS = {"max_bytes": 10 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark": 0.5}
 
 
-class Refusing(WatchedFs):
-    """Answers some calls with an error, until it is told otherwise."""
-
-    def __init__(self, number: int, *calls: str) -> None:
-        self.number, self.calls = number, calls
-
-    def before(self, call: str, path: str | None) -> None:
-        if call in self.calls:
-            raise OSError(self.number, os.strerror(self.number), path)
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ESTALE])
 @pytest.mark.parametrize("calls", [("unlink",), ("scandir",), ("stat",), ("open",), ("statvfs",), ("pwritev",)])
 def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: int, calls: tuple[str, ...]) -> None:
     engine = rig.engine()
     engine.put_chain(*range(10))
-    fs = Refusing(number, *calls)
+    fs = Refusing("", *calls, number=number)
     sweeper = rig.sweeper(fs, **LIMITS)
     for _ in range(3):
         sweeper.step()
@@ -62,7 +51,7 @@ def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: in
 
 def test_a_volume_that_cannot_be_listed_is_asked_again_after_a_pause(rig: Rig) -> None:
     rig.engine().put_chain(*range(3))
-    fs = Refusing(errno.EIO, "scandir")
+    fs = Refusing("", "scandir")
     sweeper = rig.sweeper(fs, **LIMITS)
     assert [sweeper.step() > 0 for _ in range(3)] == [True, True, True]
     fs.calls = ()
@@ -74,20 +63,11 @@ def test_a_volume_that_cannot_be_listed_is_asked_again_after_a_pause(rig: Rig) -
         assert sweeper.step() > 0
 
 
-class RefusesOne(WatchedFs):
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def before(self, call: str, path: str | None) -> None:
-        if call == "unlink" and path is not None and self.name in path:
-            raise PermissionError(errno.EACCES, "no", path)
-
-
 def test_a_block_that_cannot_be_removed_keeps_those_before_it(rig: Rig) -> None:
     engine = rig.engine()
     engine.put_chain(*range(5))
     engine.put_chain(*range(5, 10))
-    sweeper = rig.sweeper(RefusesOne(key(2).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.05)
+    sweeper = rig.sweeper(Refusing(key(2).hash.hex(), "unlink"), max_bytes=10 * BLOCK_BYTES, low_watermark=0.05)
     for _ in range(4):
         sweeper.step()
     assert {0, 1, 2} <= set(engine.there(range(10)))
@@ -96,7 +76,7 @@ def test_a_block_that_cannot_be_removed_keeps_those_before_it(rig: Rig) -> None:
 def test_a_block_that_cannot_be_removed_does_not_keep_those_of_other_prefixes(rig: Rig) -> None:
     engine = rig.engine()
     engine.put(*range(10))
-    sweeper = rig.sweeper(RefusesOne(key(0).hash.hex()), max_bytes=10 * BLOCK_BYTES, low_watermark=0.5)
+    sweeper = rig.sweeper(Refusing(key(0).hash.hex(), "unlink"), max_bytes=10 * BLOCK_BYTES, low_watermark=0.5)
     for _ in range(4):
         sweeper.step()
     assert engine.there(range(10)) == [0, 5, 6, 7, 8, 9]
@@ -157,7 +137,7 @@ def test_the_beginning_of_a_prefix_stays_as_long_as_its_end_does(rig: Rig) -> No
     # More than one thread takes at a time.
     engine.put_chain(*range(100))
     engine.put_chain(*range(100, 110))
-    sweeper = rig.sweeper(RefusesOne(key(90).hash.hex()), max_bytes=110 * BLOCK_BYTES, low_watermark=0.001)
+    sweeper = rig.sweeper(Refusing(key(90).hash.hex(), "unlink"), max_bytes=110 * BLOCK_BYTES, low_watermark=0.001)
     sweeper.step()
     for _ in range(5):
         rig.clock.move(10)

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from planted import plant
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Rig
+from tier_dir import BLOCK_BYTES, Refusing, Rig
 
 from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, PermitWriter, share_of
 from kvtier_connector.janitor.policy import Room
@@ -37,18 +36,6 @@ def permit_of(rig: Rig) -> Permit:
     content = (rig.dir / PERMIT_FILE).read_bytes()
     assert len(content) == PERMIT_BYTES
     return decode_permit(content)
-
-
-class Refusing(WatchedFs):
-    """Answers some calls about some paths with an error, until told otherwise."""
-
-    def __init__(self, path: str, *calls: str) -> None:
-        self.path, self.calls, self.listed = path, calls, 0
-
-    def before(self, call: str, path: str | None) -> None:
-        self.listed += call == "scandir" and path is not None and path.endswith("/blocks")
-        if call in self.calls and path is not None and self.path in path:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 def test_a_tier_without_a_budget_has_no_limit(rig: Rig) -> None:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tier_dir import Refusing
 
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig
 from kvtier_connector.janitor.loop import make_sweeper
@@ -70,6 +73,18 @@ def volume(tmp_path: Path) -> Volume:
     directory = tmp_path / "serving.llama"
     directory.mkdir()
     return Volume(directory)
+
+
+class ReadMeanwhile(FileSystem):
+    """Some files are read, or all of them, whenever the janitor looks at one."""
+
+    def __init__(self, names: str = r".*\.bin") -> None:
+        self.names = re.compile(names)
+
+    def stat(self, path: str) -> os.stat_result:
+        if self.names.fullmatch(path):
+            os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
+        return super().stat(path)
 
 
 def test_files_of_vllms_tier_get_the_keeper_that_knows_them(volume: Volume) -> None:
@@ -168,12 +183,6 @@ def test_only_what_vllm_names_so_is_touched(volume: Volume) -> None:
 
 def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
     path = volume.store(1, age=1000)
-
-    class ReadMeanwhile(FileSystem):
-        def stat(self, path: str) -> os.stat_result:
-            os.utime(path, (time.time(), 0))
-            return super().stat(path)
-
     sweeper = volume.sweeper(max_bytes=SIZE // 2 + 1, high_watermark=0.9, low_watermark=0.5, fs=ReadMeanwhile())
     volume.sweep(sweeper)
     assert path.exists()
@@ -186,15 +195,8 @@ def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
 
 def test_others_go_instead_of_files_that_are_read_all_the_time(volume: Volume) -> None:
     files = [volume.store(number, age=1000 - number) for number in range(20)]
-    busy = {str(path) for path in files[:6]}
-
-    class ReadMeanwhile(FileSystem):
-        def stat(self, path: str) -> os.stat_result:
-            if path in busy:
-                os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
-            return super().stat(path)
-
-    sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5, fs=ReadMeanwhile())
+    fs = ReadMeanwhile("|".join(str(path) for path in files[:6]))
+    sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5, fs=fs)
     for _ in range(2):
         volume.sweep(sweeper)
     assert [path for path in files if path.exists()] == [*files[:6], *files[16:]]
@@ -202,13 +204,6 @@ def test_others_go_instead_of_files_that_are_read_all_the_time(volume: Volume) -
 
 def test_a_read_keeps_no_file_beyond_its_time_to_live(volume: Volume) -> None:
     path = volume.store(1, age=7200)
-
-    class ReadMeanwhile(FileSystem):
-        def stat(self, path: str) -> os.stat_result:
-            if path.endswith(".bin"):
-                os.utime(path, ns=(time.time_ns(), os.lstat(path).st_mtime_ns))
-            return super().stat(path)
-
     volume.sweep(volume.sweeper(ttl_seconds=3600.0, fs=ReadMeanwhile()))
     assert not path.exists()
 
@@ -236,21 +231,12 @@ def test_who_may_not_act_removes_nothing(volume: Volume) -> None:
 
 def test_a_volume_that_refuses_is_stated_until_it_answers(volume: Volume) -> None:
     volume.store(1, age=10)
-
-    class Refusing(FileSystem):
-        is_refusing = True
-
-        def scandir(self, path: str) -> list[os.DirEntry[str]]:
-            if self.is_refusing:
-                raise PermissionError(13, "Permission denied", path)
-            return super().scandir(path)
-
-    fs = Refusing()
+    fs = Refusing("", "scandir", number=errno.EACCES)
     sweeper = volume.sweeper(fs=fs)
     sweeper.step()
     assert sweeper.report is not None
     assert "Permission denied" in sweeper.report.problems["walk"]
-    fs.is_refusing = False
+    fs.calls = ()
     volume.sweep(sweeper)
     assert sweeper.report.problems == {}
     assert sweeper.report.usage.blocks == 1

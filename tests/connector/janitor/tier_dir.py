@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from store_faults import WatchedFs
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import Usage
@@ -43,6 +46,18 @@ class Clock:
     def move(self, seconds: float) -> None:
         self.ns += int(seconds * 1e9)
         self.seconds += seconds
+
+
+class Refusing(WatchedFs):
+    """Answers some calls about some paths with an error, until the test changes `calls`; counts listings of blocks."""
+
+    def __init__(self, path: str, *calls: str, number: int = errno.EIO) -> None:
+        self.path, self.calls, self.number, self.listed = path, calls, number, 0
+
+    def before(self, call: str, path: str | None) -> None:
+        self.listed += call == "scandir" and path is not None and path.endswith("/blocks")
+        if call in self.calls and self.path in f"{path or ''}/":
+            raise OSError(self.number, os.strerror(self.number), path)
 
 
 class Engine:

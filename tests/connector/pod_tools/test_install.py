@@ -144,17 +144,6 @@ def test_the_command_installs_this_package_and_clears_stale_regions(tmp_path: Pa
     assert second.stdout.rstrip().endswith("already")
 
 
-def test_the_command_needs_the_standard_library_only(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.pod_tools.install; "
-        "print([name for name in ('blake3', 'torch', 'vllm', 'numpy') if name in sys.modules])"
-    )
-    completed = subprocess.run(
-        [sys.executable, "-S", "-c", program, str(PACKAGE.parent)], capture_output=True, text=True, check=True
-    )
-    assert completed.stdout == "[]\n"
-
-
 def test_engines_of_one_image_and_model_share_what_they_compile(tmp_path: Path) -> None:
     shared, first, second = tmp_path / "claim" / "0f1e", tmp_path / "first", tmp_path / "second"
     for scratch in (first, second):

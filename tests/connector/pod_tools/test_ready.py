@@ -103,12 +103,7 @@ def test_an_engine_passes_once_it_has_its_volume(probe: Probe, state: Path) -> N
     assert probe() == (0, "ready")
 
 
-def test_an_engine_that_has_decided_to_serve_without_its_volume_passes(probe: Probe, state: Path) -> None:
-    begun(state).serve_without("the mode is Bypass")
-    assert probe() == (0, "ready")
-
-
-def test_all_engines_of_the_pod_are_waited_for(probe: Probe, state: Path) -> None:
+def test_all_engines_of_the_pod_are_waited_for_and_one_without_its_volume_passes(probe: Probe, state: Path) -> None:
     first, second = begun(state), begun(state)
     first.attach()
     code, words = probe()
