@@ -105,6 +105,7 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_monitoring --check
 	.venv/bin/python .ci/image_locks.py --check
 	PYTHONPATH=. $(RUN) e2e.backends.page --check
+	.venv/bin/python .ci/figures.py --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
 	$(RUN) kvtier_operator.api.crd --write
@@ -115,6 +116,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	.venv/bin/python .ci/image_locks.py --write
 	PYTHONPATH=. $(RUN) e2e.matrix --write
 	PYTHONPATH=. $(RUN) e2e.backends.page --write
+	.venv/bin/python .ci/figures.py --write
 
 golden: venv ## rewrite the golden manifests and plans; review the diff
 	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_stored_specs.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden

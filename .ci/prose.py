@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds long sentences and private words in the code: ``python .ci/prose.py [--write] [PATH...]``, or ``make prose``.
+"""Finds long sentences and private words: ``python .ci/prose.py [--write] [PATH...]``, or ``make prose``.
 
-It reads docstrings, comments, messages and identifiers. The exit status is 1 when a file has more findings than
+It reads docstrings, comments, messages and identifiers of the code, and the pages of the documentation that are written
+by hand. The exit status is 1 when a file has more findings than
 ``.ci/prose.json`` records. With PATH it prints all findings of these files or folders. ``--write`` records today's
 counts; it refuses when the sum would rise.
 """
@@ -20,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / ".ci" / "prose.json"
-FOLDERS = ("operator", "connector", "e2e", ".ci")
-NOT_READ = {"build", "tests"}
-"""Folders that are left out."""
+FOLDERS = ("operator", "connector", "e2e", ".ci", "README.md", "docs")
+NOT_READ = {"build", "tests", "conditions.md", "operator-metrics.md", "alerts.md", "faults.md"}
+"""Folders and pages that are left out: the pages are written from code, which is read."""
 
 LONGEST = 30
 """Most words of a sentence."""
@@ -64,6 +65,7 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z'\u2019-]*$")
 _CODE = re.compile(r"``[^`]*``|`[^`]*`")
 _SENTENCE = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(`]*[A-Z`0-9])")
 _ITEM = re.compile(r"\s*(?:[-*]|\d+[.)]|:?[\w.* ()]{1,40}:)\s")
+_MARKUP = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|\*\*?|<!--.*?-->")
 _DIRECTIVE = re.compile(r"#\s*(?:noqa|type:|ruff:|pragma|SPDX|!)")
 _FEWEST = 4
 _SHARE_OF_PLAIN = 0.6
@@ -180,10 +182,31 @@ def findings(source: str, *, is_product: bool) -> list[Finding]:
     return sorted(found)
 
 
+def page_findings(text: str) -> list[Finding]:
+    """Return all findings of a page of Markdown, by line: without code blocks, each cell of a table by itself."""
+    is_code, is_fenced, lines, found = False, False, list[str](), list[Finding]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        plain = _MARKUP.sub(r"\1", line)
+        is_code = line.startswith("    ") and (is_code or not lines or not lines[-1])
+        if line.lstrip().startswith("```"):
+            is_fenced, plain = not is_fenced, ""
+        if line.startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", plain):
+                found += judge(cell.strip(), number)
+            plain = ""
+        # A heading ends what is before it.
+        lines.append("" if is_fenced or is_code or line.startswith("#") else plain)
+    return sorted([*found, *judge("\n".join(lines), 1)])
+
+
 def files(root: Path, chosen: Sequence[str]) -> list[Path]:
-    """Return the Python files of these files and folders, sorted, relative to the root."""
+    """Return the Python files of these files and folders and the pages of docs, sorted, relative to the root."""
     paths = [root / each for each in chosen]
-    found = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    found = [
+        file
+        for path in paths
+        for file in ([path] if path.is_file() else path.rglob("*.md" if path.name == "docs" else "*.py"))
+    ]
     return sorted(path.relative_to(root) for path in found if NOT_READ.isdisjoint(path.relative_to(root).parts))
 
 
@@ -194,13 +217,14 @@ def worse(counts: Mapping[str, int], record: Mapping[str, int]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print new findings, or all those of PATH; return 1 when a file has more than its record."""
-    parser = argparse.ArgumentParser(description="Find long sentences and private words in the code.")
+    parser = argparse.ArgumentParser(description="Find long sentences and private words in code and pages.")
     parser.add_argument("--write", action="store_true", help="record today's counts, if their sum is no higher")
     parser.add_argument("paths", nargs="*", metavar="PATH", help="print all findings of these files or folders")
     given = parser.parse_args(arguments)
     found = {
-        str(path): findings((ROOT / path).read_text(encoding="utf-8"), is_product=path.parts[0] in PRODUCT)
+        str(path): page_findings(text) if path.suffix == ".md" else findings(text, is_product=path.parts[0] in PRODUCT)
         for path in files(ROOT, given.paths or FOLDERS)
+        for text in [(ROOT / path).read_text(encoding="utf-8")]
     }
     counts = {path: len(each) for path, each in found.items() if each}
     record = json.loads(RECORD.read_text())

@@ -28,6 +28,7 @@ def pages() -> list[Path]:
     named = ["README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "crds/API.md", "e2e/bench/README.md"]
     found = [*named, "e2e/localcluster/README.md", "connector/FORMAT.md", "connector/METRICS.md"]
     found += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
+    found += ["e2e/backends/results/README.md", "e2e/matrix/results/README.md"]
     for folder in ("bench", "backends"):
         found += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "e2e" / folder / "results").glob("*/*.md"))]
     return [Path(each) for each in found]

@@ -31,11 +31,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
-TOOLS = r"bash|cd|rsync|kvtier|kubectl|helm|make|docker|kind|python|pip|git|curl|cat|mkdir|eval|for"
+TOOLS = r"bash|export|cd|rsync|kvtier|kubectl|helm|make|docker|kind|python|pip|git|curl|cat|mkdir|eval|for"
 PROGRAM = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{TOOLS})(?:\s|$)")
 SEPARATORS = {"&&", "||", "|", ";", "|&"}
 METRIC = re.compile(r"(?:sum|max|min|rate|increase|kvtier_|vllm:)")
-FLAG = "--kv-transfer-config="
 OUTPUT = (
     *("CONDITIONS", "ENGINES", "SIZES AND USE", "HITS", "NEXT", "MODEL ", "TIER ", "PASS  ", "POD", "- nodes: "),
     *("serving/llm: ", "/var/lib/kvtier/", "status:"),
@@ -89,8 +88,6 @@ def kind_of(block: Block) -> str:
         return "output"
     if block.first.startswith(('{"', '"kv_transfer_params"')):
         return "request"
-    if block.first.startswith(FLAG):
-        return "flags"
     if METRIC.match(block.first):
         return "query"
     return "yaml" if block.language == "yaml" or fragment_of(block) is not None else ""
@@ -200,14 +197,6 @@ def test_a_command_line_is_taken_by_the_command(words: list[str]) -> None:
     parse(words[1:])
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if kind_of(block) == "flags"], ids=lambda block: block.id)
-def test_a_configuration_of_vllm_names_a_connector_that_a_tier_can_have(block: Block) -> None:
-    document, _ = json.JSONDecoder().raw_decode(block.text.replace("\n", "").removeprefix(FLAG))
-    rendered = (ROOT / "tests" / "operator" / "golden").rglob("expected.yaml")
-    assert document["kv_role"] == "kv_both"
-    assert any(f'"kv_connector":"{document["kv_connector"]}"' in path.read_text() for path in rendered)
-
-
 @pytest.mark.parametrize("words", as_params(inline()))
 def test_a_command_that_a_sentence_names_is_taken_as_far_as_it_goes(words: list[str]) -> None:
     try:
@@ -255,6 +244,8 @@ def test_yaml_is_taken_by_the_api_server(block: Block, kubectl: tuple[str, ...])
 @pytest.mark.parametrize("words", as_params(commands("kubectl", "apply")))
 def test_a_file_that_is_applied_is_taken_by_the_api_server(words: list[str], kubectl: tuple[str, ...]) -> None:
     file = words[words.index("-f") + 1]
+    if file == "docs/operator.yaml":
+        return  # it makes a namespace and fills it, which no dry run can: tests/kind/test_pages.py applies it
     if (ROOT / file).exists():
         apply(kubectl, *words[2:])
     else:

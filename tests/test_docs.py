@@ -69,6 +69,6 @@ def test_a_picture_of_the_site_leads_to_itself_in_full_size(tmp_path: Path) -> N
         for page in site.pages()
         for alone, file in re.findall(r"(\[?)!\[[^\]]*\]\(([^)]+)\)", (tmp_path / "pages" / page).read_text())
     ]
-    assert {Path("README.md"), Path("docs/monitoring.md")} <= {page for page, _, _ in shown}
+    assert {Path("README.md"), Path("docs/operations.md")} <= {page for page, _, _ in shown}
     assert [(str(page), file) for page, alone, file in shown if not alone] == []
     assert (tmp_path / "pages" / "site.css").read_text().startswith("/*")

@@ -103,3 +103,18 @@ def test_all_findings_of_a_folder_are_printed_on_request(checkout: Path, capsys:
     (checkout / "prose.json").write_text('{"one/a.py": 2}')
     assert prose.main(["one"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == 'one/a.py:1: "nobody": nobody reads'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"# Title\n\n{LONG[:90]}\n{LONG[90:]}.\n", [(3, "31 words")]),
+        (f"- {LONG[:60]}.\n- **{LONG}**\n", [(2, "31 words")]),
+        (f"| a | {LONG} |\n", [(1, "31 words")]),
+        ("A [link to what nobody reads](page.md).\n", [(1, '"nobody"')]),
+        (f"    {LONG}\n\n```\n{LONG}\n```\n\nShort: `nobody`.\n", []),
+        (f"{LONG[:100]}\n\n## {LONG[:60]}\n{LONG[:100]}\n", []),
+    ],
+)
+def test_pages_are_read_without_their_code(text: str, expected: list[tuple[int, str]]) -> None:
+    assert [(line, found.partition(":")[0]) for line, found in prose.page_findings(text)] == expected

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--data", type=Path, default=Path(".kvtier/matrix"), help="directory for models and volumes")
     parser.add_argument("--results", type=Path, default=page.RESULTS, help="directory that keeps the rows")
-    parser.add_argument("--write", action="store_true", help="run nothing: write docs/models.md from the rows")
+    parser.add_argument("--write", action="store_true", help="run nothing: write results/README.md from the rows")
     parser.add_argument("--jobs", type=int, default=1, help="classes at a time, spread over the machine's GPUs")
     parser.add_argument("--seconds", type=float, default=540.0, help="with --jobs, after which what runs is ended")
     options = parser.parse_args()

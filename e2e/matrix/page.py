@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/models.md from the rows of earlier runs."""
+"""Writes results/README.md from the rows of earlier runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 from e2e.matrix.cases import CLASSES, ModelClass
 
 RESULTS: Final = Path(__file__).with_name("results")
-PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE: Final = RESULTS / "README.md"
 
 _TEMPLATE: Final = Path(__file__).with_name("models.md.in")
 _LONGEST_MESSAGE: Final = 240

@@ -29,7 +29,7 @@ _HEAD = """\
 
 Served at `/metrics` on the port that `KVTIER_METRICS_PORT` or `--metrics-port` names (9090 with the Helm chart). An
 operator that waits for the lead serves them, too, and `process_*` of itself. Dashboards and alerts made of them:
-[monitoring.md](monitoring.md). Written by `make generate`; do not edit.
+[operations.md](operations.md#watch). Written by `make generate`; do not edit.
 
 At rest the operator reconciles each tier once in 600 s (`settings.resyncSeconds` of the chart), in memory: it sends the
 API server nothing but the renewals of its Lease. It learns of changes by watching.

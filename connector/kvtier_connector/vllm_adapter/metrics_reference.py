@@ -18,7 +18,7 @@ _HEAD = """\
 # Metrics of the disk tier
 
 vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engine`) added. The chart's monitors add
-`namespace` and `tier` ([docs/monitoring.md](../docs/monitoring.md)). Written by
+`namespace` and `tier` ([docs/operations.md](../docs/operations.md#watch)). Written by
 `python -m kvtier_connector.vllm_adapter.metrics_reference --write`; do not edit.
 
 | Metric | Kind | Labels | Meaning |

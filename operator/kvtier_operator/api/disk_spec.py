@@ -211,7 +211,7 @@ class Disk(ApiModel):
     budget: Budget = Budget()
     """How much of the volume the blocks may take, and for how long."""
     block_tokens: BlockTokens | None = None
-    """Tokens of one file, a multiple of vLLM's own block size. Left out, it is chosen so that a file has 4 to 16 MiB,
+    """Tokens of one file, a multiple of vLLM's own block size. Left out, it is chosen so that a file has 4 to 8 MiB,
     or is one block of vLLM for a model whose KV is unknown. Changing it starts a new cache generation."""
     canonical_layout: StrictBool = False
     """Whether blocks are laid out as without parallelism (vLLM's `canonical_layout`), so that engines of any

@@ -312,7 +312,7 @@ REMEDIES: Final[Mapping[Reason, str]] = {
     Reason.CANARY_NOT_STORED: "`vllm:kvtier_disk_shed_stores_total` says why; or set `spec.disk.mode` to ReadWrite.",
     Reason.CANARY_BUSY: "Add `--enable-prompt-tokens-details` to `spec.engine.args`.",
     Reason.CANARY_UNANSWERED: "Let the operator reach port 8000 of the pods, or turn the canary off.",
-    Reason.CANARY_LOCKED: "Let the operator [read the key](privacy.md#keys-of-the-api), or turn the canary off.",
+    Reason.CANARY_LOCKED: "Let the operator [read the key](operations.md#api-keys), or turn the canary off.",
     Reason.STORE_UNREACHABLE: "Correct the address or password of the Redis, then set `kvtier.dev/restart`.",
     Reason.SINGLE_REPLICA: "Two replicas can prove it.",
     Reason.LOADING_LOSES: "Use faster storage, a larger CPU tier, or `spec.disk.mode: Bypass`.",
