@@ -33,13 +33,16 @@ from kvtier_connector.store.header import Header, decode_header
 PROMPT = [(7 * position * position + 13 * position) % 1900 + 100 for position in range(2000)]
 PROMPTS = {"base": PROMPT, "salted": PROMPT, "doomed": [token + 1 for token in PROMPT], "other": PROMPT[::-1]}
 SALT = "pepper"
+SPLITTING = "kvtier_connector.vllm_adapter.split_scheduler.SplitScheduler"
 WARM_UP = list(range(200, 300))
 PATIENCE_SECONDS = 120.0
 PROBE_SECONDS = 5.0
 
 
 class Engine:
-    def __init__(self, directory: Path, config: Path, *, has_adapters: bool, events: int | None) -> None:
+    def __init__(
+        self, directory: Path, config: Path, *, has_adapters: bool, events: int | None, splits: str = ""
+    ) -> None:
         self.directory = directory
         self._before = len(self._files())
         self.computed = 0
@@ -55,11 +58,13 @@ class Engine:
         self.llm = make_llm(
             directory / "model",
             config,
-            dtype="bfloat16",
+            # Heads are computed in chunks of their own, which bfloat16 rounds otherwise.
+            dtype="float32" if splits else "bfloat16",
             max_model_len=4096,
             cpu_bytes=512 << 20,
             engine={
                 **({"enable_lora": True, "max_lora_rank": 8} if has_adapters else {}),
+                **({"scheduler_cls": SPLITTING, "async_scheduling": splits == "async"} if splits else {}),
                 **({} if events is None else {"kv_events_config": publishing}),
             },
             self_describing_kv_events=events is not None,
@@ -143,10 +148,12 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True, help="holds models, adapter, live settings and volume")
     parser.add_argument("--config", type=Path, required=True, help="the connector's document")
     parser.add_argument("--adapters", action="store_true", help="take LoRA adapters")
+    parser.add_argument("--splits", choices=("async", "sync"), default="", help="split hits, with this scheduling")
     parser.add_argument("--events", type=int, help="port to publish KV events on")
     parser.add_argument("acts", nargs="+", help="see above")
     options = parser.parse_args()
-    engine = Engine(options.directory, options.config, has_adapters=options.adapters, events=options.events)
+    settings = {"has_adapters": options.adapters, "events": options.events, "splits": options.splits}
+    engine = Engine(options.directory, options.config, **settings)
     for act in options.acts:
         name, _, label = act.partition("=")
         if name in PROMPTS or name == "adapter":

@@ -94,10 +94,10 @@ def ask(
 
 
 def read_metrics(llm: LLM) -> dict[str, float]:
-    """Return the tier's metrics, those with a cause also by ``<name>:<cause>``."""
+    """Return the tier's metrics and the count of preemptions, those with a cause also by ``<name>:<cause>``."""
     metrics: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value"):
+        if metric.name.startswith(("vllm:kvtier_", "vllm:num_preemptions")) and hasattr(metric, "value"):
             metrics[metric.name] = metrics.get(metric.name, 0) + metric.value
             if "cause" in metric.labels:
                 metrics[f"{metric.name}:{metric.labels['cause']}"] = metric.value

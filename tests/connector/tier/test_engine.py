@@ -70,7 +70,6 @@ class Runs:
 
 
 def run_engine(host: EngineHost | None, directory: Path, *words: str, **settings: Any) -> dict[str, Any]:
-    # Each hit is to be one, however fast this machine computes meanwhile.
     config = write_config(directory, directory / "volume", **settings)
     given = (f"--directory={directory}", f"--config={config}", *words)
     result = run_script(SCRIPT, *given, log=directory / "engine.log", host=host, timeout_seconds=400)
@@ -238,6 +237,23 @@ def test_adapters_that_are_rewritten_and_weights_that_are_replaced_never_give_an
     assert identity["engine.rope"]["rope_parameters"]
     assert identity["engine.backends"][0].startswith("Attention/CPU_ATTN/")
     assert len(identity["engine.layout"]) == 1
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scheduling", ["async", "sync"])
+def test_a_split_hit_is_answered_as_computed_and_its_tail_counts_as_cached(
+    tmp_path: Path, engine_host: EngineHost, scheduling: str
+) -> None:
+    make_model(tmp_path / "model", layers=2)
+    acts = ("base=cold", "blocks", "empty", "base=split", "reset", "base=again")
+    found = run_engine(engine_host, tmp_path, f"--splits={scheduling}", *acts)
+    assert 0 < found["split"]["cached_tokens"] < CACHED_TOKENS
+    assert found["cold"]["tokens"] == found["split"]["tokens"] == found["again"]["tokens"]
+    metrics = found["metrics"]
+    assert metrics["vllm:kvtier_disk_split_joins"] >= 1
+    assert metrics["vllm:kvtier_disk_split_tokens:loaded"] >= found["split"]["cached_tokens"]
+    assert metrics["vllm:num_preemptions"] == 0
 
 
 @pytest.mark.gpu
