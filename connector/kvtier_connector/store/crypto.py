@@ -18,7 +18,6 @@ import hashlib
 import mmap
 import os
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import Protocol
 
 from kvtier_connector.contract.engine import KEY_BYTES
 from kvtier_connector.store import compression
-from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, FileSystem
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, FileSystem, read_file
 from kvtier_connector.store.header import (
     CHECKSUM_BYTES,
     CHECKSUM_PLACE,
@@ -43,7 +42,6 @@ from kvtier_connector.store.header import (
     Hasher,
     Header,
     Seal,
-    can_compute,
     checksum,
     encode_header,
     new_hasher,
@@ -87,7 +85,7 @@ def parse_key(name: str, content: bytes) -> Key | None:
 class Keyring:
     """Every method may be called from any thread that may wait for a local file; properties only touch memory.
 
-    `_reading` lets one thread read the directory; the result replaces `_keys` whole, so other threads need no lock.
+    Keys that were read replace `_keys` whole, so threads need no lock.
     """
 
     def __init__(
@@ -110,7 +108,6 @@ class Keyring:
         self._seconds = seconds
         self._fs = fs
         self._now = now
-        self._reading = threading.Lock()
         self._keys: dict[str, Key] = {}
         self._stamp: tuple[int, int] | None = None
         self._looked_at: float | None = None
@@ -159,20 +156,17 @@ class Keyring:
         now = self._now()
         if self._looked_at is not None and now - self._looked_at < seconds:
             return
-        with self._reading:
-            if self._looked_at is not None and now - self._looked_at < seconds:
-                return
-            try:
-                status = self._fs.stat(self._directory)
-                stamp = (status.st_ino, status.st_mtime_ns)
-                if stamp != self._stamp:
-                    self._keys, self._file_problem = self._read()
-                    self._stamp = stamp
-            except OSError as error:
-                # The keys that were read stay good: a mount that is being swapped must not stop the tier.
-                self._file_problem = f"{self._directory}: cannot be read: {error.strerror}"
-            # Last: a thread that asks meanwhile waits for the first keys instead of finding none.
-            self._looked_at = now
+        try:
+            status = self._fs.stat(self._directory)
+            stamp = (status.st_ino, status.st_mtime_ns)
+            if stamp != self._stamp:
+                self._keys, self._file_problem = self._read()
+                self._stamp = stamp
+        except OSError as error:
+            # The keys that were read stay good: a mount that is being swapped must not stop the tier.
+            self._file_problem = f"{self._directory}: cannot be read: {error.strerror}"
+        # Last: a thread that asks meanwhile reads the first keys, too, instead of finding none.
+        self._looked_at = now
 
     def _read(self) -> tuple[dict[str, Key], str]:
         keys: dict[str, Key] = {}
@@ -181,7 +175,8 @@ class Keyring:
             # The kubelet keeps the files of a mounted Secret in directories whose names begin so.
             if entry.name.startswith("."):
                 continue
-            key = parse_key(entry.name, self._read_file(entry.name))
+            path = f"{self._directory}/{entry.name}"
+            key = parse_key(entry.name, read_file(self._fs, path, most_bytes=_MOST_BYTES, flags=FOLLOW_FLAGS))
             if key is None:
                 bad.append(entry.name)
             else:
@@ -191,14 +186,6 @@ class Keyring:
             f"{_HEX_DIGITS} hex digits or in base64, and is named with up to 64 letters, digits, '.', '_' and '-'"
         )
         return keys, problem if bad else ""
-
-    def _read_file(self, name: str) -> bytes:
-        buffer = memoryview(bytearray(_MOST_BYTES))
-        fd = self._fs.open(f"{self._directory}/{name}", FOLLOW_FLAGS)
-        try:
-            return bytes(buffer[: self._fs.preadv(fd, [buffer], 0)])
-        finally:
-            self._fs.close(fd)
 
 
 if HAS_AES:
@@ -260,8 +247,7 @@ def begin_reading(header: Header, page: memoryview, keyring: Keyring | None) -> 
     if fault is not None:
         return fault
     if keyring is None:
-        hasher = new_hasher(header.algorithm)
-        return Fault.ALGORITHM if hasher is None else _Checking(header, hasher)
+        return _Checking(header, new_hasher(header.algorithm))
     key = keyring.find(header.seal.key_id)
     # The ring may have changed since.
     return Fault.KEY_MISSING if key is None else _Decrypting(header, page, key)
@@ -281,7 +267,7 @@ def _find_fault(header: Header, keyring: Keyring | None) -> Fault | None:
     if header.encryption == Encryption.NONE:
         if keyring is not None:
             return Fault.CLEAR
-        return None if can_compute(header.algorithm) else Fault.ALGORITHM
+        return None if HAS_AES or header.algorithm != Algorithm.AES_GMAC else Fault.ALGORITHM
     key = None if keyring is None or not HAS_AES else keyring.find(header.seal.key_id)
     if key is None:
         return Fault.KEY_MISSING

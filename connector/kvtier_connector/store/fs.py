@@ -469,6 +469,19 @@ def read_page(fs: FileSystem, fd: int, page: memoryview) -> int:
     return done
 
 
+def read_file(fs: FileSystem, path: str, *, most_bytes: int, flags: int = READ_FLAGS) -> bytes:
+    """Return the content of a small file, cut at `most_bytes`; raise OSError where it cannot be read."""
+    buffer, done = memoryview(bytearray(most_bytes)), 0
+    fd = fs.open(path, flags)
+    try:
+        while done < most_bytes and (count := fs.preadv(fd, [buffer[done:]], done)):
+            done += count
+    finally:
+        with contextlib.suppress(OSError):
+            fs.close(fd)
+    return bytes(buffer[:done])
+
+
 def write_block(
     fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview], *, is_direct: bool, end_first: bool = False
 ) -> None:
@@ -561,14 +574,8 @@ def write_profile(fs: FileSystem, tier_dir: str, profile: VolumeProfile) -> None
 
 def read_profile(fs: FileSystem, tier_dir: str) -> VolumeProfile:
     """Return the measurements in the file; an empty profile if there is no file, or its content cannot be used."""
-    buffer = memoryview(bytearray(_MOST_PROFILE_BYTES))
     try:
-        fd = fs.open(f"{tier_dir}/{PROFILE_FILE}", READ_FLAGS)
-        try:
-            document = json.loads(bytes(buffer[: fs.preadv(fd, [buffer], 0)]))
-        finally:
-            with contextlib.suppress(OSError):
-                fs.close(fd)
+        document = json.loads(read_file(fs, f"{tier_dir}/{PROFILE_FILE}", most_bytes=_MOST_PROFILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return VolumeProfile()
     if not isinstance(document, dict):

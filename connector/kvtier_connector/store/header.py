@@ -93,23 +93,18 @@ DEFAULT_ALGORITHM: Final = Algorithm.AES_GMAC if HAS_AES else Algorithm.BLAKE3_2
 """Algorithm of new blocks."""
 
 
-def can_compute(algorithm: int) -> bool:
-    """Return whether this checksum can be computed here."""
-    return algorithm == Algorithm.BLAKE3_256 or (algorithm == Algorithm.AES_GMAC and HAS_AES)
-
-
-def new_hasher(algorithm: int) -> Hasher | None:
-    """Return what computes this checksum, None if that is not possible here."""
+def new_hasher(algorithm: int) -> Hasher:
+    """Return a hasher for this checksum; raise ValueError where it cannot be computed here."""
     if algorithm == Algorithm.BLAKE3_256:
         return blake3()
-    return _Gmac() if algorithm == Algorithm.AES_GMAC and HAS_AES else None
+    if algorithm == Algorithm.AES_GMAC and HAS_AES:
+        return _Gmac()
+    raise ValueError(f"{algorithm!r}: this checksum cannot be computed here")
 
 
 def checksum(payload: memoryview, algorithm: Algorithm = DEFAULT_ALGORITHM) -> bytes:
-    """Return the checksum of a whole payload; raise ValueError for an algorithm that is not possible here."""
+    """Return the checksum of a whole payload."""
     hasher = new_hasher(algorithm)
-    if hasher is None:
-        raise ValueError(f"{algorithm!r}: this checksum cannot be computed here")
     hasher.update(payload)
     return hasher.digest()
 

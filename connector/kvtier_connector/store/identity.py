@@ -8,24 +8,23 @@ generation, a tier or the root of a volume. No thread lives here.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
 import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
-    READ_FLAGS,
     FileSystem,
     abandon,
     make_directories,
     new_token,
+    read_file,
     write_all,
 )
 from kvtier_connector.store.header import FORMAT_VERSION
@@ -72,13 +71,8 @@ class RootState(enum.Enum):
     """It is to be claimed again."""
 
 
-class _Seen(NamedTuple):
-    """Identifies a description without reading it."""
-
-    file: tuple[int, int]
-    """Device and inode."""
-    written: tuple[int, int]
-    """Size, and when that was."""
+_Seen = tuple[int, int, int, int]
+"""Identifies a description without reading it: size, when it was written, device and inode."""
 
 
 class RootClaim:
@@ -107,7 +101,7 @@ class RootClaim:
         before, self._seen = self._seen, None
         claim(self._root, self._identity, self._digest, fs=self._fs)
         self._seen = self._look()
-        return before is None or self._seen is None or before.written != self._seen.written
+        return before is None or self._seen is None or before[:2] != self._seen[:2]
 
     def look(self, *, may_write: bool) -> RootState:
         """Compare the description with that of the last claim: one system call if nothing changed.
@@ -130,7 +124,7 @@ class RootClaim:
             status = self._fs.stat(f"{self._root}/{TIER_FILE}")
         except FileNotFoundError:
             return None
-        return _Seen((status.st_dev, status.st_ino), (status.st_size, status.st_mtime_ns))
+        return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
 
     def _is_there(self) -> bool:
         try:
@@ -195,18 +189,9 @@ def _compare(root: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
 
 def _read(fs: FileSystem, root: Path) -> bytes | None:
     try:
-        fd = fs.open(f"{root}/{TIER_FILE}", READ_FLAGS)
+        return read_file(fs, f"{root}/{TIER_FILE}", most_bytes=MAX_TIER_FILE_BYTES)
     except FileNotFoundError:
         return None
-    try:
-        buffer = memoryview(bytearray(MAX_TIER_FILE_BYTES))
-        done = 0
-        while done < buffer.nbytes and (count := fs.preadv(fd, [buffer[done:]], done)):
-            done += count
-        return bytes(buffer[:done])
-    finally:
-        with contextlib.suppress(OSError):
-            fs.close(fd)
 
 
 def _create(fs: FileSystem, root: Path, text: str) -> None:

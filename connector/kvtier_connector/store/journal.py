@@ -42,6 +42,7 @@ from kvtier_connector.store.fs import (
     FileSystem,
     make_directories,
     new_token,
+    read_file,
     replacing,
     write_all,
 )
@@ -362,6 +363,7 @@ _MOST_READ_BYTES = 1 << 16
 _MOST_KEPT = 256
 """Purges that a writer remembers one by one; when there are more, they count as a purge of everything."""
 _TRIES = 8
+_MOST_LOG_BYTES = 1 << 24
 _APPEND_FLAGS = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -423,15 +425,10 @@ def _make(fs: FileSystem, path: str) -> None:
 
 def _replace(fs: FileSystem, path: str, line: bytes) -> None:
     """Add a line to a file of another user, on a volume that keeps the mode of files as it likes."""
-    fd = fs.open(path, READ_FLAGS)
-    try:
-        content = memoryview(bytearray(fs.fstat(fd).st_size))
-        fs.preadv(fd, [content], 0)
-    finally:
-        fs.release(fd)
+    content = read_file(fs, path, most_bytes=_MOST_LOG_BYTES)
     with replacing(fs, path) as new:
         fs.share(new)
-        write_all(fs, new, memoryview(bytes(content) + line))
+        write_all(fs, new, memoryview(content + line))
         fs.fsync(new)
 
 

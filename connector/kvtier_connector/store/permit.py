@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kvtier_connector.contract.engine import LiveSettings, decode_live
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.store.blockstore import StoreFault
-from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, READ_FLAGS, FileSystem
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, READ_FLAGS, FileSystem, read_file
 
 PERMIT_FILE = "permit.json"
 """Name of the file, beside the generations of the tier."""
@@ -301,18 +301,11 @@ class RuntimeSettings:
     def _take(self) -> None:
         staying = f"staying with mode {self._settings.mode}"
         try:
-            self._settings = decode_live(self._read().decode())
+            content = read_file(self._fs, self._path, most_bytes=_MOST_BYTES, flags=FOLLOW_FLAGS)
+            self._settings = decode_live(content.decode())
         except OSError as error:
             self._problem = f"{self._path}: cannot be read: {error}; {staying}"
         except (ConfigInvalid, UnicodeDecodeError) as error:
             self._problem = f"{self._path}: {error}; {staying}"
         else:
             self._problem = ""
-
-    def _read(self) -> bytes:
-        buffer = memoryview(bytearray(_MOST_BYTES))
-        fd = self._fs.open(self._path, FOLLOW_FLAGS)
-        try:
-            return bytes(buffer[: self._fs.preadv(fd, [buffer], 0)])
-        finally:
-            self._fs.close(fd)
