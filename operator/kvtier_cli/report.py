@@ -263,19 +263,6 @@ class Pack:
         """Add objects, redacted."""
         self.try_to(name, lambda: output.as_yaml(redact_manifest(read())))
 
-    def add_metrics(self, name: str, read: Callable[[], str]) -> None:
-        """Add an exposition, redacted."""
-        self.try_to(name, lambda: redact_text(read()))
-
-    def add_log(self, name: str, read: Callable[[], str]) -> None:
-        """Add the last lines of a log, redacted."""
-
-        def redacted() -> str:
-            lines = read()
-            return redact_log(lines, is_cut=lines.count("\n") >= _LOG_LINES)
-
-        self.try_to(name, redacted)
-
 
 def _add_tier(pack: Pack, where: client.Where, body: names.Manifest, *, with_logs: bool) -> None:
     namespace, tier = body["metadata"]["namespace"], body["metadata"]["name"]
@@ -308,9 +295,15 @@ def _add_pod(pack: Pack, where: client.Where, pod: names.Manifest, base: str, *,
     component = (pod["metadata"].get("labels") or {}).get(names.LABEL_COMPONENT)
     port = {names.COMPONENT_ENGINE: names.HTTP_PORT, names.COMPONENT_JANITOR: JANITOR_PORT}.get(component or "")
     if port and status.is_ready(pod):
-        pack.add_metrics(f"{base}/{name}/metrics.txt", lambda: str(where.client.fetch(pod, port, "/metrics")))
+        metrics = functools.partial(where.client.fetch, pod, port, "/metrics")
+        pack.try_to(f"{base}/{name}/metrics.txt", lambda: redact_text(metrics()))
     if not with_logs:
         return
     for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
-        read = functools.partial(where.client.log, pod, container["name"], lines=_LOG_LINES)
-        pack.add_log(f"{base}/{name}/{container['name']}.log", read)
+        read = functools.partial(_log, where, pod, container["name"])
+        pack.try_to(f"{base}/{name}/{container['name']}.log", read)
+
+
+def _log(where: client.Where, pod: names.Manifest, container: str) -> str:
+    lines = where.client.log(pod, container, lines=_LOG_LINES)
+    return redact_log(lines, is_cut=lines.count("\n") >= _LOG_LINES)

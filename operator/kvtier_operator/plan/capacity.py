@@ -133,19 +133,10 @@ def _with_notes(found: Capacity, kv: ModelLayout, chunking: Chunking, first: tup
         notes.append("this model also keeps states, of a fixed size for each prompt: tiers hold somewhat fewer tokens")
     if found.device_kv_bytes == 0:
         notes.append("the weights leave no room for KV on the accelerators: use more of them or larger ones")
-    if _is_small(found):
-        assert found.cpu_tokens is not None
-        assert found.device_kv_tokens is not None
-        least = found.device_kv_tokens * kv.token_bytes
+    cpu, device = found.cpu_tokens, found.device_kv_tokens
+    if cpu is not None and device is not None and cpu < device:
         notes.append(
-            f"the CPU tier holds {found.cpu_tokens:,} tokens and the accelerators' own KV cache about "
-            f"{found.device_kv_tokens:,}: what the one evicts, the other seldom has; give the CPU tier more than "
-            f"{quantity.show_bytes(least)}"
+            f"the CPU tier holds {cpu:,} tokens and the accelerators' own KV cache about {device:,}: what the one "
+            f"evicts, the other seldom has; give the CPU tier more than {quantity.show_bytes(device * kv.token_bytes)}"
         )
     return found.model_copy(update={"notes": tuple(notes)})
-
-
-def _is_small(found: Capacity) -> bool:
-    if found.cpu_tokens is None or found.device_kv_tokens is None:
-        return False
-    return found.cpu_tokens < found.device_kv_tokens

@@ -17,7 +17,6 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.api.reasons import Refusal
 from kvtier_operator.plan import chunks, digest, engine_args, models
-from kvtier_operator.plan import chunks as checkpoints
 from kvtier_operator.plan.chunks import Checkpoints, Chunking
 from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, make_model_layout
 
@@ -107,7 +106,7 @@ def kv_of(spec: TierSpec) -> ModelLayout | KvUnknown:
 
 def checkpoints_of(spec: TierSpec, chunking: Chunking) -> Checkpoints:
     """Return where engines of this tier keep what a later prompt can go on from."""
-    return checkpoints.choose_checkpoints(
+    return chunks.choose_checkpoints(
         kv_of(spec), chunking, args=engine_args.read(spec.engine.args), config=config_of(spec)
     )
 

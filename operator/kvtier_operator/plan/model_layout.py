@@ -449,14 +449,7 @@ def _element_bytes(config: Mapping[str, Any], layout: EngineLayout) -> int:
         )
     if _is_fp8_checkpoint(config.get("quantization_config")):
         return 1
-    if layout.args.dtype != "auto":
-        if layout.args.dtype not in _FLAG_BYTES:
-            raise ConfigUnclear(f"--dtype {layout.args.dtype} is not known here")
-        return _FLAG_BYTES[layout.args.dtype]
-    named = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
-    if named not in _MODEL_BYTES:
-        raise ConfigUnclear(f"dtype {named!r} is not known here")
-    return _MODEL_BYTES[named]
+    return _model_bytes(config, layout)
 
 
 def _is_fp8_checkpoint(quantization: object) -> bool:
@@ -489,10 +482,14 @@ def _block_tokens(config: Mapping[str, Any], layout: EngineLayout, *, has_states
 
 def _model_bytes(config: Mapping[str, Any], layout: EngineLayout) -> int:
     """Return the bytes of one number where the model computes, which is what states are kept in."""
-    if layout.args.dtype in _FLAG_BYTES and layout.args.dtype != "auto":
+    if layout.args.dtype != "auto":
+        if layout.args.dtype not in _FLAG_BYTES:
+            raise ConfigUnclear(f"--dtype {layout.args.dtype} is not known here")
         return _FLAG_BYTES[layout.args.dtype]
     named = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
-    return _MODEL_BYTES.get(named, 2)
+    if named not in _MODEL_BYTES:
+        raise ConfigUnclear(f"dtype {named!r} is not known here")
+    return _MODEL_BYTES[named]
 
 
 _STATE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -170,29 +170,25 @@ def _matches_term(term: Mapping[str, Any], node: Node) -> bool:
 
 
 def _matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    value, values = labels.get(str(expression.get("key"))), expression.get("values") or ()
+    value, values = labels.get(str(expression.get("key"))), expression.get("values") or (None,)
     tests: Mapping[str, Callable[[], bool]] = {
-        "In": lambda: value in values,
-        "NotIn": lambda: value not in values,
+        "In": lambda: value is not None and value in values,
+        "NotIn": lambda: value is None or value not in values,
         "Exists": lambda: value is not None,
         "DoesNotExist": lambda: value is None,
-        "Gt": lambda: _number(value) is not None and _compare(value, values) > 0,
-        "Lt": lambda: _number(value) is not None and _compare(value, values) < 0,
+        "Gt": lambda: _is_more(value, values[0]),
+        "Lt": lambda: _is_more(values[0], value),
     }
     # An operator of a later Kubernetes is left to the scheduler.
     return tests.get(str(expression.get("operator")), lambda: True)()
 
 
-def _compare(value: str | None, values: Sequence[Any]) -> int:
-    left, right = _number(value), _number(str(values[0])) if values else None
-    return 0 if left is None or right is None else (left > right) - (left < right)
-
-
-def _number(text: str | None) -> int | None:
+def _is_more(left: str | None, right: str | None) -> bool:
+    """Tell whether both are whole numbers and the first is the larger one."""
     try:
-        return None if text is None else int(text)
+        return left is not None and right is not None and int(left) > int(right)
     except ValueError:
-        return None
+        return False
 
 
 _UNIT: Final = 256 << 20

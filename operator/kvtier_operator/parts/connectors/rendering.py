@@ -114,10 +114,6 @@ def _pod_address(name: str) -> Manifest:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 
 
-def _json(document: Any) -> str:
-    return json.dumps(document, indent=2, sort_keys=True, default=dict) + "\n"
-
-
 def _blocks(plan: TierPlan) -> tuple[Manifest, Manifest]:
     """Return the volume with the blocks, and its mount."""
     return (
@@ -398,18 +394,24 @@ def _with_nixl(plan: TierPlan, settings: Nixl) -> Rendered:
     )
 
 
+def _with_file(plan: TierPlan, rendered: Rendered, variable: str, file: str, document: Any) -> Rendered:
+    """Add a file of the tier's ConfigMap, which a variable names: the only one that the engine reads of it."""
+    volume, mount = _own_files(plan)
+    return replace(
+        rendered,
+        env=(_variable(variable, f"{names.CONFIG_MOUNT}/{file}"), *rendered.env),
+        volumes=(volume,),
+        mounts=(mount,),
+        files={file: json.dumps(document, indent=2, sort_keys=True, default=dict) + "\n"},
+    )
+
+
 def _flexkv(plan: TierPlan) -> Rendered:
     settings = plan.spec.connector.flex_kv
     assert settings is not None
-    volume, mount = _own_files(plan)
-    return Rendered(
-        transfer=_connector("FlexKVConnectorV1"),
-        env=(_variable("FLEXKV_CONFIG_PATH", f"{names.CONFIG_MOUNT}/{FLEXKV_FILE}"),),
-        volumes=(volume,),
-        mounts=(mount,),
-        # Its reader takes JSON, which is YAML, too.
-        files={FLEXKV_FILE: _json(settings.config)},
-    )
+    made = Rendered(transfer=_connector("FlexKVConnectorV1"))
+    # Its reader takes JSON, which is YAML, too.
+    return _with_file(plan, made, "FLEXKV_CONFIG_PATH", FLEXKV_FILE, settings.config)
 
 
 def _mooncake(plan: TierPlan) -> Rendered:
@@ -421,17 +423,11 @@ def _mooncake(plan: TierPlan) -> Rendered:
     if config.get("mode", "embedded") == "embedded" and "global_segment_size" not in config:
         # Each rank gives this much of its memory to the pool.
         config["global_segment_size"] = plan.decisions.cpu_bytes // plan.spec.engine.tensor_parallel
-    volume, mount = _own_files(plan)
-    return Rendered(
+    made = Rendered(
         transfer=_connector("MooncakeStoreConnector", {"load_async": settings.load_async}),
-        env=(
-            _variable("MOONCAKE_CONFIG_PATH", f"{names.CONFIG_MOUNT}/{MOONCAKE_FILE}"),
-            _pod_address("MOONCAKE_REQUESTER_LOCAL_HOSTNAME"),
-        ),
-        volumes=(volume,),
-        mounts=(mount,),
-        files={MOONCAKE_FILE: _json(config)},
+        env=(_pod_address("MOONCAKE_REQUESTER_LOCAL_HOSTNAME"),),
     )
+    return _with_file(plan, made, "MOONCAKE_CONFIG_PATH", MOONCAKE_FILE, config)
 
 
 def _custom(plan: TierPlan) -> Rendered:
