@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from healthy_tier import READY_POD
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
@@ -24,7 +25,7 @@ from kvtier_operator.parts import render
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
-from kvtier_operator.snapshot import ContainerStatus, Engines, Neighbour, Pod, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Engines, Neighbour, Snapshot
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,9 +62,14 @@ CHILDREN = {
 }
 
 
-def objects(case: str) -> list[dict[str, Any]]:
-    body = yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())
+def rendered(body: dict[str, Any]) -> list[dict[str, Any]]:
     return list(render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test")))
+
+
+def objects(case: str, **more: Any) -> list[dict[str, Any]]:
+    body = yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())
+    body["spec"] |= more
+    return rendered(body)
 
 
 def engine(case: str) -> dict[str, Any]:
@@ -256,18 +262,7 @@ def test_conditions_say_where_there_is_nothing_to_judge(connector: dict[str, Any
 
 def pod_with(message: str) -> Snapshot:
     check = ContainerStatus(name=names.REDIS_CHECK_CONTAINER, image="c", exit_code=0, exit_message=message)
-    pod = Pod(
-        name="llama-engine-0",
-        phase="Running",
-        is_ready=True,
-        is_terminating=False,
-        is_scheduled=True,
-        scheduling_message="",
-        config_digest="",
-        hash_seed="0",
-        hash_algorithm="sha256_cbor",
-        containers=(check,),
-    )
+    pod = replace(READY_POD, name="llama-engine-0", containers=(check,))
     return Snapshot(tier=names.tier_ref(tier()), claim=None, engines=Engines(), pods=(pod,), live={})
 
 
@@ -287,21 +282,15 @@ def test_a_redis_that_did_not_answer_is_told_with_the_field() -> None:
 def test_a_tier_without_a_volume_is_whole() -> None:
     body = tier({"type": "SimpleCPU"})
     del body["spec"]["volume"]
-    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
-    assert {each["kind"] for each in made} == {
+    assert {each["kind"] for each in rendered(body)} == {
         *("ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount")
     }
 
 
 def test_a_small_redis_is_emptied_with_the_generation() -> None:
     def pods(**more: Any) -> dict[str, Any]:
-        body = yaml.safe_load((GOLDEN / "lmcache-trial" / "tier.yaml").read_text())
-        body["spec"] |= more
-        made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
-        found = next(
-            each for each in made if each["metadata"]["name"] == "llama-redis" and each["kind"] == "Deployment"
-        )
-        return dict(found["spec"]["template"])
+        made = (each for each in objects("lmcache-trial", **more) if each["kind"] == "Deployment")
+        return dict(next(each for each in made if each["metadata"]["name"] == "llama-redis")["spec"]["template"])
 
     assert pods() == pods(replicas=5)
     assert pods() != pods(hash={"seed": "7"})
@@ -309,9 +298,7 @@ def test_a_small_redis_is_emptied_with_the_generation() -> None:
 
 def trial_port(**more: Any) -> int:
     """Return where the Redis listens, which its Service and its pod must agree about."""
-    body = yaml.safe_load((GOLDEN / "lmcache-trial" / "tier.yaml").read_text())
-    body["spec"] |= more
-    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+    made = objects("lmcache-trial", **more)
     service, pod = (each for each in made if each["metadata"]["name"] == "llama-redis")
     (told,) = service["spec"]["ports"]
     (container,) = pod["spec"]["template"]["spec"]["containers"]
@@ -345,8 +332,11 @@ def test_mooncakes_own_class_reads_the_file() -> None:
 def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod() -> None:
     def limit(*args: str) -> str:
         body = tier({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, engine={"args": list(args)})
-        made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
-        pod = next(each for each in made if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine")
+        pod = next(
+            each
+            for each in rendered(body)
+            if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine"
+        )
         volumes = {each["name"]: each for each in pod["spec"]["template"]["spec"]["volumes"]}
         return str(volumes["kvtier-offload"]["emptyDir"]["sizeLimit"])
 

@@ -237,12 +237,15 @@ def api() -> Iterator[ApiServerThread]:
         yield server
 
 
-def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(api: ApiServerThread, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "k")),
-        "HELM_CACHE_HOME": str(tmp_path),
-    }
+@pytest.fixture
+def environment(api: ApiServerThread, tmp_path: Path) -> dict[str, str]:
+    config = str(api.write_kubeconfig(tmp_path / "k"))
+    return {**os.environ, "KUBECONFIG": config, "HELM_CACHE_HOME": str(tmp_path)}
+
+
+def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(
+    api: ApiServerThread, environment: dict[str, str]
+) -> None:
     where = ["kvtier", f"--namespace={NAMESPACE}"]
 
     def cluster_roles() -> set[str]:
@@ -268,9 +271,9 @@ def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(api: Api
     assert len(api.list("kvcachetiers.kvtier.dev")) == 1
 
 
-def test_a_crd_that_was_applied_by_hand_is_taken_over_as_the_page_says(api: ApiServerThread, tmp_path: Path) -> None:
-    config = api.write_kubeconfig(tmp_path / "k")
-    environment = {**os.environ, "KUBECONFIG": str(config), "HELM_CACHE_HOME": str(tmp_path)}
+def test_a_crd_that_was_applied_by_hand_is_taken_over_as_the_page_says(
+    api: ApiServerThread, environment: dict[str, str]
+) -> None:
     kubectl = tools.binary("kubectl")
     crd = ROOT / "crds" / "kvcachetier.yaml"
     subprocess.run([kubectl, "apply", "--server-side", f"--filename={crd}"], check=True, env=environment)
@@ -323,12 +326,9 @@ def test_a_limit_that_was_taken_out_stays_out() -> None:
     assert container["resources"].keys() == {"requests"}
 
 
-def test_a_release_of_fewer_values_is_upgraded_with_the_values_it_has(api: ApiServerThread, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "k")),
-        "HELM_CACHE_HOME": str(tmp_path),
-    }
+def test_a_release_of_fewer_values_is_upgraded_with_the_values_it_has(
+    api: ApiServerThread, environment: dict[str, str], tmp_path: Path
+) -> None:
     where = ["kvtier", f"--namespace={NAMESPACE}"]
     values = without(yaml.safe_load((CHART / "values.yaml").read_text()), ("webhook",))
     old = older(tmp_path, without(values, ("rbac", "aggregate")))

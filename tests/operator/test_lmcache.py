@@ -137,15 +137,11 @@ def ask_redis(port: int, what: str) -> tuple[dict[str, Any], str]:
     given = {name: value for name, value in environment("lmcache").items() if isinstance(value, str)}
     given["LMCACHE_EXTRA_CONFIG"] = given["LMCACHE_EXTRA_CONFIG"].replace("redis.cache:6379", f"127.0.0.1:{port}")
     given |= {"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.05", "LMCACHE_RESP_PASSWORD": PASSWORD}
-    given = without(without(given, "LMCACHE_LOCAL_DISK"), "PYTHONPATH")
+    given = {**without(without(given, "LMCACHE_LOCAL_DISK"), "PYTHONPATH"), "PATH": os.environ["PATH"]}
     path = f"{ROOT / 'connector'}:{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
         [sys.executable, "-c", ASK_REDIS, what],
-        env={
-            "PATH": os.environ["PATH"],
-            **without(without(given, "LMCACHE_LOCAL_DISK"), "PYTHONPATH"),
-            "PYTHONPATH": path,
-        },
+        env={**given, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
