@@ -9,6 +9,7 @@ scheduler's thread only.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,9 @@ LEAST_WINDOW_SECONDS = 0.03
 SLOW_READ_SECONDS = 0.1
 """A chunk that takes so long lowers the volume's rate, though it was read alone."""
 MEASURED_TOKENS = 1024
-"""A step of fewer tokens, and of fewer than half of what a step may compute, says nothing about the rate of prefill."""
+"""A step of fewer tokens, and of fewer than half of what a step may compute, says little about the rate of prefill."""
+FIRST_MEASURED_TOKENS = 256
+"""A step of so many measures it all the same, if no other has."""
 
 
 class Way(enum.Enum):
@@ -109,17 +112,18 @@ class Rates:
         self._window_longest = 0.0
         self._measured_at = -math.inf
 
-    def note_step(self, scheduled: Mapping[str, int]) -> None:
-        """Take in the tokens of each request in a step, as it is scheduled.
+    def note_step(self, scheduled: Mapping[str, int], is_alive: Callable[[str], bool]) -> None:
+        """Take in the tokens of each request in a step, as it is scheduled, and which requests have not ended.
 
         Between two calls the oldest step that was under way ends. If no request goes on, the engine may have been idle.
         """
         now = self.now()
         seconds, self._scheduled_at = now - self._scheduled_at, now
         tokens = sum(self._steps[0].values())
-        if tokens >= self._measured_tokens and any(name in scheduled for name in self._steps[-1]):
+        least = self._measured_tokens if self.prefill.value else min(FIRST_MEASURED_TOKENS, self._measured_tokens)
+        if tokens >= least and any(map(is_alive, itertools.chain(self._steps[0], self._steps[-1]))):
             self.prefill.observe(tokens, seconds)
-        self._steps.append(dict(scheduled))
+        self._steps.append(scheduled)
 
     def note_landed(self, tokens: int, *, reads: Sequence[float] = (), is_reading: bool) -> None:
         """Take in how many tokens have come from the volume since the last call.

@@ -164,13 +164,13 @@ class Splits:
             return split.end - computed
         size = split.chunk_tokens
         head = missing
-        if not self.rates.volume.value:
+        volume, prefill = self._share_of_volume.value, self.rates.prefill.value
+        if not (volume and prefill):
             # A volume that was never measured may have given all of it by the end of the next step.
             head = computed - split.local_tokens
         elif self._is_moving(split):
-            volume, prefill = self._share_of_volume.value, self.rates.prefill.value
-            left = missing - volume * self.rates.prefill.seconds(in_flight) if prefill else missing
-            head = math.ceil(max(0.0, left) * prefill / (prefill + volume)) if prefill else missing
+            left = missing - volume * self.rates.prefill.seconds(in_flight)
+            head = math.ceil(max(0.0, left) * prefill / (prefill + volume))
             if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
                 return 0
         target = computed + min(self.head_tokens, max(self.least_head_tokens, head))

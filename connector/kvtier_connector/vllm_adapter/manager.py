@@ -145,6 +145,9 @@ class KVTierManager(TieringOffloadingManager):
         on_volume = [key for key in hit if key in request.on_volume]
         self._count(request, len(hit), len(on_volume))
         if not on_volume:
+            if request.way is Way.SPLIT:
+                # It waited until another request had loaded them.
+                request.way = None
             return Way.LOAD
         if request.way is None:
             request.way = self._choose_way(on_volume, req_context, may_split=may_split and hit[0] in request.on_volume)

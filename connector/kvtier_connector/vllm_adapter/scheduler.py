@@ -216,6 +216,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._splits = self.manager.splits = Splits(self.manager.tier.rates, self.manager.order_backwards)
         return self._splits
 
+    def _is_alive(self, name: str) -> bool:
+        status = self._req_status.get(name)
+        return status is not None and not status.req.is_finished()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether a request has joined and waits to be asked for its tail."""
+        return bool(self._joined)
+
     def is_lost(self, split: Split) -> bool:
         """Say whether no more of a split comes: a chunk of it could not be read, or the volume hangs."""
         return bool(self.manager.tier.rates.is_hanging or self.manager.request(split.context).missing)
@@ -314,7 +323,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         self._first_tokens.look()
-        self.manager.tier.rates.note_step(scheduler_output.num_scheduled_tokens)
+        self.manager.tier.rates.note_step(scheduler_output.num_scheduled_tokens, self._is_alive)
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:

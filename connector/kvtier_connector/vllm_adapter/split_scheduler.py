@@ -14,6 +14,7 @@ from typing import Any
 from typing_extensions import override
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -60,7 +61,7 @@ class SyncSplitScheduler(Scheduler):
             split.computed = request.num_computed_tokens
             if split.is_overtaken or self._tier.is_lost(split):
                 self._tier.end_split(request.request_id, has_joined=False)
-            elif split.has_met and self._may_take_blocks(request):
+            elif split.has_met and self.pause_state is PauseState.UNPAUSED and self._may_take_blocks(request):
                 self._join(request, split)
             else:
                 heads.append((request, split))
@@ -110,6 +111,9 @@ class SyncSplitScheduler(Scheduler):
                 limit -= (num_computed_tokens + limit) % split.chunk_tokens
                 self._room -= limit
             num_new_tokens = min(num_new_tokens, limit)
+        elif self._tier is not None and self._tier.has_joined and num_new_tokens > 1:
+            # With a full step, vLLM would not ask for the tail of a request that has joined.
+            num_new_tokens -= num_computed_tokens + num_new_tokens < request.num_tokens
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
 
     def _has_room_for(self, request: Request, num_computed_tokens: int) -> bool:

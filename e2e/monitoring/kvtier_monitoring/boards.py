@@ -281,6 +281,16 @@ def tier() -> Dashboard:
             {"{{verdict}}": _rate("vllm:kvtier_disk_verdicts_total", "verdict", _TIER)},
             axis="requests",
             about="Requests that found blocks on the volume, by decision.",
+            parts=4,
+        ),
+        graph(
+            "Split hits",
+            PLAIN,
+            # Nothing is counted before the first of them.
+            {"{{cause}}": f"{_rate('vllm:kvtier_disk_split_tokens_total', 'cause', _TIER)} or on () vector(0)"},
+            axis="tokens/s",
+            about="computed: their heads. loaded: their tails. discarded: read, and computed by then.",
+            parts=4,
         ),
         graph(
             "Not served from the volume",

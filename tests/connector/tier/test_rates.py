@@ -118,17 +118,25 @@ def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Cl
 @pytest.mark.parametrize(("steps_ahead", "seconds"), [(0, 0.1), (1, 0.2)])
 def test_large_steps_of_a_busy_engine_measure_prefill(steps_ahead: int, seconds: float, clock: Clock) -> None:
     rates = Rates(now=clock, steps_ahead=steps_ahead, most_step_tokens=8192)
-    for scheduled, lasts in (({"a": 4000}, 0.1), ({"a": 100, "b": 1}, 0.2), ({"a": 1, "b": 1}, 0.4), ({"a": 1}, 0.8)):
-        rates.note_step(scheduled)
+    for scheduled, lasts in (({"a": 4000}, 0.1), ({"a": 100, "b": 1}, 0.2), ({"a": 1, "b": 1}, 0.4), ({}, 0.8)):
+        rates.note_step(scheduled, lambda name: name == "a")
         clock.seconds += lasts
     assert rates.prefill.value == pytest.approx(4000 / seconds)
 
 
+def test_the_first_measurement_may_be_of_a_small_step(clock: Clock) -> None:
+    rates = Rates(now=clock)
+    for tokens, seconds, rate in ((256, 0.1, 0), (256, 0.9, 2560), (1024, 0.4, 2560), (1, 0.1, 2560)):
+        rates.note_step({"a": tokens}, lambda _: True)
+        assert rates.prefill.value == pytest.approx(rate)
+        clock.seconds += seconds
+
+
 def test_the_time_of_an_idle_engine_measures_nothing(clock: Clock) -> None:
     rates = Rates(now=clock)
-    rates.note_step({"a": 4000})
+    rates.note_step({"a": 4000}, lambda _: False)
     clock.seconds += 3600
-    rates.note_step({"b": 4000})
+    rates.note_step({"b": 4000}, lambda name: name == "b")
     assert rates.prefill.value == 0
 
 
