@@ -71,16 +71,16 @@ def test_each_alert_says_how_bad_it_is_whom_it_hurts_and_what_to_paste(rule: dic
         assert command.startswith("kubectl ")
         assert set(re.findall(r"\$labels\.(\w+)", command)) <= labels[0].keys()
         assert "--yes" not in command, "what cannot be undone is for the page, not for a pager"
-    page = (ROOT / "docs" / "alerts.md").read_text()
-    section = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    assert section, "docs/alerts.md has no section for it"
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    section = re.search(rf"^### {name}\n(.*?)(?=^### |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert section, "docs/troubleshooting.md has no section for it"
     assert all(word in section[1] for word in ("**Means**", "**Look**", "**Do**"))
 
 
 def test_the_page_begins_with_the_safe_move_and_has_no_section_for_an_alert_that_is_gone() -> None:
-    page = (ROOT / "docs" / "alerts.md").read_text()
-    assert page.index("kubectl kvtier mode NAME Bypass -n NAMESPACE") < page.index("## ")
-    sections = re.findall(r"^## (KVTier\w+)$", page, re.MULTILINE)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert page.index("kubectl kvtier mode NAME Bypass -n NAMESPACE") < page.index("## Symptoms")
+    sections = re.findall(r"^### (KVTier\w+)$", page, re.MULTILINE)
     assert sections == list(dict.fromkeys(rule["alert"] for rule in ALERTS))
 
 
@@ -98,6 +98,5 @@ def test_engines_that_end_for_a_cause_that_is_known_raise_the_alert() -> None:
 
 
 def test_all_damage_to_files_raises_the_alert_and_nothing_else() -> None:
-    # A file of an earlier format is set aside, too, and was as it should be.
-    damage = {fault.value for fault in Fault if fault.is_damage} - {Fault.OUTDATED.value}
+    damage = {fault.value for fault in Fault if fault.is_damage}
     assert causes_of("KVTierDamagedBlocks", "cause") == damage

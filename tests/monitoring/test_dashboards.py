@@ -113,11 +113,11 @@ def test_each_axis_has_a_unit_or_says_what_it_counts_and_each_link_leads_to_an_a
     defaults = panel["fieldConfig"]["defaults"]
     if panel["type"] == "timeseries":
         assert defaults["unit"] != PLAIN or defaults["custom"]["axisLabel"]
-    page = (generator.DASHBOARDS.parents[2] / "docs" / "alerts.md").read_text().lower()
+    page = (generator.DASHBOARDS.parents[2] / "docs" / "troubleshooting.md").read_text().lower()
     for link in panel.get("links", ()):
         address, _, anchor = link["url"].partition("#")
         assert address == ALERTS_PAGE
-        assert f"\n## {anchor}\n" in page
+        assert f"\n### {anchor}\n" in page
 
 
 @pytest.mark.parametrize("name", BOARDS)

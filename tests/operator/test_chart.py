@@ -148,10 +148,10 @@ def test_the_rules_of_the_chart_are_those_that_are_tested_and_each_alert_leads_t
     assert rule["spec"]["groups"] == groups
     sections = {
         "#" + title.lower()
-        for title in re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
+        for title in re.findall(r"^### (KVTier\w+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     }
     assert {
-        link.removeprefix("https://github.com/kvtier/kvtier/blob/main/docs/alerts.md") for link in links
+        link.removeprefix("https://github.com/kvtier/kvtier/blob/main/docs/troubleshooting.md") for link in links
     } == sections
 
 

@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-ALERTS_PAGE: Final = "https://github.com/kvtier/kvtier/blob/main/docs/alerts.md"
+ALERTS_PAGE: Final = "https://github.com/kvtier/kvtier/blob/main/docs/troubleshooting.md"
 """Panels link to sections of this page. The chart replaces the address by its value `metrics.rules.runbookUrl`."""
 PLAIN: Final = "short"
 """Unit of plain numbers; a graph with it names its axis."""
