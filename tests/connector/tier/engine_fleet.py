@@ -44,9 +44,9 @@ class Engines:
         """Return the keys of a prompt's chunks."""
         return [make_offload_key(each, group) for each in engine.hashes_of(prompt, salt)]
 
-    def file_of(self, engine: SimulatedEngine, prompt: Sequence[int], chunk: int) -> Path:
-        """Return the file of a chunk of the first group."""
-        return self.rigs.block_file(self.keys_of(engine, prompt)[chunk])
+    def file_of(self, engine: SimulatedEngine, prompt: Sequence[int], chunk: int, *, group: int = 0) -> Path:
+        """Return the file of a chunk."""
+        return self.rigs.block_file(self.keys_of(engine, prompt, group=group)[chunk])
 
     def count(self) -> int:
         """Return how many block files there are."""

@@ -44,7 +44,11 @@ def processes(request: pytest.FixtureRequest) -> int:
 
 def encrypted(rigs: Rigs, cluster: Cluster, processes: int = 0) -> Rig:
     return rigs.make(
-        keys_dir=str(cluster.keys), live_file=str(cluster.live), refresh_seconds=0.05, io_processes=processes
+        keys_dir=str(cluster.keys),
+        live_file=str(cluster.live),
+        refresh_seconds=0.05,
+        io_processes=processes,
+        cost_aware=False,
     )
 
 
@@ -94,23 +98,38 @@ def test_without_an_active_key_nothing_is_stored_and_it_shows(rigs: Rigs, cluste
     assert rig.metric("vllm:kvtier_disk_active") == 1
 
 
-def test_a_key_is_rotated_without_a_restart(rigs: Rigs, cluster: Cluster, processes: int) -> None:
-    (cluster.keys / "k1").write_bytes(K1)
+def test_a_key_is_rotated_under_load_without_a_restart_and_costs_no_block(
+    rigs: Rigs, cluster: Cluster, processes: int
+) -> None:
+    for name, content in (("k1", K1), ("k2", K2)):
+        (cluster.keys / name).write_bytes(content)
     cluster.say(active_key="k1")
-    rig = encrypted(rigs, cluster, processes)
-    rig.offload(keys(2), "first")
-    (cluster.keys / "k2").write_bytes(K2)
-    cluster.say(active_key="k2")
-    numbers = itertools.count(100)
+    writer, reader = (encrypted(rigs, cluster, processes) for _ in range(2))
+    used: set[str] = set()
+    numbers = itertools.count()
 
     def is_rotated() -> bool:
+        """Store while the settings change, and read on another engine what was stored before, and then this."""
         number = next(numbers)
-        rig.offload(keys(1, first=number), f"r{number}")
-        return "k2" in {header.seal.key_id for header in headers(rigs.root)}
+        context = writer.begin_offload(keys(8, first=8 * number), f"writer {number}")
+        cluster.say(active_key=("k1", "k2")[number // 4 % 2])
+        if number:
+            assert reader.serve(keys(8, first=8 * number - 8), f"before {number}").hit_blocks == 8
+        writer.settle()
+        writer.finish(context)
+        assert reader.serve(keys(8, first=8 * number), f"reader {number}").hit_blocks == 8
+        used.update(header.seal.key_id for header in headers(rigs.root))
+        return used == {"k1", "k2"} and number >= 12
 
-    wait_until(is_rotated, "the engine writes with the new key")
-    assert rig.metric("vllm:kvtier_disk_key_missing") == 0
-    assert encrypted(rigs, cluster, processes).serve(keys(2)).hit_blocks == 2
+    wait_until(is_rotated, "the engine has written with both keys")
+    for rig in (writer, reader):
+        assert rig.metric("vllm:kvtier_disk_key_missing") == 0
+        assert not any(rig.metric("vllm:kvtier_disk_misses", cause) for cause in ("key_missing", "key_wrong", "tag"))
+    # Without the old key its blocks are computed again, and the others are read.
+    (cluster.keys / "k1").unlink()
+    late = encrypted(rigs, cluster, processes)
+    hits = sum(late.serve([of], f"late {number}").hit_blocks for number, of in enumerate(keys(8 * next(numbers))))
+    assert hits == sum(header.seal.key_id == "k2" for header in headers(rigs.root)) > 0
 
 
 def test_an_engine_stops_storing_when_the_permit_says_so_and_goes_on_with_the_next(

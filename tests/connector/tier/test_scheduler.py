@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from engine_fleet import Engines
@@ -64,26 +65,24 @@ def test_chunks_go_to_the_gpu_while_later_ones_are_still_being_read(engines: Eng
     assert reader.computed["r"] == REST
 
 
-def flip(engines: Engines, writer: SimulatedEngine) -> FileSystem:
-    path = engines.file_of(writer, PROMPT, 12)
+def flip(path: Path) -> FileSystem:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     return LOCAL
 
 
-def remove(engines: Engines, writer: SimulatedEngine) -> FileSystem:
-    engines.file_of(writer, PROMPT, 12).unlink()
+def remove(path: Path) -> FileSystem:
+    path.unlink()
     return LOCAL
 
 
-def refuse(engines: Engines, writer: SimulatedEngine) -> FileSystem:
-    name = engines.file_of(writer, PROMPT, 12).name
-    return FailingFs(OSError(errno.EIO, "broken"), lambda call, path: call == "open" and path.endswith(name))
+def refuse(path: Path) -> FileSystem:
+    return FailingFs(OSError(errno.EIO, "broken"), lambda call, opened: call == "open" and opened.endswith(path.name))
 
 
-def hang(engines: Engines, writer: SimulatedEngine) -> FileSystem:
-    return GatedFs(is_read_of(engines, writer, 12))
+def hang(path: Path) -> FileSystem:
+    return GatedFs(lambda call, read: call == "preadv" and path.name in read)
 
 
 class PassingFs(FileSystem):
@@ -112,7 +111,7 @@ def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
     fs = PassingFs()
     deadline = 0.4 if damage == "late" else 20.0
     reader = restart(engines, Shape(load_failure_policy=policy), fs, load_deadline_seconds=deadline)
-    fs.other = DAMAGES[damage](engines, writer)
+    fs.other = DAMAGES[damage](engines.file_of(writer, PROMPT, 12))
     assert reader.ask("r", PROMPT, answer=40) == 8 * BLOCK_TOKENS + REST
     if isinstance(fs.other, GatedFs):
         fs.other.open_gate()
@@ -169,13 +168,18 @@ def test_the_end_of_what_is_stored_is_found_for_windows_whatever_comes_behind_it
     finish(reader)
 
 
-def test_with_two_groups_a_load_that_fails_is_begun_anew_and_the_answer_is_right(engines: Engines) -> None:
+@pytest.mark.parametrize(("group", "chunk"), [(0, 12), (1, 18)], ids=["full", "window"])
+@pytest.mark.parametrize("damage", ["corrupt", "missing", "EIO"])
+def test_with_two_groups_a_chunk_of_either_that_does_not_come_costs_a_recompute_and_the_answer_is_right(
+    engines: Engines, damage: str, group: int, chunk: int
+) -> None:
     writer = engines.make(WINDOWED)
     writer.ask("w", PROMPT)
     finish(writer)
-    reader = restart(engines, WINDOWED)
-    engines.file_of(writer, PROMPT, 12).unlink()
-    assert reader.ask("r", PROMPT, answer=30) >= 8 * BLOCK_TOKENS + REST
+    fs = PassingFs()
+    reader = restart(engines, WINDOWED, fs)
+    fs.other = DAMAGES[damage](engines.file_of(writer, PROMPT, chunk, group=group))
+    assert reader.ask("r", PROMPT, answer=30) > REST
     finish(reader)
     assert reader.ask("again", PROMPT) == REST
     finish(reader)
