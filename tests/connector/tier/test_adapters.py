@@ -14,6 +14,7 @@ from engine_fleet import Engines
 from engine_loras import WEIGHTS
 from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
+from prompts import restart
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -118,8 +119,7 @@ def test_an_adapter_that_is_rewritten_after_it_was_looked_at_is_computed_with_as
     engines: Engines, adapter: Path
 ) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
-    reader = engines.make()
-    reader.wait_until_known(12)
+    reader = restart(engines)
     reader.add("b", PROMPT, lora=request_for(adapter))
     reader.step()
     assert reader.lora_manager.reads == 1
@@ -132,8 +132,7 @@ def test_an_adapter_that_is_rewritten_after_it_was_looked_at_is_computed_with_as
 def waiting_for_copies(engines: Engines, adapter: Path, shape: Shape = ONE_ADAPTER) -> SimulatedEngine:
     """Return an engine that has room for one adapter and a request whose chunks are on their way to the GPU."""
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
-    reader = engines.make(shape)
-    reader.wait_until_known(12)
+    reader = restart(engines, shape)
     reader.copies.lag = math.inf
     reader.add("b", PROMPT, lora=request_for(adapter))
     reader.run(lambda: reader.copies.waiting > 0)
@@ -225,8 +224,7 @@ def test_what_is_computed_upon_chunks_of_earlier_contents_is_computed_again(
 ) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     law = request_for(write(tmp_path / "law", "law"), "law")
-    reader = engines.make(ONE_ADAPTER)
-    reader.wait_until_known(12)
+    reader = restart(engines, ONE_ADAPTER)
     assert ask(reader, "known", request_for(adapter)) == REST
     assert ask(reader, "made room", law) == len(PROMPT)
     write(adapter, "second")
@@ -247,8 +245,7 @@ def test_a_request_whose_adapter_is_gone_when_its_chunks_are_there_is_not_loaded
     engines: Engines, adapter: Path, tmp_path: Path
 ) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
-    reader = engines.make(ONE_ADAPTER)
-    reader.wait_until_known(12)
+    reader = restart(engines, ONE_ADAPTER)
     assert ask(reader, "known", request_for(adapter)) == REST
     assert ask(reader, "made room", request_for(write(tmp_path / "law", "law"), "law")) == len(PROMPT)
     reader.scheduler.reset_prefix_cache()

@@ -16,6 +16,7 @@ import pytest
 from engine_fleet import Engines
 from engine_parts import prompt_of
 from engine_rig import SimulatedEngine
+from prompts import restart
 from rig import DECLARED, TOKENS_PER_BLOCK, offloading_config
 from test_adapters import request_for, write
 from test_facts import DIFFERENCES, engine_config
@@ -169,8 +170,7 @@ def test_a_request_does_not_find_the_blocks_of_one_that_differs_in_one_thing(
     if not is_whole:
         leave_out(monkeypatch)
     assert computes_all(engines.make(tenant_from="Parameter"), "first", **first)
-    reader = engines.make(tenant_from="Parameter")
-    reader.wait_until_known(1)
+    reader = restart(engines, tenant_from="Parameter")
     assert computes_all(reader, "second", **second) is is_whole
 
 
@@ -195,8 +195,7 @@ def test_what_an_adapter_is_called_where_it_lies_and_what_it_holds_are_in_the_na
     assert computes_all(engines.make(), "first", lora=request_for(first))
     if part == "contents":
         write(first, "two")
-    reader = engines.make()
-    reader.wait_until_known(1)
+    reader = restart(engines)
     lora = request_for(second, "law" if part == "name" else "math")
     assert computes_all(reader, "second", lora=lora) is is_whole
 

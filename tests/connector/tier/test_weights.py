@@ -68,8 +68,7 @@ def test_replaced_weights_neither_read_old_blocks_nor_store_under_their_names(
 def test_a_load_under_way_while_the_weights_are_replaced_is_computed_with_the_new_ones(
     engines: Engines, writer: SimulatedEngine
 ) -> None:
-    engine = engines.make()
-    engine.wait_until_known(engines.count())
+    engine = prompts.restart(engines)
     engine.copies.lag = float("inf")
     engine.add("a", prompts.PROMPT)
     engine.run(lambda: engine.copies.waiting > 0)
@@ -83,8 +82,7 @@ def test_a_load_under_way_while_the_weights_are_replaced_is_computed_with_the_ne
 def test_a_request_whose_load_was_reported_is_computed_as_a_whole_if_the_weights_are_replaced_then(
     engines: Engines, writer: SimulatedEngine
 ) -> None:
-    engine = engines.make()
-    engine.wait_until_known(engines.count())
+    engine = prompts.restart(engines)
     engine.add("a", prompts.PROMPT)
     side = engine.side
     engine.run(lambda: bool(side._loads or side._ending))
@@ -150,8 +148,7 @@ def test_a_full_reset_under_a_running_request_brings_no_engine_back(engines: Eng
 
 
 def test_a_reset_that_leaves_the_weights_as_they_are_costs_no_block(engines: Engines, writer: SimulatedEngine) -> None:
-    engine = engines.make()
-    engine.wait_until_known(engines.count())
+    engine = prompts.restart(engines)
     reset_all(engine)
     engine.step()
     assert ask(engine, "a", prompts.PROMPT) == prompts.REST
