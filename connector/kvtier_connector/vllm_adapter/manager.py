@@ -438,7 +438,7 @@ class KVTierManager(TieringOffloadingManager):
         keys = (load.keys[number] for number in handed)
         if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
             seconds = self.tier.rates.seconds_to_compute(chunks * self.tier.requests.tokens[0])
-            self.tier.savings.count(self.request(load.context).tenant, seconds)
+            self.tier.stats.count_saved(self.request(load.context).tenant, seconds)
 
     def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:
         """Count what a request found, once, in vLLM's own metrics: a call for each chunk costs more than finding it."""

@@ -227,12 +227,25 @@ class Stats:
         self._stats = OffloadingConnectorStats()
         self.has_counted = False
         """True if a counter grew since the last `take`."""
+        self._tenants: set[str] = set()
 
     def count(self, metric: Metric, amount: float = 1, *, cause: str | None = None) -> None:
         """Add to a counter."""
         if amount:
             self.has_counted = True
             self._stats.increase_counter(self._checked(metric, cause), amount, () if cause is None else (cause,))
+
+    def count_saved(self, tenant: str, seconds: float) -> None:
+        """Add the seconds of computing that a hit of a tenant saved; 0 is nothing, and makes no label.
+
+        A label of a metric stays for as long as the engine runs. So tenants beyond `MOST_TENANTS` are counted together,
+        as `OTHERS`, which is no tenant's name.
+        """
+        if seconds and tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
+            tenant = OTHERS
+        elif seconds:
+            self._tenants.add(tenant)
+        self.count(SAVED_SECONDS, seconds, cause=tenant)
 
     def set(self, metric: Metric, value: float, *, label: str | None = None) -> None:
         """Set a gauge."""
@@ -248,29 +261,6 @@ class Stats:
         if _LABELS.get(metric.name) != (label is not None):
             raise ValueError(f"{metric.name}: declare it in METRICS, with the labels it is observed with")
         return metric.name
-
-
-class Savings:
-    """Seconds of computing that loads made needless, by tenant. Scheduler thread only.
-
-    A label of a metric stays for as long as the engine runs. So tenants beyond `MOST_TENANTS` are counted together, as
-    `OTHERS`, which is no tenant's name.
-    """
-
-    def __init__(self, stats: Stats) -> None:
-        """Count nothing yet."""
-        self._stats = stats
-        self._tenants: set[str] = set()
-
-    def count(self, tenant: str, seconds: float) -> None:
-        """Add what a hit of a tenant saved; 0 is nothing, and makes no label."""
-        if not seconds:
-            return
-        if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
-            tenant = OTHERS
-        else:
-            self._tenants.add(tenant)
-        self._stats.count(SAVED_SECONDS, seconds, cause=tenant)
 
 
 class FirstTokens:

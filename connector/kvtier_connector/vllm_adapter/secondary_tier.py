@@ -110,7 +110,6 @@ class SharedVolumeTier(SecondaryTierManager):
         self.row_count, self.row_bytes = shape_of_rows(primary_kv_view)
         self._most_storing = int(self.row_count * STORE_QUEUE_SHARE)
         self.stats = metrics.Stats()
-        self.savings = metrics.Savings(self.stats)
         self._next_stats, self._was_idle = 0.0, False
         self.adapters = Adapters(offloading_spec.config.parallel.world_size, groups=len(offloading_spec.config.groups))
         self.requests = TierRequests(

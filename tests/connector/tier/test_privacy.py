@@ -44,11 +44,7 @@ def processes(request: pytest.FixtureRequest) -> int:
 
 def encrypted(rigs: Rigs, cluster: Cluster, processes: int = 0) -> Rig:
     return rigs.make(
-        keys_dir=str(cluster.keys),
-        live_file=str(cluster.live),
-        refresh_seconds=0.05,
-        io_processes=processes,
-        cost_aware=False,
+        keys_dir=str(cluster.keys), live_file=str(cluster.live), refresh_seconds=0.05, io_processes=processes
     )
 
 

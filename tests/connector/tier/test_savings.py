@@ -7,7 +7,6 @@ import pytest
 from rig import TOKENS_PER_BLOCK, Rig, Rigs, keys
 
 from kvtier_connector.vllm_adapter import metrics
-from kvtier_connector.vllm_adapter.metrics import Savings
 
 SAVED = "vllm:kvtier_disk_saved_seconds"
 SECONDS_EACH = 0.25
@@ -61,10 +60,9 @@ def test_each_tenant_has_its_own(rigs: Rigs, rig: Rig) -> None:
 
 def test_tenants_without_end_make_no_labels_without_end() -> None:
     stats = metrics.Stats()
-    counted = Savings(stats)
     for number in range(metrics.MOST_TENANTS + 50):
-        counted.count(f"tenant-{number}", 2.0)
-    counted.count("tenant-0", 1.0)
+        stats.count_saved(f"tenant-{number}", 2.0)
+    stats.count_saved("tenant-0", 1.0)
     values = stats.take().data["data"][SAVED]
     assert len(values) == metrics.MOST_TENANTS + 1
     assert values["tenant-0",] == 3.0
