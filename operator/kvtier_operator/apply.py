@@ -48,6 +48,8 @@ class Changes:
     """Seconds until a part with such a problem is tried again; None where there is none."""
     missing: set[str] = field(default_factory=set)
     """Parts that others cannot rely on."""
+    kinds: set[str] = field(default_factory=lambda: {"Pod"})
+    """Kinds whose objects must be read for what is reported in Ready."""
 
     def fail(self, part: Part, error: ClusterError | Refusal, status: Status) -> None:
         """Note a failure or a refusal of a part."""
@@ -76,6 +78,8 @@ def apply_parts(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: St
     for part in parts.PARTS:
         work = Work(plan=plan, snapshot=snapshot, status=status, missing=frozenset(changes.missing))
         objects = part.objects(work)
+        if part.own_problem is None:
+            changes.kinds |= _kinds(part, objects, plan)
         kept |= set(map(names.key_of, objects))
         kept |= {key for key in part.keys(plan.tier) if part.leaves(work)}
         if not part.waits(work) or any(names.key_of(each) in snapshot.live for each in objects):
@@ -96,8 +100,7 @@ def apply_parts(cluster: Cluster, plan: TierPlan, snapshot: Snapshot, status: St
 def _apply_part(cluster: Cluster, part: Part, objects: tuple[Manifest, ...], work: Work, changes: Changes) -> None:
     snapshot = work.snapshot
     refusal = parts.refuse_foreign(objects, snapshot) or part.refuse(work.plan.spec, snapshot)
-    kinds = {key.kind for key in part.keys(work.plan.tier)} if objects or part.serves_as_it_was else set()
-    unreadable = sorted(kinds & snapshot.unreadable.keys())
+    unreadable = sorted(_kinds(part, objects, work.plan) & snapshot.unreadable.keys())
     for kind in unreadable:
         changes.fail(part, snapshot.unreadable[kind], work.status)
     if refusal is not None and not unreadable:
@@ -115,6 +118,11 @@ def _apply_part(cluster: Cluster, part: Part, objects: tuple[Manifest, ...], wor
             if not stands:
                 changes.missing.add(part.name)
             return
+
+
+def _kinds(part: Part, objects: tuple[Manifest, ...], plan: TierPlan) -> set[str]:
+    """Return the kinds that a part cannot be applied without reading."""
+    return {key.kind for key in part.keys(plan.tier)} if objects or part.serves_as_it_was else set()
 
 
 def _apply(cluster: Cluster, manifest: Manifest, snapshot: Snapshot, changes: Changes) -> None:

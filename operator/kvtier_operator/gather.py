@@ -211,9 +211,12 @@ def read_neighbours(tiers: Iterable[Manifest], tier: TierRef) -> tuple[Neighbour
         if (name := body["metadata"]["name"]) == tier.name or "deletionTimestamp" in body["metadata"]:
             continue
         try:
-            found.append(Neighbour(name=name, max_bytes=parse(body).disk.budget.max_bytes))
+            spec = parse(body)
         except SpecInvalid:
             found.append(Neighbour(name=name, max_bytes=None))
+            continue
+        has_janitor = spec.janitor.enabled and spec.connector.has_janitor
+        found.append(Neighbour(name=name, max_bytes=spec.disk.budget.max_bytes, has_janitor=has_janitor))
     return tuple(sorted(found, key=lambda each: each.name))
 
 

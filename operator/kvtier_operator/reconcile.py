@@ -234,7 +234,7 @@ def _carry_out(  # noqa: PLR0913, PLR0917  each by its name
         try:
             # Report the new state: the reconcile that made it is the one to report it.
             snapshot = replace(inputs.read(cluster, body), nodes=snapshot.nodes)
-            changes.failures += [error for kind, error in snapshot.unreadable.items() if kind != names.POOL_KIND]
+            changes.failures += [error for kind, error in snapshot.unreadable.items() if kind in changes.kinds]
         except ClusterError as error:
             changes.failures.append(error)
     applied = AppliedStage(

@@ -50,6 +50,8 @@ class Neighbour:
     name: str
     max_bytes: int | None
     """Limit of its blocks; None where there is none."""
+    has_janitor: bool = True
+    """Whether its janitor permits engines to store; True where its spec cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,13 @@ from healthy_tier import READY_POD
 from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import CONDITIONS, Reason
+from kvtier_operator.conditions import Problem
+from kvtier_operator.gather import read_neighbours
 from kvtier_operator.parts import render
 from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import diff, make_unchecked_plan
-from kvtier_operator.snapshot import ContainerStatus, Engines, Neighbour, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Engines, Snapshot
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -343,14 +344,20 @@ def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod() -> None:
     assert (limit(), limit("--data-parallel-size=4")) == ("65Gi", "257Gi")
 
 
-def test_blocks_of_a_tier_that_is_not_there_have_no_janitor() -> None:
+def test_blocks_of_a_tier_that_is_not_there_or_has_no_janitor_are_not_stored() -> None:
     spec = parse(tier({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "other"}}}))
-    alone = Snapshot(tier=names.tier_ref(tier()), claim=None, engines=Engines(), pods=(), live={})
-    told = not_applicable("JanitorHealthy", spec, alone)
-    assert told is not None
-    assert (told.reason, told.is_known, told.is_met) == (Reason.JANITOR_MISSING, True, False)
-    assert "spec.connector.hybrid.nixl.blocksOf: there is no tier other" in told.message
-    beside = replace(alone, neighbours=(Neighbour(name="other", max_bytes=None),))
-    found = not_applicable("JanitorHealthy", spec, beside)
-    assert found is not None
-    assert found.reason is Reason.NOT_APPLICABLE
+    owner = {**tier(), "metadata": {"name": "other", "namespace": "default"}}
+    without = {**owner, "spec": {**owner["spec"], "janitor": {"enabled": False}}}
+
+    def told(kind: str, *others: dict[str, Any]) -> Problem:
+        ref = names.tier_ref(tier())
+        found = not_applicable(kind, spec, Snapshot(tier=ref, neighbours=read_neighbours(others, ref)))
+        assert found is not None
+        return found
+
+    for others, words in (((), "there is no tier other on this claim"), ((without,), "the tier other has no janitor")):
+        found = told("JanitorHealthy", *others)
+        assert (found.reason, found.is_known, found.is_met) == (Reason.JANITOR_MISSING, True, False)
+        assert f"{words}, so these engines get no permit" in found.message
+        assert "see JanitorHealthy" in told("DiskHealthy", *others).message
+    assert told("JanitorHealthy", owner).reason is Reason.NOT_APPLICABLE

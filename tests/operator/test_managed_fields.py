@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, running
-from tiers import tier
+from tiers import merge, tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -36,7 +36,8 @@ MANIFEST: dict[str, Any] = {
                         "ports": [{"containerPort": 80, "protocol": "TCP"}],
                         "resources": {"requests": {"memory": "1024Mi"}},
                     }
-                ]
+                ],
+                "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
             },
         },
     },
@@ -62,8 +63,18 @@ def changed(**containers: Any) -> dict[str, Any]:
         changed(env=[{"name": "A", "value": "1"}]),
         changed(env=[{"name": "A", "value": "1"}, {"name": "B", "value": "3"}]),
         changed(resources={"requests": {"memory": "2Gi"}}),
+        merge(MANIFEST, {"spec": {"template": {"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}}}}),
     ],
-    ids=["a value", "an annotation less", "an annotation more", "an order", "an entry less", "an entry", "an amount"],
+    ids=[
+        "a value",
+        "an annotation less",
+        "an annotation more",
+        "an order",
+        "an entry less",
+        "an entry",
+        "an amount",
+        "a field less in a list that is one value",
+    ],
 )
 @pytest.mark.usefixtures("api")
 def test_whatever_an_apply_would_change_is_applied(wanted: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ class Reason(enum.Enum):
     WITHIN_BUDGET = "WithinBudget", "The blocks take no more of the volume than spec.disk.budget allows."
     HEALTHY = "Healthy", "Engines and janitor use the volume, and nothing hinders them."
     JANITOR_DISABLED = "JanitorDisabled", "spec.janitor.enabled is false: the volume is neither measured nor cleared."
-    JANITOR_MISSING = "JanitorMissing", "blocksOf names no other tier on the claim, so no janitor clears the blocks."
+    JANITOR_MISSING = "JanitorMissing", "blocksOf names no tier with a janitor on the claim, so engines store nothing."
     JANITOR_STARTING = "JanitorStarting", "The janitor has not reported yet, or does not answer."
     JANITOR_UNREACHABLE = "JanitorUnreachable", "The janitor runs, and the operator cannot reach it."
     JANITOR_WAITING = "JanitorWaiting", "The janitor that answers is not the one that holds the Lease."

@@ -26,11 +26,14 @@ OnChange = Callable[[str, frozenset[TierName]], None]
 """Called with the kind of the objects that changed, and with the tiers that this concerns."""
 
 
-def _budget(body: Mapping[str, Any]) -> str:
-    """Return the part of a tier that matters to the others on its claim."""
+def _of_neighbours(body: Mapping[str, Any]) -> str:
+    """Return the part of a tier that matters to the others on its claim: its budget, and whether it has a janitor."""
     spec = body.get("spec")
-    disk = spec.get("disk") if isinstance(spec, Mapping) else None
-    return str(disk.get("budget")) if isinstance(disk, Mapping) else ""
+    if not isinstance(spec, Mapping):
+        return ""
+    disk = spec.get("disk")
+    budget = disk.get("budget") if isinstance(disk, Mapping) else None
+    return str((budget, spec.get("janitor"), spec.get("connector")))
 
 
 def _node(body: Manifest) -> Manifest:
@@ -55,7 +58,7 @@ TIERS: Final = WatchedKind(
     kind=names.KIND,
     query=(),
     group=names.claim_of,
-    matters=_budget,
+    matters=_of_neighbours,
     is_followed=False,
 )
 """kopf watches them, see `Cache.on_tier_event`; they are listed here, because a watch may miss a deletion."""

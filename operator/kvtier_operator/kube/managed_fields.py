@@ -39,7 +39,8 @@ def _ours(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _covers(live: Any, wanted: Any, fields: Mapping[str, Any] | None) -> bool:
     """Tell whether everything wanted is there and ours; others may have added to it.
 
-    A map or list that the API server takes for one value is not ours once another writer has changed it.
+    A map or list that the API server takes for one value is not ours once another writer has changed it, and has no
+    field beside those that we apply.
 
     Args:
         live: the object, or a part of it.
@@ -47,9 +48,9 @@ def _covers(live: Any, wanted: Any, fields: Mapping[str, Any] | None) -> bool:
         fields: our fields in it; None where it is part of such a value.
     """
     if isinstance(wanted, dict):
-        return isinstance(live, dict) and all(
-            _covers_field(live.get(name), value, f"f:{name}", fields) for name, value in wanted.items()
-        )
+        if not isinstance(live, dict) or (fields is None and wanted and live.keys() - wanted.keys() - _DEFAULTED):
+            return False
+        return all(_covers_field(live.get(name), value, f"f:{name}", fields) for name, value in wanted.items())
     if isinstance(wanted, list):
         found = live or []
         if wanted and isinstance(wanted[0], dict):
@@ -60,6 +61,10 @@ def _covers(live: Any, wanted: Any, fields: Mapping[str, Any] | None) -> bool:
         return bool(found == wanted)
     # The API server leaves out what says nothing.
     return live == wanted or (live is None and wanted in {"", False}) or _is_same_amount(live, wanted)
+
+
+_DEFAULTED: Final = frozenset({"apiGroup", "apiVersion", "divisor", "expirationSeconds"})
+"""Fields that the API server fills in within such values: of subjects, references to fields and tokens."""
 
 
 def _covers_field(live: Any, wanted: Any, step: str, fields: Mapping[str, Any] | None) -> bool:

@@ -29,8 +29,8 @@ def not_applicable(kind: str, spec: TierSpec | None, snapshot: Snapshot | None =
     if kind in _OF_THE_VOLUME and not connector.uses_volume:
         unused = "; spec.volume is kept and not mounted" if spec.volume.is_there else ""
         return _says(f"{label} keeps nothing on a shared volume{unused}")
-    if kind == "JanitorHealthy" and snapshot is not None and (found := _is_orphaned(spec, snapshot)) is not None:
-        return found
+    if kind in _OF_THE_JANITOR and snapshot is not None and (found := _is_orphaned(spec, snapshot)) is not None:
+        return found if kind == "JanitorHealthy" else _says("engines may not store: see JanitorHealthy")
     if kind in _OF_THE_JANITOR and not connector.has_janitor:
         return _says(f"{label} has no janitor: {connector.cleaner}")
     if kind in _OF_KVTIER and not connector.is_ours:
@@ -65,14 +65,18 @@ def _redis_is_silent(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
 
 
 def _is_orphaned(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
-    """Return that the tier whose janitor clears the blocks of these engines does not exist."""
-    owner = spec.connector.blocks_of
-    if owner is None or owner in {each.name for each in snapshot.neighbours}:
+    """Return that no janitor permits these engines to store into the blocks of the other tier."""
+    owner, janitors = spec.connector.blocks_of, {each.name: each.has_janitor for each in snapshot.neighbours}
+    if owner is None or janitors.get(owner):
         return None
+    why, remedy = f"there is no tier {owner} on this claim", "create it, correct the name"
+    if owner in janitors:
+        why = f"the tier {owner} has no janitor"
+        remedy = "set its spec.janitor.enabled to true and give it a connector that a janitor clears"
     return Problem(
         reason=Reason.JANITOR_MISSING,
-        message=f"spec.connector.hybrid.nixl.blocksOf: there is no tier {owner} on this claim, so the blocks of "
-        "these engines are not cleared: create it, correct the name, or leave the field out",
+        message=f"spec.connector.hybrid.nixl.blocksOf: {why}, so these engines get no permit and store nothing: "
+        f"{remedy}, or leave the field out",
     )
 
 
