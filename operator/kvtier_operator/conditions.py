@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
@@ -150,7 +150,7 @@ def not_checked() -> Problem:
 def as_before(kind: str, previous: Status) -> Problem | None:
     """Return the last judgement of a condition; None where there is none, or another version wrote it."""
     last = next((each for each in previous.get("conditions", ()) if each["type"] == kind), None)
-    reason = next((each for each in Reason if last is not None and each.value == last["reason"]), None)
+    reason = None if last is None else _REASONS.get(last["reason"])
     if last is None or reason is None:
         return None
     return Problem(
@@ -159,6 +159,9 @@ def as_before(kind: str, previous: Status) -> Problem | None:
         is_known=last["status"] != "Unknown",
         is_met=last["status"] == "True",
     )
+
+
+_REASONS: Final = {each.value: each for each in Reason}
 
 
 def quoted(message: str) -> str:

@@ -96,6 +96,9 @@ class HttpClient:
         self._free_of: dict[Hashable, tuple[asyncio.Semaphore, int]] = {}
         """Of each owner with requests: the semaphore, and the number of these requests."""
         self._held_bytes = 0
+        self._lock = threading.Lock()
+        self._calls: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        """Calls for the loop that it has not taken yet; guarded by the lock."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -124,10 +127,20 @@ class HttpClient:
         loop = self._loop
         if loop is None:
             return
+        with self._lock:
+            self._calls.append((function, arguments))
+            if len(self._calls) > 1:
+                return  # the loop has been woken, which takes a system call, and runs them all
         try:
-            loop.call_soon_threadsafe(function, *arguments)
+            loop.call_soon_threadsafe(self._run_calls, loop)
         except RuntimeError:
             logger.debug("No pod is asked any more: the operator stops.")
+
+    def _run_calls(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, []
+        for function, arguments in calls:
+            loop.call_soon(function, *arguments)
 
     def call_later(self, seconds: float, function: Callable[..., object], *arguments: object) -> asyncio.TimerHandle:
         """Have the loop call a function later."""
