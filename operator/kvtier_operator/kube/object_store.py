@@ -240,7 +240,8 @@ def _where(body: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _pack(text: bytes, like: bytes) -> bytes:
-    packer = zlib.compressobj(1, zdict=like)
+    # With less memory than by default, which would take longer to clear than all else.
+    packer = zlib.compressobj(1, memLevel=5, zdict=like)
     return packer.compress(text) + packer.flush()
 
 
