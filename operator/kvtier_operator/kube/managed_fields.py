@@ -58,7 +58,7 @@ def _stands(wanted: Any, live: Any, fields: Mapping[str, Any]) -> bool:
             _stands_in(fields, name, value, live.get(name)) for name, value in wanted.items()
         )
     steps = [step for step in fields if step[:2] == "k:"]
-    if len(live if not steps else steps) != len(wanted):
+    if len(steps or live) != len(wanted):
         return False
     if not steps:
         return all(_stands(each, there, {}) for each, there in zip(wanted, live, strict=True))
