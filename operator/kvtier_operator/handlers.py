@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator as a process, and its handlers: kopf logs in to the cluster, starts and ends it, and watches the tiers.
+"""The operator as a process, and its handlers: kopf logs in to the cluster and watches the tiers.
 
 The only user of kopf. No handler changes an object through kopf, so it keeps no state in annotations and puts no
 finalizer on anything. A tier can always be deleted, with the operator up, down or gone for good.
@@ -31,7 +31,7 @@ import kopf
 from kvtier_operator import names
 from kvtier_operator.controller import Operator
 from kvtier_operator.errors import ClusterError, ClusterForbidden, KindMissing, SettingsInvalid
-from kvtier_operator.kube.client import Credentials, KubernetesCluster, connect
+from kvtier_operator.kube.client import KubernetesCluster, connect
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.kube.http_server import Health
 from kvtier_operator.kube.informer import LONGEST_PAUSE_SECONDS, PAGE, WATCH_SECONDS
@@ -45,7 +45,7 @@ LOOK_SECONDS: Final = 0.2
 """How often it is checked that kopf runs, and where it may."""
 
 
-def serve(operator: Operator, stop: threading.Event, *, login: Callable[[], Credentials]) -> None:
+def serve(operator: Operator, stop: threading.Event) -> None:
     """Run the operator until the flag is set; running reconciles may end."""
     failures = 0
     operator.start_reading()
@@ -54,7 +54,7 @@ def serve(operator: Operator, stop: threading.Event, *, login: Callable[[], Cred
             operator.begin()
         while not stop.is_set():
             scopes = operator.readable_scopes()
-            if scopes and _run(operator, scopes, stop, login):
+            if scopes and _run(operator, scopes, stop):
                 failures = 0
                 continue
             failures += bool(scopes)
@@ -64,7 +64,7 @@ def serve(operator: Operator, stop: threading.Event, *, login: Callable[[], Cred
         operator.stop_reading()
 
 
-def _run(operator: Operator, scopes: tuple[str, ...], stop: threading.Event, login: Callable[[], Credentials]) -> bool:
+def _run(operator: Operator, scopes: tuple[str, ...], stop: threading.Event) -> bool:
     """Run kopf until it is to stop or other namespaces are to be watched; False where it ended by itself."""
 
     async def watch() -> str | None:
@@ -72,7 +72,7 @@ def _run(operator: Operator, scopes: tuple[str, ...], stop: threading.Event, log
         # Cancelled rather than told by a flag, for which a kopf that fails would wait.
         running = asyncio.create_task(
             kopf.operator(
-                registry=_registry(operator, login),
+                registry=_registry(operator),
                 settings=_settings(),
                 namespaces=[each for each in scopes if each],
                 clusterwide=scopes == ("",),
@@ -95,24 +95,9 @@ def _run(operator: Operator, scopes: tuple[str, ...], stop: threading.Event, log
     return problem is None
 
 
-def _registry(operator: Operator, login: Callable[[], Credentials]) -> kopf.OperatorRegistry:
+def _registry(operator: Operator) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
-
-    @kopf.on.login(registry=registry)
-    def _log_in(**_: Any) -> kopf.ConnectionInfo:
-        found = login()
-        scheme, _separator, token = (found.authorization or "").rpartition(" ")
-        return kopf.ConnectionInfo(
-            server=found.server,
-            ca_path=found.ca_path,
-            insecure=found.is_insecure,
-            username=found.username,
-            password=found.password,
-            scheme=scheme or None,
-            token=token or None,
-            certificate_path=found.certificate_path,
-            private_key_path=found.private_key_path,
-        )
+    kopf.on.login(registry=registry)(kopf.login_via_client)
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
     async def _on_tier(event: kopf.RawEvent, **_: Any) -> None:
@@ -188,7 +173,7 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
         if leadership is not None and not leadership.wait(stop):
             return 0
         metrics.set_leader(is_leader=True)
-        serve(operator, stop, login=lambda: connect().credentials())
+        serve(operator, stop)
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from definition import tier_definition
+from kubernetes.config import kube_config
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
@@ -32,7 +33,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerTh
     """A live API server, which whoever asks KUBECONFIG finds."""
     with ApiServerThread() as server:
         server.create(tier_definition())
-        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+        file = str(server.write_kubeconfig(tmp_path / "kubeconfig"))
+        monkeypatch.setenv("KUBECONFIG", file)
+        # kopf asks the package, which looked at the variable when it was imported.
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", file)
         yield server
 
 

@@ -213,7 +213,7 @@ def running(*, health: Health | None = None, **changes: Any) -> Iterator[Operato
 
     def target() -> None:
         try:
-            serve(operator, stop, login=lambda: connect().credentials())
+            serve(operator, stop)
         except BaseException as error:  # noqa: BLE001  a thread hands its error to the test
             failures.append(error)
 

@@ -19,8 +19,8 @@ from kvtier_operator.errors import ClusterConflict, ClusterExpired, ClusterForbi
 from kvtier_operator.kube.cache import NODES, TIERS, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import connect
-from kvtier_operator.kube.informer import Informer, Scope
-from kvtier_operator.kube.object_store import ObjectStore, WatchedKind
+from kvtier_operator.kube.informer import Informer
+from kvtier_operator.kube.object_store import ObjectStore, Scope, WatchedKind
 from kvtier_operator.names import ObjectKey, TierName
 
 CONFIGS = WatchedKind(api_version="v1", kind="ConfigMap")

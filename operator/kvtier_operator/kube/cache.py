@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kvtier_operator import names
-from kvtier_operator.kube.informer import Informer, Scope, Source
-from kvtier_operator.kube.object_store import ObjectStore, WatchedKind
+from kvtier_operator.kube.informer import Informer, Source
+from kvtier_operator.kube.object_store import ObjectStore, Scope, WatchedKind
 from kvtier_operator.names import Manifest, ObjectKey, TierName
 
 OnChange = Callable[[str, frozenset[TierName]], None]

@@ -16,7 +16,6 @@ import json
 import os
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +32,7 @@ from kvtier_operator.errors import (
     ClusterUnavailable,
     KindMissing,
 )
-from kvtier_operator.kube.informer import Scope
+from kvtier_operator.kube.object_store import Scope
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 
 NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -148,21 +147,6 @@ _TIMEOUT_SECONDS: Final = (10.0, 60.0)
 """To connect and to read: a hung API server must not hold a worker for ever."""
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """Address and credentials of the API server, for another client."""
-
-    server: str
-    ca_path: str | None
-    is_insecure: bool
-    username: str | None
-    password: str | None
-    authorization: str | None
-    """Value of the Authorization header."""
-    certificate_path: str | None
-    private_key_path: str | None
-
-
 class KubernetesCluster:
     """The cluster that a kubeconfig or the pod's service account points at."""
 
@@ -186,21 +170,6 @@ class KubernetesCluster:
         self._timeout_seconds = timeout_seconds
         self._may_write = may_write
         self._on_answer = on_answer
-
-    def credentials(self) -> Credentials:
-        """Return what this client connects with now."""
-        settings = self._api.configuration
-        return Credentials(
-            server=settings.host,
-            ca_path=settings.ssl_ca_cert,
-            is_insecure=not settings.verify_ssl,
-            username=settings.username or None,
-            password=settings.password or None,
-            authorization=settings.get_api_key_with_prefix("BearerToken")
-            or settings.get_api_key_with_prefix("authorization"),
-            certificate_path=settings.cert_file,
-            private_key_path=settings.key_file,
-        )
 
     def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
         """Return the object, or None where there is none."""
@@ -291,14 +260,7 @@ class KubernetesCluster:
             return
 
     def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> Manifest | None:
-        """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
-
-        Returns:
-            The tier as it then is; None where it is gone.
-
-        Raises:
-            ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.
-        """
+        """Merge changes into the status of that incarnation of a tier, in that version; see `Cluster`."""
         try:
             return self.request(
                 "PATCH",

@@ -9,7 +9,7 @@ without a pause.
 Here, an object that a list does not have any more is reported as deleted. A watch that fails is followed by a list. A
 silent connection is given up. A kind that may not be read is a problem of that kind, and is asked for again.
 
-Threads: one for each informer, which alone reads and calls the listener.
+Threads: one for each informer, which alone reads.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from kvtier_operator.errors import ClusterError, ClusterExpired, ClusterForbidden, ClusterUnavailable, KindMissing
+from kvtier_operator.kube.object_store import ObjectStore, Scope
 from kvtier_operator.names import Manifest
 
 logger = logging.getLogger(__name__)
@@ -35,20 +36,6 @@ WATCH_SECONDS: Final = 300
 
 LONGEST_PAUSE_SECONDS: Final = 30.0
 SHORT_PAUSE_SECONDS: Final = 0.2
-
-
-class Scope(NamedTuple):
-    """Which objects: of one kind, in one namespace or (empty) in all, with these labels."""
-
-    api_version: str
-    kind: str
-    namespace: str = ""
-    query: tuple[tuple[str, str], ...] = ()
-    """Selectors, as the API server takes them."""
-
-    def __str__(self) -> str:
-        """Return what messages call it."""
-        return f"{self.kind} objects of {self.namespace or 'all namespaces'}"
 
 
 class Stream(Protocol):
@@ -75,26 +62,6 @@ class Source(Protocol):
         ...
 
 
-class Listener(Protocol):
-    """Receiver of the events of an informer."""
-
-    def on_update(self, body: Manifest) -> object:
-        """An object is new or has changed; this is how it is now."""
-        ...
-
-    def on_delete(self, body: Manifest) -> None:
-        """An object was deleted or left the scope; this is how it last was."""
-        ...
-
-    def on_list(self, scope: Scope, uids: frozenset[str], version: str) -> None:
-        """A list is complete: at that version there were these objects and no others."""
-        ...
-
-    def on_readable(self, scope: Scope) -> None:
-        """A kind that could not be read is read again."""
-        ...
-
-
 class Informer:
     """One kind in one scope."""
 
@@ -102,7 +69,7 @@ class Informer:
         self,
         source: Source,
         scope: Scope,
-        listener: Listener,
+        store: ObjectStore,
         *,
         is_followed: bool = True,
         list_seconds: float | None = None,
@@ -112,13 +79,13 @@ class Informer:
         Args:
             source: reads and watches.
             scope: the objects.
-            listener: receives the events.
+            store: keeps the objects, and tells what changed.
             is_followed: whether it is watched after it was read once.
             list_seconds: after how long it is listed again where it is not watched; None lists it once.
         """
         self.scope = scope
         self._source = source
-        self._listener = listener
+        self._store = store
         self._is_followed = is_followed
         self._list_seconds = list_seconds
         self._stopping = threading.Event()
@@ -198,15 +165,15 @@ class Informer:
             version = version or of_list
             for body in page:
                 uids.add(body["metadata"]["uid"])
-                self._listener.on_update(body)
+                self._store.on_update(body)
             if self._stopping.is_set():
                 raise ClusterUnavailable(f"reading {self.scope} was interrupted")
-        self._listener.on_list(self.scope, frozenset(uids), version)
+        self._store.on_list(self.scope, frozenset(uids), version)
         was_refused, self._is_complete = self._problem is not None and _is_refusal(self._problem), True
         if was_refused:
             logger.info("%s can be read again.", self.scope)
             self._problem = None
-            self._listener.on_readable(self.scope)
+            self._store.on_readable(self.scope)
         self._is_answered.set()
         return version
 
@@ -225,9 +192,9 @@ class Informer:
                         raise _error_of(body, self.scope)
                     version = body["metadata"]["resourceVersion"]
                     if event["type"] == "DELETED":
-                        self._listener.on_delete(body)
+                        self._store.on_delete(body)
                     elif event["type"] != "BOOKMARK":
-                        self._listener.on_update(body)
+                        self._store.on_update(body)
                 return version
             finally:
                 with self._lock:

@@ -48,10 +48,8 @@ def _stands(wanted: Any, live: Any, fields: Mapping[str, Any]) -> bool:
     if not isinstance(wanted, dict | list):
         # The API server leaves out what says nothing.
         return bool(live == wanted) or (live is None and wanted in {"", False}) or _is_same_amount(live, wanted)
-    if not isinstance(live, type(wanted)):
-        return live is None and not wanted
-    if not fields and (not wanted or live == wanted):
-        return True
+    if live is None or (not fields and (not wanted or live == wanted)):
+        return not wanted or live is not None
     if isinstance(wanted, dict):
         ours = {step[2:] for step in fields if step[:2] == "f:"} if fields else live.keys() - _DEFAULTED
         return ours <= wanted.keys() and all(

@@ -20,8 +20,21 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names
-from kvtier_operator.kube.informer import Scope
 from kvtier_operator.names import Manifest
+
+
+class Scope(NamedTuple):
+    """Which objects: of one kind, in one namespace or (empty) in all, with these labels."""
+
+    api_version: str
+    kind: str
+    namespace: str = ""
+    query: tuple[tuple[str, str], ...] = ()
+    """Selectors, as the API server takes them."""
+
+    def __str__(self) -> str:
+        """Return what messages call it."""
+        return f"{self.kind} objects of {self.namespace or 'all namespaces'}"
 
 
 def _of_label(body: Mapping[str, Any]) -> str:
