@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import logging
 import os
 import resource
@@ -23,7 +22,6 @@ import signal
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
 from typing import Any, Final
 
 import kopf
@@ -136,8 +134,6 @@ def _settings() -> kopf.OperatorSettings:
     return settings
 
 
-process_logger = logging.getLogger(__name__)
-
 MOST_OPEN_FILES: Final = 4096
 
 
@@ -168,7 +164,7 @@ def run(settings: Settings, *, log_format: str, is_verbose: bool) -> int:
             check_access(cluster, settings.namespaces)
         except ClusterForbidden as error:
             # Once the right is granted, this process goes on; until then it says that it is not ready.
-            process_logger.error("%s; it is asked for again", error)  # noqa: TRY400  no traceback for a missing right
+            logger.error("%s; it is asked for again", error)  # noqa: TRY400  no traceback for a missing right
         operator = Operator(settings, cluster=cluster, metrics=metrics, health=health)
         if leadership is not None and not leadership.wait(stop):
             return 0
@@ -206,25 +202,10 @@ def check_access(cluster: Cluster, namespaces: tuple[str, ...]) -> None:
 
 
 def _log(log_format: str, *, is_verbose: bool) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_JsonLines() if log_format == "json" else logging.Formatter(_LINES[log_format]))
-    logging.basicConfig(level=logging.DEBUG if is_verbose else logging.INFO, handlers=[handler], force=True)
+    kopf.configure(verbose=is_verbose, log_format=kopf.LogFormat[log_format.upper()])
     # Signals are this process's own, and of what kopf tells of each event, ours say what they wrote.
     logging.getLogger("kopf").setLevel(logging.DEBUG if is_verbose else logging.WARNING)
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
-
-
-_LINES: Final = {"plain": "%(message)s", "full": "[%(asctime)s] %(name)-24.24s [%(levelname)-8.8s] %(message)s"}
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line, in the words that log collectors know."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        time = datetime.fromtimestamp(record.created, UTC).isoformat()
-        line = {"message": record.getMessage(), "severity": record.levelname.lower(), "timestamp": time}
-        return json.dumps({**line, **({"trace": self.formatException(record.exc_info)} if record.exc_info else {})})
 
 
 @contextlib.contextmanager

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier_operator import __version__, names
 from kvtier_operator.errors import SettingsInvalid
@@ -55,47 +56,52 @@ _API_SERVER: Final = "KUBERNETES_SERVICE_HOST"
 """Set by the kubelet: the IP address of the API server's Service, of the family that the cluster prefers."""
 
 
+_RANGES: Final = {
+    "workers": (1, 64),
+    "resync_seconds": (1, 86400),
+    "debounce_seconds": (0, 60),
+    "probe_seconds": (1, 3600),
+    "lease_seconds": (2, 300),
+    "metrics_port": (0, 65535),
+    "canary_delay_seconds": (0, 3600),
+    "stop_seconds": (0, 600),
+}
+"""Least and greatest value of each number."""
+
+
 def parse(environ: Mapping[str, str]) -> Settings:
-    """Read the settings from environment variables.
+    """Read the settings from environment variables; an empty one counts as unset.
 
     Raises:
         SettingsInvalid: names the first variable that cannot be used.
     """
-    defaults = Settings()
-    return Settings(
-        namespaces=tuple(filter(None, (part.strip() for part in environ.get("KVTIER_NAMESPACES", "").split(",")))),
-        connector_image=environ.get("KVTIER_CONNECTOR_IMAGE") or defaults.connector_image,
-        janitor_image=environ.get("KVTIER_JANITOR_IMAGE") or defaults.janitor_image,
-        listen_host=names.EVERY_ADDRESS if ":" in environ.get(_API_SERVER, "") else defaults.listen_host,
-        workers=int(_number(environ, "KVTIER_WORKERS", defaults.workers, least=1, most=64)),
-        resync_seconds=_number(environ, "KVTIER_RESYNC_SECONDS", defaults.resync_seconds, least=1, most=86400),
-        debounce_seconds=_number(environ, "KVTIER_DEBOUNCE_SECONDS", defaults.debounce_seconds, least=0, most=60),
-        probe_seconds=_number(environ, "KVTIER_PROBE_SECONDS", defaults.probe_seconds, least=1, most=3600),
-        liveness_endpoint=environ.get("KVTIER_LIVENESS_ENDPOINT", defaults.liveness_endpoint),
-        operator_class=environ.get("KVTIER_OPERATOR_CLASS", defaults.operator_class),
-        leader_elect=_flag(environ, "KVTIER_LEADER_ELECT", default=defaults.leader_elect),
-        lease_namespace=environ.get("KVTIER_LEASE_NAMESPACE", defaults.lease_namespace),
-        lease_name=environ.get("KVTIER_LEASE_NAME") or defaults.lease_name,
-        lease_seconds=_number(environ, "KVTIER_LEASE_SECONDS", defaults.lease_seconds, least=2, most=300),
-        metrics_port=int(_number(environ, "KVTIER_METRICS_PORT", defaults.metrics_port, least=0, most=65535)),
-        canary_delay_seconds=_number(
-            environ, "KVTIER_CANARY_DELAY_SECONDS", defaults.canary_delay_seconds, least=0, most=3600
-        ),
-        stop_seconds=_number(environ, "KVTIER_STOP_SECONDS", defaults.stop_seconds, least=0, most=600),
-    )
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(Settings):
+        name = f"KVTIER_{field.name.upper()}"
+        text = environ.get(name, "")
+        if not text:
+            continue
+        if field.name in _RANGES:
+            number = _number(name, text, *_RANGES[field.name])
+            found[field.name] = int(number) if isinstance(field.default, int) else number
+        elif isinstance(field.default, bool):
+            found[field.name] = _flag(name, text)
+        elif isinstance(field.default, tuple):
+            found[field.name] = tuple(filter(None, (part.strip() for part in text.split(","))))
+        else:
+            found[field.name] = text
+    # By the family of addresses of the cluster, not by a variable.
+    listen_host = names.EVERY_ADDRESS if ":" in environ.get(_API_SERVER, "") else names.EVERY_IPV4_ADDRESS
+    return Settings(**{**found, "listen_host": listen_host})
 
 
-def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
-    text = environ.get(name, "").lower()
-    if text not in {"", "true", "false"}:
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in {"true", "false"}:
         raise SettingsInvalid(f"{name}={text!r} must be true or false")
-    return text == "true" if text else default
+    return text.lower() == "true"
 
 
-def _number(environ: Mapping[str, str], name: str, default: float, *, least: float, most: float) -> float:
-    text = environ.get(name, "")
-    if not text:
-        return default
+def _number(name: str, text: str, least: float, most: float) -> float:
     try:
         value = float(text)
     except ValueError as error:

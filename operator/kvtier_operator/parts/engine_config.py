@@ -13,7 +13,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.model_spec import ModelSpec
 from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
-from kvtier_operator.parts import claim, connectors
+from kvtier_operator.parts import claim, connectors, pods
 from kvtier_operator.parts.part import Work
 from kvtier_operator.plan import TierPlan, live_text
 
@@ -151,4 +151,4 @@ def events_service_ports(spec: TierSpec) -> list[Manifest]:
     """Return the ports of the Service before it."""
     if spec.kv_events is None:
         return []
-    return [{"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in _PORTS.items()]
+    return [pods.port(name, number, name) for name, number in _PORTS.items()]

@@ -82,48 +82,26 @@ def _lease(plan: TierPlan) -> Manifest:
 
 
 def _service(plan: TierPlan) -> Manifest:
-    port = contract_janitor.JANITOR_PORT
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(plan),
-        "spec": {
-            "type": "ClusterIP",
-            "selector": names.selector(plan.tier, _COMPONENT),
-            "ports": [
-                {"name": "metrics", "port": port, "targetPort": "metrics", "protocol": "TCP"},
-                *engine_config.events_service_ports(plan.spec),
-            ],
-        },
-    }
+    metrics = pods.port("metrics", contract_janitor.JANITOR_PORT, "metrics")
+    ports = (metrics, *engine_config.events_service_ports(plan.spec))
+    return pods.service(plan.tier, names.janitor(plan.tier), _COMPONENT, ports)
 
 
 def _deployment(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": _metadata(plan),
-        "spec": {
-            # An engine that was moved waits for the volume; the janitor comes back beside it.
-            "replicas": 0 if plan.is_janitor_in_the_way else 1,
-            "selector": {"matchLabels": names.selector(plan.tier, _COMPONENT)},
-            # The Lease keeps two from acting at a time; a second one would only wait for the first to go.
-            "strategy": {"type": "Recreate"},
-            "revisionHistoryLimit": 3,
-            "template": {
-                "metadata": {
-                    "labels": names.labels(plan.tier, _COMPONENT),
-                    "annotations": {names.ANNOTATION_CONFIG_DIGEST: janitor_plan.config_digest},
-                },
-                "spec": _pod(plan, janitor_plan),
-            },
-        },
-    }
+    # The Lease keeps two from acting at a time; a second one would only wait for the first to go.
+    return pods.deployment(
+        plan.tier,
+        names.janitor(plan.tier),
+        _COMPONENT,
+        _pod(plan, janitor_plan),
+        # An engine that was moved waits for the volume; the janitor comes back beside it.
+        replicas=0 if plan.is_janitor_in_the_way else 1,
+        annotations={names.ANNOTATION_CONFIG_DIGEST: janitor_plan.config_digest},
+    )
 
 
 def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
     template = plan.spec.engine.pod_template
-    pull_secrets = list(template.image_pull_secrets)
     return {
         "serviceAccountName": names.janitor(plan.tier),
         # For the Lease alone, see the Role.
@@ -135,7 +113,7 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines.
         "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *_tolerations(plan)],
         **({"affinity": _beside_the_engine(plan)} if plan.is_on_one_node else {}),
-        **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
+        **pods.pull_secrets(template),
         "containers": [_container(plan, janitor_plan)],
         "volumes": [
             {"name": "blocks", "persistentVolumeClaim": {"claimName": plan.claim_name}},

@@ -11,7 +11,7 @@ Pods satisfy the `restricted` Pod Security Standard by default. A namespace that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from kvtier_operator import names, quantity
@@ -129,6 +129,75 @@ def account(tier: TierRef, name: str, component: str, *rules: Manifest) -> tuple
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": tier.namespace}],
         },
     )
+
+
+def port(name: str, number: int, target: str | int) -> Manifest:
+    """Return a port of a Service."""
+    return {"name": name, "port": number, "targetPort": target, "protocol": "TCP"}
+
+
+def service(  # noqa: PLR0913  each by its name
+    tier: TierRef,
+    name: str,
+    component: str,
+    ports: Iterable[Manifest],
+    *,
+    kind: str = "ClusterIP",
+    annotations: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Return the Service in front of the pods of a component."""
+    added = {"annotations": dict(annotations)} if annotations else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**names.metadata(tier, name, component=component), **added},
+        "spec": {"type": kind, "selector": names.selector(tier, component), "ports": list(ports)},
+    }
+
+
+def disruption_budget(tier: TierRef, name: str, component: str, limits: Manifest) -> Manifest:
+    """Return the budget of a component; a pod that does not serve never holds up a drain."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": names.metadata(tier, name, component=component),
+        "spec": {
+            **limits,
+            "selector": {"matchLabels": names.selector(tier, component)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def deployment(  # noqa: PLR0913  each by its name
+    tier: TierRef,
+    name: str,
+    component: str,
+    pod: Manifest,
+    *,
+    replicas: int = 1,
+    strategy: Manifest | None = None,
+    annotations: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Return the Deployment of a small component beside the engines, whose old pod goes before the new one comes."""
+    added = {"annotations": dict(annotations)} if annotations else {}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": names.metadata(tier, name, component=component),
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": names.selector(tier, component)},
+            "strategy": strategy or {"type": "Recreate"},
+            "revisionHistoryLimit": 3,
+            "template": {"metadata": {"labels": names.labels(tier, component), **added}, "spec": pod},
+        },
+    }
+
+
+def pull_secrets(template: PodTemplate) -> Manifest:
+    """Return the secrets that images are pulled with, as a field of a pod."""
+    return {"imagePullSecrets": list(template.image_pull_secrets)} if template.image_pull_secrets else {}
 
 
 def service_account(plan: TierPlan) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.engine_spec import ServiceSettings
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.api.routing_spec import CLIENT_IP, ClientIp, Router, Routing
 from kvtier_operator.conditions import (
@@ -35,21 +36,13 @@ from kvtier_operator.snapshot import Pod, Snapshot
 
 def service(plan: TierPlan) -> Manifest:
     """Return the Service in front of the ready engine pods."""
-    settings = plan.spec.engine.service
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-            **names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
-            **({"annotations": dict(settings.annotations)} if settings.annotations else {}),
-        },
-        "spec": {
-            "type": settings.type,
-            "selector": names.selector(plan.tier),
-            "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
-            **_affinity(plan.spec.routing),
-        },
-    }
+    made = _service(plan.tier, names.engine(plan.tier), names.COMPONENT_ENGINE, plan.spec.engine.service)
+    return {**made, "spec": {**made["spec"], **_affinity(plan.spec.routing)}}
+
+
+def _service(tier: TierRef, name: str, component: str, settings: ServiceSettings) -> Manifest:
+    ports = [pods.port("http", names.HTTP_PORT, "http")]
+    return pods.service(tier, name, component, ports, kind=settings.type, annotations=settings.annotations)
 
 
 def _affinity(routing: Routing) -> Manifest:
@@ -75,18 +68,12 @@ def service_account(plan: TierPlan) -> Manifest | None:
 
 
 def disruption_budget(plan: TierPlan) -> Manifest:
-    """Return the budget: one engine at a time by default; one that does not serve never holds up a drain."""
-    budget = plan.spec.engine.disruption_budget
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": names.metadata(plan.tier, names.engine(plan.tier), component=names.COMPONENT_ENGINE),
-        "spec": {
-            **(budget.to_manifest() or {"maxUnavailable": 1}),
-            "selector": {"matchLabels": names.selector(plan.tier)},
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
-    }
+    """Return the budget: one engine at a time by default."""
+    limits = plan.spec.engine.disruption_budget.to_manifest() or _ONE_AT_A_TIME
+    return pods.disruption_budget(plan.tier, names.engine(plan.tier), names.COMPONENT_ENGINE, limits)
+
+
+_ONE_AT_A_TIME: Final = {"maxUnavailable": 1}
 
 
 def _judge_available(stage: ReadStage, _previous: Status) -> Problem:
@@ -143,73 +130,26 @@ def router(plan: TierPlan) -> tuple[Manifest, ...]:
     settings = plan.spec.routing.router_settings
     if settings is None:
         return ()
+    tier, name = plan.tier, names.router(plan.tier)
     return (
         # It watches all pods of the namespace and picks those of the tier itself; no rule can name labels.
-        *pods.account(
-            plan.tier,
-            names.router(plan.tier),
+        *pods.account(tier, name, _COMPONENT, {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}),
+        _service(tier, name, _COMPONENT, settings.service),
+        pods.disruption_budget(tier, name, _COMPONENT, _ONE_AT_A_TIME),
+        pods.deployment(
+            tier,
+            name,
             _COMPONENT,
-            {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
-        ),
-        _service(plan, settings),
-        _disruption_budget(plan),
-        _deployment(plan, settings),
-    )
-
-
-def _metadata(plan: TierPlan) -> Manifest:
-    return names.metadata(plan.tier, names.router(plan.tier), component=_COMPONENT)
-
-
-def _service(plan: TierPlan, settings: Router) -> Manifest:
-    metadata, annotations = _metadata(plan), dict(settings.service.annotations)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**metadata, **({"annotations": annotations} if annotations else {})},
-        "spec": {
-            "type": settings.service.type,
-            "selector": names.selector(plan.tier, _COMPONENT),
-            "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
-        },
-    }
-
-
-def _disruption_budget(plan: TierPlan) -> Manifest:
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": _metadata(plan),
-        "spec": {
-            "maxUnavailable": 1,
-            "selector": {"matchLabels": names.selector(plan.tier, _COMPONENT)},
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
-    }
-
-
-def _deployment(plan: TierPlan, settings: Router) -> Manifest:
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": _metadata(plan),
-        "spec": {
-            "replicas": settings.replicas,
-            "selector": {"matchLabels": names.selector(plan.tier, _COMPONENT)},
+            _pod(plan, settings),
+            replicas=settings.replicas,
             # The new one knows the engines before the old one goes: it needs no device, so there is room for both.
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "revisionHistoryLimit": 3,
-            "template": {
-                "metadata": {"labels": names.labels(plan.tier, _COMPONENT)},
-                "spec": _pod(plan, settings),
-            },
-        },
-    }
+            strategy={"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        ),
+    )
 
 
 def _pod(plan: TierPlan, settings: Router) -> Manifest:
     template = plan.spec.engine.pod_template
-    pull_secrets = list(template.image_pull_secrets)
     apart = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": names.selector(plan.tier, _COMPONENT)},
@@ -228,7 +168,7 @@ def _pod(plan: TierPlan, settings: Router) -> Manifest:
             }
         },
         **({"tolerations": list(template.tolerations)} if template.tolerations else {}),
-        **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
+        **pods.pull_secrets(template),
         "containers": [_container(plan, settings)],
         "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "64Mi"}}],
     }

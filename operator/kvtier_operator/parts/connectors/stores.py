@@ -140,7 +140,7 @@ def _redis(plan: TierPlan) -> tuple[Manifest, ...]:
         "resources": {"requests": {"cpu": "500m", "memory": memory}, "limits": {"memory": memory}},
     }
     # By number: the pod of the generation before has a port of the same name.
-    listens = {"name": "redis", "port": port, "targetPort": port, "protocol": "TCP"}
+    listens = pods.port("redis", port, port)
     annotations = {ANNOTATION_GENERATION: plan.generation.digest}
     return _server(plan, names.redis(plan.tier), container, listens, annotations)
 
@@ -158,7 +158,7 @@ def _mooncake_master(plan: TierPlan) -> tuple[Manifest, ...]:
         "ports": [{"name": "rpc", "containerPort": master.port, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}},
     }
-    listens = {"name": "rpc", "port": master.port, "targetPort": "rpc", "protocol": "TCP"}
+    listens = pods.port("rpc", master.port, "rpc")
     return _server(plan, names.mooncake_master(plan.tier), container, listens, {})
 
 
@@ -167,43 +167,21 @@ def _server(
 ) -> tuple[Manifest, Manifest]:
     """Return the Service and the Deployment of one pod without a volume that outlives it."""
     template, component = plan.spec.engine.pod_template, names.COMPONENT_STORE
-    pull_secrets = list(template.image_pull_secrets)
-    selector = names.selector(plan.tier, component)
     probed = {
         **container,
         "readinessProbe": {"tcpSocket": {"port": listens["name"]}, "periodSeconds": 5},
         "securityContext": pods.hardened(),
         "volumeMounts": [{"name": "scratch", "mountPath": names.SCRATCH_MOUNT}],
     }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": names.metadata(plan.tier, name, component=component),
-        "spec": {"type": "ClusterIP", "selector": selector, "ports": [listens]},
+    pod = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pods.security_context(template),
+        **pods.pull_secrets(template),
+        "containers": [probed],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
     }
-    deployment = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": names.metadata(plan.tier, name, component=component),
-        "spec": {
-            "replicas": 1,
-            "selector": {"matchLabels": names.selector(plan.tier, component)},
-            "strategy": {"type": "Recreate"},
-            "revisionHistoryLimit": 3,
-            "template": {
-                "metadata": {
-                    "labels": names.labels(plan.tier, component),
-                    **({"annotations": annotations} if annotations else {}),
-                },
-                "spec": {
-                    "automountServiceAccountToken": False,
-                    "enableServiceLinks": False,
-                    "securityContext": pods.security_context(template),
-                    **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
-                    "containers": [probed],
-                    "volumes": [{"name": "scratch", "emptyDir": {}}],
-                },
-            },
-        },
-    }
-    return (service, deployment)
+    return (
+        pods.service(plan.tier, name, component, [listens]),
+        pods.deployment(plan.tier, name, component, pod, annotations=annotations),
+    )
