@@ -18,7 +18,7 @@ class PlainEngine:
     """A store and a journal; `tell` writes the journal."""
 
     def __init__(self, root: Path, *, fs: FileSystem = LOCAL, **settings: Any) -> None:
-        self._root = root
+        self._root, self._fs = root, fs.rooted(str(root))
         self.blocks = BlockStore(root, fs=fs, **settings)
         self.journal = JournalWriter(root, fs=fs)
 
@@ -35,12 +35,12 @@ class PlainEngine:
         return outcome
 
     def delete(self, key: BlockKey, *, payload_bytes: int) -> bool:
-        path = self._root / block_path(key)
-        was_there = path.exists()
-        path.unlink(missing_ok=True)
-        if was_there:
-            self.journal.append(Op.GONE, key, payload_bytes)
-        return was_there
+        try:
+            self._fs.unlink(f"{self._root}/{block_path(key)}")
+        except FileNotFoundError:
+            return False
+        self.journal.append(Op.GONE, key, payload_bytes)
+        return True
 
     def tell(self) -> str:
         """Write the journal; return why the volume did not take it, empty if it did."""
