@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from kvtier_connector.store.scan import Tell, counted, readable_size
+from kvtier_connector.store.scan import Tell
 from kvtier_operator import quantity
 
 FINE: Final = 0
@@ -36,6 +36,20 @@ _REDRAW_SECONDS: Final = 0.2
 _FIRST_ETA_SECONDS: Final = 2.0
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
 _SIZE: Final = re.compile(r"[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?", re.ASCII)
+
+
+def readable_size(count: float) -> str:
+    """Return a number of bytes with a unit that leaves few digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:  # noqa: PLR2004 - the step between these units
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def output_option(default: str = "table") -> Callable[[Function], Function]:

@@ -17,10 +17,9 @@ import click
 
 from kvtier_cli import client, output
 from kvtier_cli.client import Where
-from kvtier_cli.output import FINE, FOUND, columns, duration
+from kvtier_cli.output import FINE, FOUND, columns, counted, duration, readable_size
 from kvtier_connector.contract.janitor import JANITOR_PORT
 from kvtier_connector.contract.usage import USAGE_PATH
-from kvtier_connector.store.scan import counted, readable_size
 from kvtier_operator import names
 from kvtier_operator.errors import OperatorError
 

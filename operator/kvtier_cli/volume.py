@@ -19,12 +19,12 @@ from click.shell_completion import CompletionItem
 
 from kvtier_cli import client, output
 from kvtier_cli.client import Where
-from kvtier_cli.output import columns, duration
+from kvtier_cli.output import columns, counted, duration, readable_size
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE
 from kvtier_connector.janitor import commands
 from kvtier_connector.store.fsck import OLDER
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, Tell, counted, readable_size
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, Tell
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
 

@@ -26,8 +26,8 @@ import click
 import urllib3
 
 from kvtier_cli import client, output
-from kvtier_cli.output import FINE, FOUND
-from kvtier_connector.store.scan import Tell, counted
+from kvtier_cli.output import FINE, FOUND, counted
+from kvtier_connector.store.scan import Tell
 from kvtier_operator import names
 from kvtier_operator.api.routing_spec import ROUTER
 from kvtier_operator.errors import OperatorError

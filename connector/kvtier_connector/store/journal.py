@@ -82,7 +82,7 @@ class JournalLimits:
     used_window_seconds: float = 60.0
     """A prefix that is used again within half of this is not noted again; after all of it, it is."""
     buffered_records: int = 1 << 16
-    """While the volume does not take them, older records than this many are dropped and counted."""
+    """While the volume does not take them, older records than this many are dropped."""
     segment_bytes: int = 4 << 20
     """A segment that would grow beyond it is left, and the next one begun."""
     segments: int = 16
@@ -212,7 +212,6 @@ class JournalWriter:
         self._now = now
         self._lock = threading.Lock()
         self._pending: deque[bytes] = deque()
-        self._dropped = 0
         self._recent: set[BlockKey] = set()
         self._less_recent: set[BlockKey] = set()
         self._turned_at = now()
@@ -233,11 +232,6 @@ class JournalWriter:
             time_ns = self._clock() + int(ahead_seconds * 1e9)
             self._pending.append(encode_record(Record(op, key, payload_bytes, time_ns, lineage)))
             self._trim()
-
-    @property
-    def dropped(self) -> int:
-        """How many records were given up because the volume did not take them."""
-        return self._dropped
 
     @property
     def pending(self) -> int:
@@ -315,7 +309,6 @@ class JournalWriter:
     def _trim(self) -> None:
         while len(self._pending) > self._limits.buffered_records:
             self._pending.popleft()
-            self._dropped += 1
 
     def _write(self, data: bytes) -> None:
         if self._offset and self._offset + len(data) > self._limits.segment_bytes:

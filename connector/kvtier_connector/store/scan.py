@@ -247,20 +247,6 @@ Tell = Callable[[float, int, int], None]
 """Told the share that is done, from 0 to 1, and how many blocks and bytes were dealt with so far."""
 
 
-def readable_size(count: float) -> str:
-    """Return a number of bytes with a unit that leaves few digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:  # noqa: PLR2004 - the step between these units
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 class WalkProgress:
     """Counts over several walks, which are taken to be of one length. Owned by one thread."""
 
