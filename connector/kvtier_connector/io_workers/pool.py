@@ -649,29 +649,18 @@ class WorkerPool:
         # The record of the worker before it does not hold for the new one.
         self._table.set_current(number, Current(0, NO_TICKET, 0.0))
         pipes = tuple(pipe.reader for pipe in self._pipes)
-        row_bytes, replies = self._rows.row_bytes, self._replies.writer
-        if not self._has_processes:
-            store = self._settings.open_volume(self._fs)
-            return WorkerThread(
-                Worker(
-                    number,
-                    table=self._table,
-                    rows=self._rows,
-                    row_bytes=row_bytes,
-                    store=store,
-                    pipes=pipes,
-                    replies=replies,
-                ).run
-            )
         settings = WorkerSettings(
             worker=number,
             parent=os.getpid(),
             table=self._table_fd,
             regions=self._regions,
-            row_bytes=row_bytes,
+            row_bytes=self._rows.row_bytes,
             pipes=pipes,
-            replies=replies,
+            replies=self._replies.writer,
             pool=self._settings,
         )
-        inherited = [self._table_fd, *{region.fd for region in self._regions}, *pipes, replies]
+        if not self._has_processes:
+            store = self._settings.open_volume(self._fs)
+            return WorkerThread(Worker(settings, table=self._table, rows=self._rows, store=store).run)
+        inherited = [self._table_fd, *{region.fd for region in self._regions}, *pipes, self._replies.writer]
         return start_process("kvtier_connector.io_workers.worker", settings.encode(), inherited)

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 logger = logging.getLogger("vllm.kvtier.io_workers")
 
@@ -28,27 +27,11 @@ _KILLED_SECONDS = 1.0
 """How long `close` waits for killed processes. One that hangs in the volume ends when its call returns."""
 
 
-class WorkerProcess(Protocol):
-    """A worker, as `subprocess.Popen` has it."""
-
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-
-    def poll(self) -> int | None:
-        """Return the exit status, None while it runs."""
-
-    def kill(self) -> None:
-        """Kill it, if it can be killed."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raise `subprocess.TimeoutExpired`."""
-
-
 class WorkerThread(threading.Thread):
     """A worker on a thread of this process, for tests, which inject file systems.
 
-    It cannot be killed: one that hangs in the volume stays, and touches no row that was given away.
+    It has the methods of a process, and cannot be killed: one that hangs in the volume stays, and touches no row that
+    was given away.
     """
 
     pid = 0
@@ -71,6 +54,9 @@ class WorkerThread(threading.Thread):
         if self.is_alive():
             raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
         return 0
+
+
+WorkerProcess = subprocess.Popen[bytes] | WorkerThread
 
 
 class _State(enum.Enum):

@@ -126,44 +126,20 @@ class WorkerSettings:
 class Worker:
     """One worker; `run` is its thread's."""
 
-    def __init__(  # noqa: PLR0913 - keywords but for the first
-        self,
-        number: int,
-        *,
-        table: TaskTable,
-        rows: RowBuffers,
-        row_bytes: int,
-        store: BlockStore,
-        pipes: Sequence[int],
-        replies: int,
-    ) -> None:
-        """Store the parts.
-
-        Args:
-            number: Its number in the task table.
-            table: Shows which tasks are still wanted.
-            rows: Addresses of the chunks.
-            row_bytes: Length of each row.
-            store: The volume, as `PoolSettings.open_volume` returns it.
-            pipes: Descriptors for the tasks of each lane.
-            replies: Descriptor for answers.
-        """
-        self._number = number
-        self._table = table
-        self._rows = rows
-        self._row_bytes = row_bytes
-        self._store = store
-        self._pipes = pipes
-        self._replies = replies
+    def __init__(self, settings: WorkerSettings, *, table: TaskTable, rows: RowBuffers, store: BlockStore) -> None:
+        """Store the parts; `store` is as `PoolSettings.open_volume` returns it."""
+        self._number, self._row_bytes = settings.worker, settings.row_bytes
+        self._table, self._rows, self._store = table, rows, store
+        self._pipes, self._replies = settings.pipes, settings.replies
         self._may_store = True
         self._all, self._urgent = select.poll(), select.poll()
-        for lane, pipe in zip(Lane, pipes, strict=True):
+        for lane, pipe in zip(Lane, self._pipes, strict=True):
             self._all.register(pipe, select.POLLIN)
             if lane is not Lane.STORE:
                 self._urgent.register(pipe, select.POLLIN)
         self._room = select.poll()
-        self._room.register(replies, select.POLLOUT)
-        staging = mmap.mmap(-1, row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._room.register(self._replies, select.POLLOUT)
+        staging = mmap.mmap(-1, self._row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             staging.madvise(mmap.MADV_HUGEPAGE)
         self._staging = memoryview(staging)
@@ -392,15 +368,7 @@ def main(settings: WorkerSettings) -> None:
     store = settings.pool.open_volume(file_system(settings.pool.file_system))
     # Read here, so that earlier purges are told from later ones; on a thread, since the volume may hang.
     threading.Thread(target=store.learn_purges, name="kvtier-purges", daemon=True).start()
-    Worker(
-        settings.worker,
-        table=table,
-        rows=MappedRows(settings.regions, settings.row_bytes),
-        row_bytes=settings.row_bytes,
-        store=store,
-        pipes=settings.pipes,
-        replies=settings.replies,
-    ).run()
+    Worker(settings, table=table, rows=MappedRows(settings.regions, settings.row_bytes), store=store).run()
 
 
 def file_system(name: str) -> FileSystem:
