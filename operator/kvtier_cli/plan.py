@@ -187,16 +187,9 @@ def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
     """Return which nodes can hold an engine pod, and whether one can."""
     if snapshot is None or snapshot.nodes is None:
         return None, True
-    problem = a_node_is_large_enough(
-        PlannedStage(
-            generation=0,
-            spec=plan.spec,
-            snapshot=snapshot,
-            plan=plan,
-            capacity=make_capacity(plan.spec, plan.decisions, snapshot),
-        )
-    )
-    if problem is not None:
+    capacity = make_capacity(plan.spec, plan.decisions, snapshot)
+    stage = PlannedStage(generation=0, spec=plan.spec, snapshot=snapshot, plan=plan, capacity=capacity)
+    if (problem := a_node_is_large_enough(stage)) is not None:
         return problem.message, False
     matching = nodes.matching(plan.spec, snapshot.nodes)
     memory = plan.sizing.memory_bytes + nodes.sidecar_requests(plan.spec)[0]
@@ -263,12 +256,10 @@ def _document(found: diff.Diff) -> dict[str, Any]:
 
 def _live(bodies: Iterable[Manifest], where: client.Where) -> dict[str, Manifest]:
     """Return the tiers of the same names in the cluster."""
-    cluster, found = where.client.cluster, {}
-    for body in bodies:
-        tier = names.tier_ref(body)
+    found = {}
+    for tier in map(names.tier_ref, bodies):
         key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name)
-        live = cluster.get(key, tier.namespace)
-        if live is not None:
+        if live := where.client.cluster.get(key, tier.namespace):
             found[str(tier)] = live
     return found
 

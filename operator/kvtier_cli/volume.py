@@ -96,6 +96,7 @@ def inspect(target: str, *, verbose: bool, threads: int, output_format: str, whe
 @click.option("--keys-dir", type=_KEYS, help="keys of encrypted blocks, one file each; without them only headers count")
 @click.option(
     "--partial-age",
+    metavar="TIME",
     type=output.seconds,
     default=f"{PARTIAL_AGE_SECONDS:.0f}s",
     show_default=True,
@@ -149,7 +150,7 @@ def purge(target: str, *, is_all: bool, output_format: str, where: Where, **opti
 @click.option("--max-bytes", type=output.size, help="budget of the tier, as 100Gi")
 @click.option("--high", "high_watermark", type=output.share, help="evict above it  [default: 90%]")
 @click.option("--low", "low_watermark", type=output.share, help="evict down to it  [default: 75%]")
-@click.option("--ttl", "ttl_seconds", type=output.seconds, help="remove older blocks, as 7d")
+@click.option("--ttl", "ttl_seconds", metavar="TIME", type=output.seconds, help="remove older blocks, as 7d")
 @click.option("--keep-previous", type=click.IntRange(0), help="previous generations that stay  [default: all]")
 @click.option("--current", help="the generation in use  [default: the newest]")
 @output.yes_option("remove them")
