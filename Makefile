@@ -71,7 +71,7 @@ test-netfs-guest: venv ## the same of NFS and of the quotas of xfs, whose client
 	    .venv/bin/python -m pytest tests/connector/store tests/connector/janitor --basetemp {a}/suites --timeout 300 || [ $$? = 77 ] || exit 1; done
 
 stress-netfs: venv ## engines, a janitor and servers on two mounts, killed at random for SECONDS (600), with a stall of 30 s
-	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.netfs_stress --seconds $(or $(SECONDS),600) --kind $(or $(KIND),glusterfs-distribute)
+	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.stress --seconds $(or $(SECONDS),600) --kind $(or $(KIND),glusterfs-distribute)
 
 check: venv lint types imports house prose fresh docs ## what CI checks besides the tests
 
@@ -148,8 +148,8 @@ bench-operator: venv ## an operator where 1,000 and 10,000 tiers, 5,000 pods and
 	PYTHONPATH=. exec $(RUN) e2e.bench.operator_scale --out "$(DATA)/bench-operator/scale.jsonl"
 
 bench-janitor: venv ## the janitor at a million blocks, and under kill -9 for ten minutes
-	PYTHONPATH=. .venv/bin/python e2e/bench/janitor.py million --out "$(DATA)/bench/janitor-million.json"
-	PYTHONPATH=. .venv/bin/python e2e/bench/janitor.py stress --out "$(DATA)/bench/janitor-stress.json"
+	PYTHONPATH=.:e2e/netfs .venv/bin/python e2e/bench/janitor.py million --out "$(DATA)/bench/janitor-million.json"
+	PYTHONPATH=.:e2e/netfs .venv/bin/python e2e/bench/janitor.py stress --out "$(DATA)/bench/janitor-stress.json"
 
 test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu; then `make generate`
 	PYTHONPATH=. $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --data "$(DATA)/matrix"

@@ -6,9 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +19,6 @@ FS = "fs"
 """vLLM's TieringOffloadingSpec with its ``fs`` tier."""
 KVTIER = "kvtier"
 """Ours."""
-LIFEBOAT = "lifeboat"
-"""lifeboatcache, as its documentation configures it for vLLM."""
-
 CPU = "cpu"
 """vLLM's CPU tier alone: what its connector costs with any tier below."""
 
@@ -33,12 +27,12 @@ SIMPLE_EAGER = "simple-eager"
 SIMPLE_LAZY = "simple-lazy"
 """The same connector, which copies a block when the GPU is about to forget it."""
 
-KNOWN = (KVTIER, FS, NONE, LIFEBOAT, CPU, SIMPLE_EAGER, SIMPLE_LAZY)
+KNOWN = (KVTIER, FS, NONE, CPU, SIMPLE_EAGER, SIMPLE_LAZY)
 
 
 def has_volume(backend: str) -> bool:
     """Say whether the backend puts blocks on a volume."""
-    return backend in {FS, KVTIER, LIFEBOAT}
+    return backend in {FS, KVTIER}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,48 +52,24 @@ def transfer_config(backend: str, directory: Path, offload: Offload) -> dict[str
     if backend == NONE:
         return None
     directory.mkdir(parents=True, exist_ok=True)
+    extra: dict[str, Any] = {"cpu_bytes_to_use": offload.cpu_bytes}
     if backend in {SIMPLE_EAGER, SIMPLE_LAZY}:
-        return {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "cpu_bytes_to_use": offload.cpu_bytes,
-                "lazy_offload": backend == SIMPLE_LAZY,
-            },
-        }
-    if backend == CPU:
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": offload.cpu_bytes, "block_size": offload.block_tokens},
-        }
-    is_ours = backend == KVTIER or offload.is_cpu_build
-    spec = (
-        {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.vllm_adapter.spec"}
-        if is_ours
-        else {"spec_name": "TieringOffloadingSpec"}
-    )
+        extra["lazy_offload"] = backend == SIMPLE_LAZY
+        return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    extra["block_size"] = offload.block_tokens
     connector = {"kv_connector": "OffloadingConnector"}
+    if backend != CPU:
+        extra |= {"spec_name": "TieringOffloadingSpec", "eviction_policy": "lru"}
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(directory)}]
     if backend == KVTIER:
         connector = {
             "kv_connector": "KVTierConnector",
             "kv_connector_module_path": "kvtier_connector.vllm_adapter.connector",
         }
-    return {
-        **connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            **spec,
-            "cpu_bytes_to_use": offload.cpu_bytes,
-            "block_size": offload.block_tokens,
-            "eviction_policy": "lru",
-            "secondary_tiers": [_TIERS[backend](directory, offload)],
-        },
-    }
-
-
-def _fs(directory: Path, _: Offload) -> dict[str, Any]:
-    return {"type": "fs", "root_dir": str(directory)}
+        extra["secondary_tiers"] = [_kvtier(directory, offload)]
+    if backend == KVTIER or (backend == FS and offload.is_cpu_build):
+        extra |= {"spec_name": "KVTierSpec", "spec_module_path": "kvtier_connector.vllm_adapter.spec"}
+    return {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
@@ -121,38 +91,9 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
     }
 
 
-def _lifeboat(directory: Path, _: Offload) -> dict[str, Any]:
-    tier = {"name": "bench", "type": "filesystem", "enabled": True, "path": str(directory)}
-    return {
-        "type": "LifeboatTier",
-        "module_path": "lifeboat_cache.integrations.vllm_tier",
-        # Its defaults, but with room for the whole run, and no web server.
-        "lifeboat_config": {
-            "storage": {"tiers": [{**tier, "capacity_gb": 500, "min_free_gb": 1}]},
-            "dashboard": {"enabled": False},
-            "telemetry": {"prometheus": {"enabled": False}},
-        },
-    }
-
-
-_TIERS = {FS: _fs, KVTIER: _kvtier, LIFEBOAT: _lifeboat}
-
-
-def unpack_lifeboat(wheel: Path | None, into: Path) -> Path | None:
-    """Unpack the wheel's package without its metadata, so that its plugin does not start; None without a wheel."""
-    if wheel is None or not wheel.exists():
-        return None
-    shutil.rmtree(into, ignore_errors=True)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(into, [name for name in archive.namelist() if name.startswith("lifeboat_cache/")])
-    return into
-
-
-def environment(backend: str, repository: Path, lifeboat: Path | None) -> dict[str, str]:
+def environment(repository: Path) -> dict[str, str]:
     """Return the environment of an engine's process."""
     paths = [str(repository), str(repository / "connector"), os.environ.get("PYTHONPATH", "")]
-    if backend == LIFEBOAT and lifeboat is not None:
-        paths.insert(0, str(lifeboat))
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -162,5 +103,4 @@ def environment(backend: str, repository: Path, lifeboat: Path | None) -> dict[s
         "VLLM_NO_USAGE_STATS": "1",
         # The CPU build reserves more cores with offloading than without: other speed, and other rounding.
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "LIFEBOAT_CACHE_HOME": str((lifeboat or Path(sys.prefix)) / "home"),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM engine in a process of its own: the parent sends commands as JSON lines, the process answers each with one.
+"""One vLLM engine in a process of its own: the parent sends commands through a pipe, the process answers each.
 
 A new process proves that only the volume carried the blocks over. Times are taken in the engine's process, beside its
 client: from handing a request over to its first and its last token.
@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from e2e.bench import models
 
@@ -60,14 +59,14 @@ class BenchEngine:
         if settings["seeds_weights"]:
             made[models.SEEDS_WEIGHTS] = "1"
         self._log = directory / f"{name}.log"
-        self._unread = b""
-        with self._log.open("wb") as log:
+        self._pipe, theirs = Pipe()
+        with self._log.open("wb") as log, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", __name__, str(path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [sys.executable, "-W", "ignore", "-m", __name__, str(path), str(theirs.fileno())],
+                stdout=log,
                 stderr=log,
                 env=made,
+                pass_fds=(theirs.fileno(),),
                 # So that it and its children can be ended together.
                 start_new_session=True,
             )
@@ -87,21 +86,11 @@ class BenchEngine:
     ) -> dict[str, Any]:
         """Submit requests; all at once unless told how many at a time.
 
-        Each has a `seed` and a length in `tokens`, or the `parts` of its prompt. It may also say how many
-        `output_tokens` it wants, at which second to `start`, and the number of the one it comes `after`.
+        Each has the `parts` of its prompt. It may also say how many `output_tokens` it wants, at which second to
+        `start`, and the number of the one it comes `after`.
         """
-        return dict(
-            self._ask(
-                {
-                    "do": "run",
-                    "name": f"r{time.monotonic_ns()}",
-                    "requests": list(requests),
-                    "output_tokens": output_tokens,
-                    "at_a_time": at_a_time,
-                },
-                limit_seconds,
-            )
-        )
+        asked = {"requests": list(requests), "output_tokens": output_tokens, "at_a_time": at_a_time}
+        return dict(self._ask({"do": "run", "name": f"r{time.monotonic_ns()}", **asked}, limit_seconds))
 
     def forget(self, *, cpu_tier: bool = False) -> None:
         """Empty the engine's own prefix cache, and the CPU tier too if asked; the volume keeps what it has."""
@@ -113,10 +102,7 @@ class BenchEngine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._pipe.close()
         # Freeing pinned and GPU memory takes its children a while, and the next engine needs it.
         deadline = time.monotonic() + CLOSE_LIMIT_SECONDS
         while _is_group_alive(self._process.pid) and time.monotonic() < deadline:
@@ -127,43 +113,29 @@ class BenchEngine:
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the engine."""
         self.close()
 
     def _ask(self, command: Mapping[str, Any], limit_seconds: float) -> Any:
-        self._send(command)
+        try:
+            self._pipe.send(command)
+        except OSError as error:
+            raise EngineFailed(f"{self.name}: ended\n{self._tail()}") from error
         return self._answer(limit_seconds)
 
-    def _send(self, command: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise EngineFailed(f"{self.name}: ended\n{self._tail()}") from error
-
     def _answer(self, limit_seconds: float) -> Any:
-        assert self._process.stdout is not None
         deadline = time.monotonic() + limit_seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(min(1.0, max(0.0, deadline - time.monotonic()))):
-                    # A child may hold the pipe open after the process itself is gone, so its end alone says nothing.
-                    if self._process.poll() is not None:
-                        raise EngineFailed(f"{self.name}: ended with {self._process.returncode}\n{self._tail()}")
-                    if time.monotonic() >= deadline:
-                        raise EngineFailed(f"{self.name}: no answer in {limit_seconds:.0f} s\n{self._tail()}")
-                    continue
-                data = os.read(self._process.stdout.fileno(), 1 << 20)
-                if not data:
-                    raise EngineFailed(f"{self.name}: ended\n{self._tail()}")
-                self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
+        while not self._pipe.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
+            # A child may hold the pipe open after the process itself is gone, so its end alone says nothing.
+            if self._process.poll() is not None:
+                raise EngineFailed(f"{self.name}: ended with {self._process.returncode}\n{self._tail()}")
+            if time.monotonic() >= deadline:
+                raise EngineFailed(f"{self.name}: no answer in {limit_seconds:.0f} s\n{self._tail()}")
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise EngineFailed(f"{self.name}: ended\n{self._tail()}") from None
 
     def _tail(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -182,14 +154,11 @@ def _is_group_alive(group: int) -> bool:
 
 def main() -> None:
     """Serve until the commands end."""
-    # Whatever vLLM prints must not get between the answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    asyncio.run(_serve(settings, answers))
+    asyncio.run(_serve(settings, Connection(int(sys.argv[2]))))
 
 
-async def _serve(settings: dict[str, Any], answers: TextIO) -> None:
+async def _serve(settings: dict[str, Any], pipe: Connection) -> None:
     began = time.perf_counter()
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -202,17 +171,15 @@ async def _serve(settings: dict[str, Any], answers: TextIO) -> None:
         )
     )
     blocks = engine.vllm_config.cache_config.num_gpu_blocks
-    ready = {"seconds": time.perf_counter() - began, "gpu_blocks": blocks}
-    answers.write(json.dumps(ready) + "\n")
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        command = json.loads(line)
-        if command["do"] == "run":
-            answer: Any = await _run(engine, command, settings["vocabulary"])
-        elif command["do"] == "reset":
-            answer = await _reset(engine, with_connector=command["connector"])
-        else:
-            break
-        answers.write(json.dumps(answer) + "\n")
+    pipe.send({"seconds": time.perf_counter() - began, "gpu_blocks": blocks})
+    with contextlib.suppress(EOFError):
+        while True:
+            command = await asyncio.to_thread(pipe.recv)
+            if command["do"] == "run":
+                answer: Any = await _run(engine, command, settings["vocabulary"])
+            else:
+                answer = await _reset(engine, with_connector=command["connector"])
+            pipe.send(answer)
     engine.shutdown()
 
 
@@ -231,7 +198,7 @@ async def _run(engine: Any, command: dict[str, Any], vocabulary: int) -> dict[st
     from vllm.inputs import TokensPrompt
 
     requests = command["requests"]
-    prompts = [_prompt(request, vocabulary) for request in requests]
+    prompts = [models.joined_ids(request["parts"], vocabulary) for request in requests]
     at_a_time = asyncio.Semaphore(command["at_a_time"] or len(prompts))
     is_answered = [asyncio.Event() for _ in prompts]
 
@@ -273,12 +240,6 @@ async def _run(engine: Any, command: dict[str, Any], vocabulary: int) -> dict[st
     began = time.perf_counter()
     results = await asyncio.gather(*(ask(number) for number in range(len(prompts))))
     return {"seconds": time.perf_counter() - began, "began": began, "requests": results}
-
-
-def _prompt(request: dict[str, Any], vocabulary: int) -> list[int]:
-    if "parts" in request:
-        return models.joined_ids(request["parts"], vocabulary)
-    return models.prompt_ids(request["seed"], request["tokens"], vocabulary)
 
 
 if __name__ == "__main__":

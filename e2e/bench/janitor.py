@@ -4,9 +4,7 @@
 million: the janitor as a process with a million blocks. It measures the first count, a restart, the cost at rest and a
 sweep that frees a quarter. Memory and processor time come from /proc, system calls from strace.
 
-stress: ten writers that also read, and a janitor, all killed with SIGKILL at random for minutes. No reader may get a
-wrong byte, blocks may not take more than the budget and the writes under way, and `kvtier check` must find nothing.
-The exit status is 1 when one of these did not hold.
+stress: `e2e.bench.stress` in a local directory. The exit status is 1 when one of its promises did not hold.
 """
 
 from __future__ import annotations
@@ -23,12 +21,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from e2e.bench.stress import LocalDirectory, stress
+
 from kvtier_connector.contract.janitor import JanitorConfig, encode
-from kvtier_connector.store import fsck
 from kvtier_connector.store.fs import LOCAL, make_directories
 from kvtier_connector.store.header import HEADER_BYTES, Header, encode_header
 from kvtier_connector.store.identity import claim
@@ -40,59 +39,6 @@ WINDOW_SECONDS = 30.0
 """System calls are counted over so long at a time."""
 CHAIN = 16
 """Blocks of one prefix."""
-PAYLOAD_BYTES = 16 << 10
-BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
-_FILL_SECONDS = 120.0
-"""Longest time that a busy machine may take besides to fill the budget."""
-BATCH = 4
-"""Blocks that a writer has under way between two looks at what the others wrote."""
-
-WORKER = """
-import hashlib, os, random, sys, time
-from pathlib import Path
-root, seed, payload_bytes, batch, keys, mistakes = sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6]
-from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
-from kvtier_connector.store.header import HEADER_BYTES
-from kvtier_connector.store.journal import JournalWriter, Op
-from kvtier_connector.store.layout import BlockKey, Lineage
-from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
-source = random.Random(seed)
-store, journal, clock = BlockStore(Path(root), direct=False), JournalWriter(Path(root)), VolumeClock()
-permit = StorePermit(str(Path(root).parent / PERMIT_FILE), clock)
-def tell():
-    journal.flush()
-    os.utime(Path(root, "journal"))
-    clock.set(os.stat(Path(root, "journal")).st_mtime_ns)
-    permit.refresh()
-tell()
-buffer = memoryview(bytearray(payload_bytes))
-def key(chain, position):
-    return BlockKey(hashlib.sha256(f"{chain}/{position}".encode()).digest(), 0)
-def payload(of):
-    return memoryview((of.hash * (payload_bytes // 32 + 1))[:payload_bytes])
-while True:
-    chain = int(source.paretovariate(0.8)) % keys
-    parent, last = b"", None
-    for position in range(8):
-        this = key(chain, position)
-        outcome = store.get(this, buffer)
-        if isinstance(outcome, Hit):
-            if buffer != payload(this):
-                with open(mistakes, "a") as file:
-                    file.write(this.hash.hex() + "\\n")
-            last = this
-        elif permit.reserve(HEADER_BYTES + payload_bytes) is None:
-            is_stored = isinstance(store.put(this, payload(this), Lineage(parent, position)), Stored)
-            permit.end(HEADER_BYTES + payload_bytes, (HEADER_BYTES + payload_bytes) * is_stored)
-            if is_stored:
-                journal.append(Op.STORED, this, payload_bytes, Lineage(parent, position))
-        parent = this.hash
-        if position % batch == batch - 1:
-            tell()
-    if last is not None:
-        journal.append(Op.USED, last, payload_bytes)
-    tell()
-"""
 
 
 def fill(tier_dir: Path, digest: str, *, blocks: int, payload_bytes: int, writers: int = 10) -> Path:
@@ -244,142 +190,23 @@ def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
     return result
 
 
-@dataclass
-class JanitorRun:
-    """Events and figures of a run."""
-
-    seconds: float
-    kills: int = 0
-    janitor_kills: int = 0
-    most_bytes: int = 0
-    max_bytes: int = 0
-    allowed_bytes: int = 0
-    problems: list[str] = field(default_factory=list)
-
-
-def used_bytes(root: Path) -> int:
-    """Return what blocks took at one moment: those that one look found and the next one found again.
-
-    Blocks come and go during a scan, so one scan alone counts more than ever existed at once.
-    """
-    return sum(size for _, _, size in _blocks(root) & _blocks(root))
-
-
-def _blocks(root: Path) -> set[tuple[str, int, int]]:
-    """Return path, number and size of the block files; they may vanish meanwhile."""
-    found = set()
-    for directory, _, names in os.walk(root / "blocks"):
-        for name in names:
-            if name.endswith(".kvb"):
-                path = f"{directory}/{name}"
-                try:
-                    status = os.stat(path)  # noqa: PTH116 - a million times
-                except FileNotFoundError:
-                    continue
-                found.add((path, status.st_ino, status.st_size))
-    return found
-
-
-def stress(data: Path, *, seconds: float, writers: int, blocks: int, seed: int) -> JanitorRun:
-    """Run it until blocks have nearly filled the budget, and at least so long; return what was seen."""
-    source = random.Random(seed)
-    tier_dir = data / "ns.stress"
-    root = tier_dir / "aa"
-    claim(root, {"bench": "stress"}, "aa")
-    run = JanitorRun(seconds=seconds, max_bytes=blocks * BLOCK_BYTES)
-    run.allowed_bytes = run.max_bytes + writers * BATCH * BLOCK_BYTES
-    config = JanitorConfig(
-        tier="ns/stress", tier_dir=str(tier_dir), current="aa", max_bytes=run.max_bytes, sweep_seconds=0.5, http_port=0
-    )
-    config_file, mistakes = data / "janitor.json", data / "mistakes"
-    config_file.write_text(encode(config))
-    log = (data / "log").open("w")
-
-    def start_worker(number: int) -> subprocess.Popen[bytes]:
-        numbers = (number, PAYLOAD_BYTES, BATCH, blocks)
-        return subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(root), *map(str, numbers), str(mistakes)], stdout=log, stderr=log
-        )
-
-    def start_janitor() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "kvtier_connector.janitor", "--config", str(config_file)]
-        return subprocess.Popen(command, stdout=log, stderr=log)
-
-    janitor = start_janitor()
-    workers = [start_worker(number) for number in range(writers)]
-    ends = time.monotonic() + seconds
-    next_kill = time.monotonic() + 1
-    try:
-        full_bytes = int(0.85 * run.max_bytes)
-        while time.monotonic() < ends or (run.most_bytes < full_bytes and time.monotonic() < ends + _FILL_SECONDS):
-            run.most_bytes = max(run.most_bytes, used_bytes(root))
-            if time.monotonic() >= next_kill:
-                next_kill = time.monotonic() + source.uniform(0.2, 3.0)
-                if source.random() < 0.2:  # noqa: PLR2004 - one of five
-                    janitor.kill()
-                    janitor.wait()
-                    janitor = start_janitor()
-                    run.janitor_kills += 1
-                else:
-                    number = source.randrange(writers)
-                    workers[number].kill()
-                    workers[number].wait()
-                    workers[number] = start_worker(source.getrandbits(31))
-                    run.kills += 1
-            for number, worker in enumerate(workers):
-                if worker.poll() is not None:
-                    run.problems.append(f"writer {number} ended by itself with {worker.returncode}")
-                    workers[number] = start_worker(source.getrandbits(31))
-            time.sleep(0.05)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-        janitor.send_signal(signal.SIGTERM)
-        janitor.wait(60)
-        log.close()
-    _judge(run, tier_dir, mistakes)
-    return run
-
-
-def _judge(run: JanitorRun, tier_dir: Path, mistakes: Path) -> None:
-    if mistakes.exists():
-        run.problems.append(f"wrong bytes were read: {mistakes.read_text()[:500]}")
-    if run.most_bytes > run.allowed_bytes:
-        run.problems.append(f"{run.most_bytes} bytes were used of {run.allowed_bytes} allowed")
-    # Partial files of killed writers are young; an hour later the janitor removes them.
-    report = fsck.check_all(tier_dir)
-    run.problems += [f"check: {problem.path}: {problem.kind}" for problem in report.problems]
-
-
 def main() -> int:
     """Run one of the two, print its figures, and remove its files; return 1 when something did not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("million", "stress"))
     parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-bench"))
-    parser.add_argument("--blocks", type=int, help="that stand (1,000,000), or that the budget has room for (5,000)")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="of million")
     parser.add_argument("--seconds", type=float, help="at rest (150), or of stress (600)")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     shutil.rmtree(options.data, ignore_errors=True)
     options.data.mkdir(parents=True)
-    problems: list[str] = []
     try:
         if options.what == "million":
-            result = million(options.data, options.blocks or 1_000_000, options.seconds or 150.0)
+            result = million(options.data, options.blocks, options.seconds or 150.0)
         else:
-            run = stress(
-                options.data,
-                seconds=options.seconds or 600.0,
-                writers=10,
-                blocks=options.blocks or 5000,
-                seed=options.seed,
-            )
-            log = (options.data / "log").read_text()
-            if "Traceback" in log:
-                run.problems.append(log[log.index("Traceback") :][:2000])
-            result, problems = {"date": time.strftime("%Y-%m-%d"), "writers": 10, **vars(run)}, run.problems
+            run = stress(LocalDirectory.name, options.seconds or 600.0, seed=1)
+            result = {"date": time.strftime("%Y-%m-%d"), **asdict(run)}
     finally:
         shutil.rmtree(options.data, ignore_errors=True)
     text = json.dumps(result, indent=2)
@@ -387,7 +214,7 @@ def main() -> int:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n")
-    return 1 if problems else 0
+    return 1 if result.get("problems") else 0
 
 
 if __name__ == "__main__":

@@ -21,9 +21,6 @@ from typing import Any
 SEED = 20240607
 FIRST_TOKEN = 3
 """Below are the special tokens."""
-SHARED_END = 32
-"""Tokens at the end of every prompt that are the same."""
-
 _ATTENTION_SHARPNESS = 2.0
 """Queries and keys are this much larger than unit variance: a token attends to some others, not evenly to all."""
 _HEAD_VARIETY = 0.5
@@ -73,16 +70,6 @@ LLAMA_8B = Shape(4096, 14336, 32, 32, 8, 128256, 131072)
 """Llama-3.1-8B."""
 TINY = Shape(512, 1376, 8, 8, 4, 32000, 8192)
 """Small enough for two cores."""
-
-
-def prompt_ids(seed: int, tokens: int, vocabulary: int) -> list[int]:
-    """Return random tokens with an end that all prompts share.
-
-    Prompts of different seeds share no prefix; where their answers differ, it is because of what lies before the end.
-    """
-    chooser = random.Random(seed)
-    end = [FIRST_TOKEN + place for place in range(min(SHARED_END, tokens // 4))]
-    return [chooser.randrange(FIRST_TOKEN, vocabulary) for _ in range(tokens - len(end))] + end
 
 
 def joined_ids(parts: Iterable[tuple[int, int]], vocabulary: int) -> list[int]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from e2e.bench import journal
+from e2e.bench import report
 from e2e.bench.memory_api import KINDS, Json, MemoryApi
 
 from kvtier_connector.contract import janitor
@@ -336,8 +336,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rest", type=float, default=60, help="seconds of rest")
     parser.add_argument("--resync", type=float, default=600, help="seconds after which a tier is looked at anyway")
     options = parser.parse_args(arguments)
-    out = journal.Journal(options.out)
-    out.write(journal.describe_run(**{name: str(value) for name, value in vars(options).items()}))
+    out = report.Journal(options.out)
+    out.write(report.describe_run(**{name: str(value) for name, value in vars(options).items()}))
     folder, code = options.out.parent / "logs", options.code.resolve()
     for tiers in map(int, options.tiers.split(",")):
         sizes = {"tiers": tiers, "pods": options.pods, "nodes": options.nodes}

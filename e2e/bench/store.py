@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import mmap
 import os
-import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -23,14 +22,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from e2e.bench import journal, volumes
-from e2e.bench.report import store_report
+from e2e.bench import report, volumes
 
 from kvtier_connector.io_workers.buffers import Region as Rows
 from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.tasks import Lane, Task
 from kvtier_connector.io_workers.worker import PoolSettings
-from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
+from kvtier_connector.store.blockstore import Hit, Stored
 from kvtier_connector.store.fs import LOCAL, O_DIRECT, DirectIo, new_page
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
@@ -90,8 +88,6 @@ class Contestant(ABC):
     """Moves all blocks of a region; `directory` is its own."""
 
     name: ClassVar[str]
-    loads_from: ClassVar[str] = ""
-    """The contestant that writes the files it loads; itself if empty."""
     is_one_thread: ClassVar[bool] = False
     """Whether more threads change nothing."""
 
@@ -101,11 +97,6 @@ class Contestant(ABC):
         self.region = region
         self.is_direct = is_direct
         self.keys = [BlockKey(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0) for number in range(region.blocks)]
-
-    @classmethod
-    def directory_name(cls, name: str = "") -> str:
-        """Return what a directory of this contestant, or of another one by name, can be called on any volume."""
-        return re.sub(r"[^A-Za-z0-9]+", "-", name or cls.name).strip("-")
 
     @abstractmethod
     def load(self, pool: ThreadPoolExecutor) -> None:
@@ -159,38 +150,10 @@ class Plain(Contestant):
             os.close(fd)
 
 
-class Kvtier(Contestant):
-    """Ours, verified, straight into the row."""
-
-    name = "kvtier store"
-
-    def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
-        """Open the store."""
-        super().__init__(directory, region, is_direct=is_direct)
-        self.blocks = BlockStore(directory / GENERATION)
-
-    def load(self, pool: ThreadPoolExecutor) -> None:
-        """Get each block."""
-        _all(pool, self._get, self.region.blocks)
-
-    def store(self, pool: ThreadPoolExecutor) -> None:
-        """Put each block."""
-        _all(pool, self._put, self.region.blocks)
-
-    def _get(self, number: int) -> None:
-        outcome = self.blocks.get(self.keys[number], self.region.row(number))
-        assert isinstance(outcome, Hit), outcome
-
-    def _put(self, number: int) -> None:
-        outcome = self.blocks.put(self.keys[number], self.region.row(number))
-        assert isinstance(outcome, Stored), outcome
-
-
-class KvtierWorkers(Kvtier):
+class KvtierWorkers(Contestant):
     """Ours as the engine uses it: as many processes as the others have threads, each with a buffer of its own."""
 
     name = "kvtier movers"
-    loads_from = Kvtier.name
     _pool: WorkerPool
 
     def prepare(self, threads: int) -> None:
@@ -274,7 +237,6 @@ class FsJob(Contestant):
 
 CONTESTANTS: tuple[type[Contestant], ...] = (
     Plain,
-    Kvtier,
     KvtierWorkers,
     FsJob,
 )
@@ -288,7 +250,7 @@ def _all(pool: ThreadPoolExecutor, task: Any, count: int) -> None:
 class Bench:
     """Measures one kind of volume. One thread, besides the pool's."""
 
-    def __init__(self, volume: str, directory: Path, log: journal.Journal) -> None:
+    def __init__(self, volume: str, directory: Path, log: report.Journal) -> None:
         """Ask whether files there take O_DIRECT."""
         directory.mkdir(parents=True, exist_ok=True)
         self._volume = volume
@@ -304,8 +266,10 @@ class Bench:
         try:
             with ThreadPoolExecutor(1) as pool:
                 for kind in classes:
-                    if not kind.loads_from:
-                        self._contestant(kind, region).store(pool)
+                    writer = self._contestant(kind, region)
+                    writer.prepare(1)
+                    writer.store(pool)
+                    writer.close()
             for count in threads:
                 with ThreadPoolExecutor(count) as pool:
                     # Threads start when there is work for them; that is not what is measured.
@@ -332,7 +296,7 @@ class Bench:
         reader.close()
         if not region.is_intact():
             raise AssertionError(f"{kind.name}: the load did not bring what was written")
-        writer = kind(self._directory / f"stored-by-{kind.directory_name()}", region, is_direct=self._is_direct)
+        writer = kind(self._directory / f"stored-by-{kind.__name__}", region, is_direct=self._is_direct)
         writer.directory.mkdir()
         writer.prepare(threads)
         began = time.perf_counter()
@@ -358,7 +322,7 @@ class Bench:
         )
 
     def _contestant(self, kind: type[Contestant], region: Region) -> Contestant:
-        directory = self._directory / kind.directory_name(kind.loads_from)
+        directory = self._directory / kind.__name__
         directory.mkdir(parents=True, exist_ok=True)
         return kind(directory, region, is_direct=self._is_direct)
 
@@ -377,8 +341,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "store.jsonl"
     path.unlink(missing_ok=True)
-    log = journal.Journal(path)
-    log.write(journal.describe_run(job_mib=options.job_mib, repetitions=options.repetitions))
+    log = report.Journal(path)
+    log.write(report.describe_run(job_mib=options.job_mib, repetitions=options.repetitions))
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.disk) as disk:
         places = {"tmpfs": options.tmpfs / Path(disk).name, "disk": Path(disk)}
         try:
@@ -389,7 +353,7 @@ def main() -> None:
                     log.say(f"{volume}: {chunk_mib:g} MiB measured")
         finally:
             volumes.clear(places["tmpfs"])
-            print(store_report(options.out))
+            print(report.store_report(options.out))
 
 
 def _options() -> argparse.Namespace:

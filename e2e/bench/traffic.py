@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.bench import backends, journal, models, report, volumes, workloads
+from e2e.bench import backends, models, report, volumes, workloads
 from e2e.bench.engines import BenchEngine, EngineFailed
 from e2e.bench.workloads import Cell, Sizes
 
@@ -76,7 +76,6 @@ class Settings:
     work: Path
     volume: Path
     repository: Path
-    lifeboat: Path | None
     sizes: Sizes
     stages: Mapping[str, Stage]
     engine: Mapping[str, Any]
@@ -97,7 +96,7 @@ class Traffic:
     """Plays stages and records each cell. One thread, one engine at a time."""
 
     def __init__(
-        self, settings: Settings, log: journal.Journal, start: Callable[..., BenchEngine] = BenchEngine
+        self, settings: Settings, log: report.Journal, start: Callable[..., BenchEngine] = BenchEngine
     ) -> None:
         """Store the settings, and what starts an engine."""
         self._settings = settings
@@ -268,14 +267,14 @@ class Traffic:
                 "seeds_weights": not settings.is_cpu_build,
                 "vocabulary": settings.vocabulary,
             },
-            backends.environment(backend, settings.repository, settings.lifeboat),
+            backends.environment(settings.repository),
             settings.work / "engines",
         )
         line = f"{backend} {name}: serves after {engine.facts['seconds']:.1f} s, {engine.facts}"
         self._log.write({**self._record("engine"), **engine.facts}, line)
         return engine
 
-    def _record(self, kind: str) -> journal.Record:
+    def _record(self, kind: str) -> report.Record:
         return {"kind": kind, "backend": self._backend, "stage": self._stage, "variant": self._settings.variant}
 
     def _remaining(self) -> float:
@@ -289,8 +288,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     work = options.work or Path(tempfile.mkdtemp(prefix="kvtier-traffic-"))
     work.mkdir(parents=True, exist_ok=True)
-    log = journal.Journal(options.out / "traffic.jsonl")
-    log.write(journal.describe_run(runs=options.runs, kvtier=options.kvtier, variant=options.variant))
+    log = report.Journal(options.out / "traffic.jsonl")
+    log.write(report.describe_run(runs=options.runs, kvtier=options.kvtier, variant=options.variant))
     volume = options.volume or volumes.make_tmpfs(work / "tmpfs", GIB if options.device == "cpu" else 90 * GIB)
     if options.device != "cpu":
         volumes.enlarge_shared_memory(60 * GIB, log.say)
@@ -326,12 +325,10 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
             "gpu_memory_utilization": 0.9,
             **({} if options.eager else GRAPHS),
         }
-    lifeboat = backends.unpack_lifeboat(options.lifeboat, work / "lifeboat")
     return Settings(
         work=work,
         volume=volume,
         repository=Path(__file__).resolve().parents[2],
-        lifeboat=lifeboat,
         sizes=dataclasses.replace(workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES, **options.sizes),
         stages=TINY_STAGES if is_cpu else STAGES,
         engine=engine | options.engine,
@@ -356,7 +353,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--volume", type=Path, help="directory for the blocks (default: a tmpfs that is mounted for it)"
     )
-    parser.add_argument("--lifeboat", type=Path, help="wheel of lifeboatcache")
     parser.add_argument("--kvtier", type=json.loads, default={}, help="fields of ConnectorConfig as JSON")
     parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's engine arguments as JSON")
     parser.add_argument("--variant", default="", help="name of what is special about this run")

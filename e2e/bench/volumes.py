@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories that stand for a volume: their block files, and dropping them from the page cache.
-
-``python -m e2e.bench.volumes --fill GIB`` touches memory: on a machine that grows with its use the first touch is slow.
-"""
+"""Directories that stand for a volume: their block files, and dropping them from the page cache."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
-import mmap
-import multiprocessing
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 _UNFINISHED = (".tmp", ".partial")
@@ -38,11 +30,6 @@ def block_files(directory: Path, *, at_least: int) -> Iterator[os.DirEntry[str]]
                     yield entry
 
 
-def count_blocks(directory: Path, *, at_least: int) -> int:
-    """Count the finished block files."""
-    return sum(1 for _ in block_files(directory, at_least=at_least))
-
-
 def wait_for_blocks(
     directory: Path, *, at_least: int, expected: int, quiet_seconds: float, limit_seconds: float
 ) -> int:
@@ -51,11 +38,11 @@ def wait_for_blocks(
     A backend may decline to store some, so the count alone may never be reached.
     """
     began = changed = time.monotonic()
-    count = count_blocks(directory, at_least=at_least)
+    count = sum(1 for _ in block_files(directory, at_least=at_least))
     while count < expected:
         time.sleep(0.02)
         now = time.monotonic()
-        found = count_blocks(directory, at_least=at_least)
+        found = sum(1 for _ in block_files(directory, at_least=at_least))
         if found != count:
             count, changed = found, now
         if now - changed > quiet_seconds or now - began > limit_seconds:
@@ -63,14 +50,11 @@ def wait_for_blocks(
     return count
 
 
-def remove_blocks(directory: Path, *, at_least: int) -> int:
-    """Remove the block files and leave what describes the directory; return how many there were."""
-    removed = 0
+def remove_blocks(directory: Path, *, at_least: int) -> None:
+    """Remove the block files and leave what describes the directory."""
     for entry in list(block_files(directory, at_least=at_least)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(entry.path)  # noqa: PTH108 - thousands of them
-            removed += 1
-    return removed
 
 
 def forget_pages(directory: Path) -> None:
@@ -126,35 +110,3 @@ def release_tmpfs(directory: Path) -> None:
         subprocess.run(["umount", str(directory)], capture_output=True, check=False)
     else:
         clear(directory)
-
-
-def touch_memory(gibibytes: int, processes: int) -> float:
-    """Touch memory until all processes hold their parts, and give it back; return the seconds that took."""
-    gate = multiprocessing.Barrier(processes)
-    share = (gibibytes << 30) // processes
-    fillers = [multiprocessing.Process(target=_hold, args=(gate, share)) for _ in range(processes)]
-    began = time.perf_counter()
-    for filler in fillers:
-        filler.start()
-    for filler in fillers:
-        filler.join()
-    return time.perf_counter() - began
-
-
-def _hold(gate: Barrier, size: int) -> None:
-    region = mmap.mmap(-1, size)
-    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(region)), 1, size)
-    gate.wait()
-
-
-def main() -> None:
-    """Touch as much memory as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fill", type=int, required=True, metavar="GIB", help="memory to touch, all at once")
-    gibibytes = parser.parse_args().fill
-    seconds = touch_memory(gibibytes, len(os.sched_getaffinity(0)))
-    print(f"touched {gibibytes} GiB in {seconds:.1f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

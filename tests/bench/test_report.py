@@ -5,9 +5,8 @@ import json
 import lzma
 from pathlib import Path
 
-from e2e.bench import journal
-from e2e.bench.journal import Journal, Record
-from e2e.bench.report import store_report
+import pytest
+from e2e.bench.report import Journal, Record, Summary, milliseconds, plain, ratio, read, store_report, summarise
 
 
 def run() -> Record:
@@ -30,7 +29,7 @@ def test_a_journal_cut_off_in_the_middle_of_a_line_is_read_up_to_there(tmp_path:
     log.write({"kind": "skipped"})
     with log.path.open("a", encoding="utf-8") as file:
         file.write('{"kind": "sing')
-    assert journal.read(log.path) == [{"kind": "skipped"}]
+    assert read(log.path) == [{"kind": "skipped"}]
 
 
 def test_the_store_report_compares_ours_with_the_plain_reader_and_with_one_job_of_vllm(tmp_path: Path) -> None:
@@ -62,4 +61,20 @@ def test_records_that_were_packed_to_be_kept_are_read_as_well(tmp_path: Path) ->
     write(path, [run()])
     path.with_name("store.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
     path.unlink()
-    assert journal.read(path) == [run()]
+    assert read(path) == [run()]
+
+
+def test_a_summary_is_the_median_and_the_extremes_with_three_digits() -> None:
+    assert summarise([3.0, 1.0, 10.0]) == Summary(median=3.0, low=1.0, high=10.0, count=3)
+    assert milliseconds(Summary(1.3404, 1.2, 1.5, 3)) == "1340 (1200-1500)"
+    assert [plain(summarise([value])) for value in (254.4, 44.14, 2.5)] == ["254", "44.1", "2.50"]
+    assert plain(summarise([])) == "-"
+
+
+@pytest.mark.parametrize(
+    ("numerator", "denominator", "expected"), [([6.0], [1.0, 2.0, 9.0], 3.0), ([], [2.0], None), ([2.0], [0.0], None)]
+)
+def test_a_ratio_is_that_of_the_medians_or_missing(
+    numerator: list[float], denominator: list[float], expected: float | None
+) -> None:
+    assert ratio(summarise(numerator), summarise(denominator)) == expected

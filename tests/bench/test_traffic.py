@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from e2e.bench import journal
+from e2e.bench import report
 from e2e.bench.engines import EngineFailed
 from e2e.bench.models import TINY
 from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
@@ -60,12 +60,11 @@ class Rig:
     def __init__(self, directory: Path, *, fails_at: int = -1, **changes: Any) -> None:
         self.engines: list[FakeEngine] = []
         self.volume = directory / "volume"
-        self.log = journal.Journal(directory / "traffic.jsonl")
+        self.log = report.Journal(directory / "traffic.jsonl")
         settings: dict[str, Any] = {
             "work": directory,
             "volume": self.volume,
             "repository": directory,
-            "lifeboat": None,
             "sizes": TINY_SIZES,
             "stages": TINY_STAGES,
             "engine": {"enforce_eager": True},
@@ -81,8 +80,8 @@ class Rig:
 
         self.traffic = Traffic(Settings(**{**settings, **changes}), self.log, start)
 
-    def records(self, kind: str) -> list[journal.Record]:
-        return [record for record in journal.read(self.log.path) if record["kind"] == kind]
+    def records(self, kind: str) -> list[report.Record]:
+        return [record for record in report.read(self.log.path) if record["kind"] == kind]
 
     def stored(self) -> int:
         return sum(1 for path in self.volume.rglob("b-*"))

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from e2e.bench.journal import Record
-from e2e.bench.report import IN_GPU, later_turns, measure, part, percentile, served, write
+from e2e.bench.report import IN_GPU, Numbers, Record, measure, percentile, write
 
 
 def request(first: float, **changes: object) -> Record:
@@ -52,24 +51,22 @@ def test_a_percentile_is_a_value_that_was_measured(share: float, expected: float
     assert percentile([float(value) for value in range(100, 0, -1)], share) == expected
 
 
+def numbers(*requests: Record) -> Numbers:
+    (found,) = measure([cell("users", "kvtier", 2.0, *requests)]).values()
+    return found
+
+
 def test_the_time_per_token_leaves_the_first_token_out() -> None:
-    found = served([request(0.1), request(0.3, seconds=0.9)])
-    assert found.first_mean == pytest.approx(0.2)
-    assert found.first_p99 == 0.3
-    assert found.token_mean == pytest.approx((0.1 + 0.2) / 2)
+    found = numbers(request(0.1), request(0.3, seconds=0.9), request(0.5, output=[1], seconds=0.5))
+    assert found.first.median == pytest.approx(0.3)
+    assert found.first_p99.median == found.all_first.median == 0.5
+    assert found.token.median == pytest.approx((0.1 + 0.2) / 2)
+    assert numbers(request(0.1, output=[1])).token.median == 0.0
 
 
-def test_a_request_of_one_token_has_no_time_per_token() -> None:
-    assert served([request(0.1, output=[1], seconds=0.1)]).token_mean == 0.0
-
-
-def test_hits_are_weighed_by_the_length_of_the_prompts() -> None:
-    assert served([request(0.1, tokens=100, cached=0), request(0.1, tokens=300, cached=300)]).hit_share == 0.75
-
-
-def test_first_turns_find_nothing_and_are_left_out() -> None:
-    requests = [request(0.1, label=label) for label in ("turn 0", "turn 1", "short")]
-    assert [each["label"] for each in later_turns(requests)] == ["turn 1", "short"]
+def test_hits_are_weighed_by_the_length_of_the_prompts_and_first_turns_find_nothing() -> None:
+    first = request(0.1, label="turn 0", tokens=100, cached=0)
+    assert numbers(first, request(0.1, tokens=100, cached=0), request(0.1, tokens=300, cached=300)).hits.median == 0.75
 
 
 def test_an_engine_whose_gpu_holds_everything_has_a_column_of_its_own_except_where_nothing_is_found() -> None:
@@ -81,23 +78,17 @@ def test_an_engine_whose_gpu_holds_everything_has_a_column_of_its_own_except_whe
         cell("never", "kvtier", 10.1),
     ]
     found = measure(records)
-    assert {name: part(found, "A", name).seconds.median for name in (IN_GPU, "none", "kvtier")} == {
+    assert {name: found["A", "", name].seconds.median for name in (IN_GPU, "none", "kvtier")} == {
         IN_GPU: 20.0,
         "none": 50.0,
         "kvtier": 22.0,
     }
-    assert part(found, "never", "none").seconds.median == 10.0
+    assert found["never", "", "none"].seconds.median == 10.0
 
 
 def test_repetitions_are_shown_as_median_and_extremes(tmp_path: Path) -> None:
     text = report(tmp_path, *(cell("B", "kvtier", seconds) for seconds in (10.3, 10.4, 10.5)))
     assert table_row(text, "B, fewer conversations: kvtier")[1] == "10.4 (10.3-10.5)"
-
-
-def test_users_wait_for_the_last_first_token() -> None:
-    found = part(measure([cell("users", "kvtier", 2.0, request(0.2), request(0.9))]), "users", "kvtier")
-    assert found is not None
-    assert found.all_first.median == 0.9
 
 
 def test_an_answer_that_differs_from_the_one_of_the_same_engines_hit_in_the_gpu_is_shown(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from kvtier_connector.contract import generated_page
-from kvtier_monitoring.boards import BOARDS
+from kvtier_monitoring.boards import BOARDS, make
 
 DASHBOARDS = Path(__file__).resolve().parents[3] / "charts" / "kvtier" / "dashboards"
 
 
 def render(name: str) -> str:
     """Return a dashboard as Grafana takes it."""
-    return JSONEncoder(sort_keys=True, indent=1).encode(BOARDS[name]().build()) + "\n"
+    return JSONEncoder(sort_keys=True, indent=1).encode(make(name).build()) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from conftest import mounted
-from e2e.bench.netfs_stress import stress
+from e2e.bench.stress import stress
 from nodes import Nodes, nodes_on, wait_until
 from pools import ROW_BYTES, ROWS, PoolUnderTest
 from pools import payload as row_of
