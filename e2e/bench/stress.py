@@ -424,7 +424,7 @@ class LocalDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave it to whoever made the folder around it."""
+        """Leave the directory: its parent is temporary."""
 
 
 def stress(kind: str, seconds: float, seed: int) -> StressRun:
