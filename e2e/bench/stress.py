@@ -47,7 +47,7 @@ from kvtier_connector.store.layout import BlockKey, Lineage, block_path
 from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 from kvtier_netfs.gluster import GlusterDistribute
 from kvtier_netfs.kinds import KINDS
-from kvtier_netfs.volume import SharedVolume, UnavailableError
+from kvtier_netfs.volume import Servers, SharedVolume, UnavailableError
 
 ROW_BYTES = 1 << 18
 BLOCK_BYTES = HEADER_BYTES + ROW_BYTES
@@ -413,6 +413,7 @@ class LocalDirectory:
 
     name: ClassVar[str] = "local"
     serving: tuple[str, ...] = ()
+    servers: Servers
 
     def __init__(self, directory: Path) -> None:
         """Store."""
