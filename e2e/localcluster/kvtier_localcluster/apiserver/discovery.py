@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Discovery documents, one by one and aggregated, and OpenAPI v3 documents for each group and version.
+"""Discovery documents, and OpenAPI v3 documents for each group and version.
 
 kubectl validates against the OpenAPI documents, and `kubectl explain` prints them.
 """
@@ -168,8 +168,6 @@ def _translated_fields(schema: Json) -> Iterator[tuple[str, Any]]:
             yield name, _translated(value)
 
 
-AGGREGATED_MEDIA_TYPE: Final = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
-
 _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 _SUBRESOURCE_VERBS: Final = ["get", "patch", "update"]
 _REVIEWS: Final = "authorization.k8s.io/v1"
@@ -191,12 +189,6 @@ def version_info() -> Json:
         "compiler": "none",
         "platform": "linux/amd64",
     }
-
-
-def wants_aggregated(accept: str) -> bool:
-    """Tell whether a client takes all of discovery in one document."""
-    parts = accept.replace(" ", "").split(",")
-    return any("as=APIGroupDiscoveryList" in part and "v=v2;" in f"{part};" for part in parts)
 
 
 def _groups(registry: Registry) -> dict[str, list[str]]:
@@ -275,45 +267,3 @@ def _entries(resource: Resource) -> list[Json]:
             {"name": "pods/portforward", "kind": "PodPortForwardOptions", "verbs": ["create", "get"], **below},
         ]
     return entries
-
-
-def aggregated(registry: Registry, *, is_core: bool) -> Json:
-    """Return the aggregated document of /api (the core group) or /apis (all others)."""
-    listed = []
-    for group, versions in _groups(registry).items():
-        if (group == "") is not is_core:
-            continue
-        metadata = {"creationTimestamp": None, **({"name": group} if group else {})}
-        found = [_aggregated_version(registry, group, version) for version in versions]
-        listed.append({"metadata": metadata, "versions": found})
-    return {
-        "kind": "APIGroupDiscoveryList",
-        "apiVersion": "apidiscovery.k8s.io/v2",
-        "metadata": {},
-        "items": listed,
-    }
-
-
-def _aggregated_version(registry: Registry, group: str, version: str) -> Json:
-    group_version = f"{group}/{version}" if group else version
-    resources: dict[str, Json] = {}
-    for entry in _resource_list(registry, group_version)["resources"]:
-        name, _, subresource = entry["name"].partition("/")
-        kind = {
-            "group": entry.get("group", group),
-            "version": entry.get("version", version),
-            "kind": entry["kind"],
-        }
-        if subresource:
-            below = {"subresource": subresource, "responseKind": kind, "verbs": entry["verbs"]}
-            resources[name].setdefault("subresources", []).append(below)
-            continue
-        resources[name] = {
-            "resource": name,
-            "responseKind": kind,
-            "scope": "Namespaced" if entry["namespaced"] else "Cluster",
-            "singularResource": entry["singularName"],
-            "verbs": entry["verbs"],
-            **{field: entry[field] for field in ("shortNames", "categories") if field in entry},
-        }
-    return {"version": version, "freshness": "Current", "resources": list(resources.values())}

@@ -189,9 +189,6 @@ async def _answer_document(api: Api, request: web.Request) -> Answer:
         return answer_review(api.authorizer, User.of(request.headers), await _read_body(request)), 201
     if request.method != "GET":
         raise unknown_path()
-    if path in ("/api", "/apis") and discovery.wants_aggregated(request.headers.get("Accept", "")):
-        text = compact_json(discovery.aggregated(api.registry, is_core=path == "/api"))
-        return web.Response(body=text.encode(), headers={"Content-Type": discovery.AGGREGATED_MEDIA_TYPE})
     if path == "/openapi/v2":
         return web.Response(body=openapi.LEGACY_DOCUMENT, headers={"Content-Type": openapi.LEGACY_MEDIA_TYPE})
     if path == "/openapi/v3":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables for `kubectl get`: printer columns of custom resources and of built-in kinds. Pure except for the clock.
 
-A column whose name starts with `+` is shown by `-o wide` only. `first_match` reads the part of JSONPath that printer
+Columns of built-in kinds are described in columns.yaml. `first_match` reads the part of JSONPath that printer
 columns use: fields, indexes, wildcards and filters by equality.
 """
 
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import importlib.resources
 import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
+
+import yaml
 
 from kvtier_localcluster.apiserver.store.objects import Json, compact_json, field_at
 from kvtier_localcluster.apiserver.store.resources import Resource
@@ -214,14 +217,6 @@ def _job_status(job: Json) -> str:
     return met[-1] if met else "Running"
 
 
-def _endpoints(endpoints: Json) -> str:
-    shown = []
-    for subset in endpoints.get("subsets") or []:
-        for port in subset.get("ports") or []:
-            shown += [f"{address['ip']}:{port['port']}" for address in subset.get("addresses") or []]
-    return ",".join(shown) or _NONE
-
-
 def _slice_ports(endpoint_slice: Json) -> str:
     return ",".join(str(port.get("port", "")) for port in endpoint_slice.get("ports") or []) or "<unset>"
 
@@ -232,91 +227,49 @@ def _slice_addresses(endpoint_slice: Json) -> str:
     )
 
 
-_WORKLOAD_WIDE: Final[tuple[tuple[str, Cell], ...]] = (
-    ("+Containers", _containers("name")),
-    ("+Images", _containers("image")),
-    ("+Selector", _selector("spec.selector.matchLabels")),
-)
-
-BUILTIN_COLUMNS: Final[dict[str, tuple[tuple[str, Cell], ...]]] = {
-    "Pod": (
-        ("Ready", _pod_ready),
-        ("Status", _pod_status),
-        ("Restarts", _pod_restarts),
-        ("Age", age),
-        ("+IP", _field("status.podIP")),
-        ("+Node", _field("spec.nodeName")),
-    ),
-    "Deployment": (
-        ("Ready", _ready_of("status.readyReplicas", "spec.replicas")),
-        ("Up-to-date", _count("status.updatedReplicas")),
-        ("Available", _count("status.availableReplicas")),
-        ("Age", age),
-        *_WORKLOAD_WIDE,
-    ),
-    "ReplicaSet": (
-        ("Desired", _count("spec.replicas")),
-        ("Current", _count("status.replicas")),
-        ("Ready", _count("status.readyReplicas")),
-        ("Age", age),
-        *_WORKLOAD_WIDE,
-    ),
-    "Job": (
-        ("Status", _job_status),
-        ("Completions", _ready_of("status.succeeded", "spec.completions")),
-        ("Age", age),
-    ),
-    "Service": (
-        ("Type", _field("spec.type")),
-        ("Cluster-IP", _field("spec.clusterIP")),
-        ("External-IP", _field("spec.externalName")),
-        ("Port(s)", _service_ports),
-        ("Age", age),
-        ("+Selector", _selector("spec.selector")),
-    ),
-    "PersistentVolumeClaim": (
-        ("Status", _claim_status),
-        ("Volume", _field("spec.volumeName", "")),
-        ("Capacity", _field("status.capacity.storage", "")),
-        ("Access Modes", _access_modes("status.accessModes")),
-        ("StorageClass", _field("spec.storageClassName", "")),
-        ("VolumeAttributesClass", _field("spec.volumeAttributesClassName", "<unset>")),
-        ("Age", age),
-        ("+VolumeMode", _field("spec.volumeMode")),
-    ),
-    "ConfigMap": (("Data", _size("data", "binaryData")), ("Age", age)),
-    "Secret": (("Type", _field("type")), ("Data", _size("data")), ("Age", age)),
-    "PodDisruptionBudget": (
-        ("Min Available", _field("spec.minAvailable", "N/A")),
-        ("Max Unavailable", _field("spec.maxUnavailable", "N/A")),
-        ("Allowed Disruptions", _count("status.disruptionsAllowed")),
-        ("Age", age),
-    ),
-    "Namespace": (("Status", _field("status.phase")), ("Age", age)),
-    "Node": (
-        ("Status", _node_status),
-        ("Roles", _node_roles),
-        ("Age", age),
-        ("Version", _field("status.nodeInfo.kubeletVersion", "")),
-    ),
-    "Event": (
-        ("Last Seen", _event_time),
-        ("Type", _field("type", "")),
-        ("Reason", _field("reason", "")),
-        ("Object", _event_object),
-        ("Message", lambda event: (event.get("message") or event.get("note") or "").strip()),
-    ),
-    "EndpointSlice": (
-        ("AddressType", _field("addressType")),
-        ("Ports", _slice_ports),
-        ("Endpoints", _slice_addresses),
-        ("Age", age),
-    ),
-    "CustomResourceDefinition": (("Created At", lambda crd: crd["metadata"].get("creationTimestamp")),),
+_MAKERS: Final[dict[str, Callable[..., Cell]]] = {
+    "field": _field,
+    "count": _count,
+    "size": _size,
+    "ready_of": _ready_of,
+    "containers": _containers,
+    "selector": _selector,
+    "access_modes": _access_modes,
+}
+"""Cells with arguments, by the name that columns.yaml uses."""
+_CELLS: Final[dict[str, Cell]] = {
+    "age": age,
+    "created": lambda manifest: manifest["metadata"].get("creationTimestamp"),
+    "pod_ready": _pod_ready,
+    "pod_status": _pod_status,
+    "pod_restarts": _pod_restarts,
+    "job_status": _job_status,
+    "service_ports": _service_ports,
+    "claim_status": _claim_status,
+    "node_status": _node_status,
+    "node_roles": _node_roles,
+    "event_time": _event_time,
+    "event_object": _event_object,
+    "event_message": lambda event: (event.get("message") or event.get("note") or "").strip(),
+    "slice_ports": _slice_ports,
+    "slice_addresses": _slice_addresses,
 }
 
 
-_NO_VALUE: Final = "<none>"
+@functools.cache
+def _builtin_columns() -> dict[str, list[Column]]:
+    described = yaml.safe_load((importlib.resources.files(__package__) / "columns.yaml").read_text())
+    return {
+        kind: [
+            Column(
+                name=name.lstrip("+"),
+                priority=int(name.startswith("+")),
+                cell=_MAKERS[cell](*arguments) if cell in _MAKERS else _CELLS[cell],
+            )
+            for name, cell, *arguments in columns
+        ]
+        for kind, columns in described.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,10 +324,7 @@ def columns(resource: Resource) -> list[Column]:
     if resource.crd_version is not None:
         declared = [_custom_column(each) for each in resource.crd_version.get("additionalPrinterColumns") or []]
         return [_NAME, *(declared or [_AGE])]
-    declared = [
-        Column(name=name.lstrip("+"), priority=int(name.startswith("+")), cell=cell)
-        for name, cell in BUILTIN_COLUMNS.get(resource.kind, ())
-    ]
+    declared = list(_builtin_columns().get(resource.kind, ()))
     if resource.kind == "Event":  # events have no use for their generated names
         return [*declared, Column(name="Name", format="name", priority=1, cell=_NAME.cell)]
     if not any(column.name in ("Age", "Created At") for column in declared):
@@ -405,4 +355,4 @@ def table(resource: Resource, manifests: Iterable[Json], list_metadata: Json, *,
 
 
 def _text(value: Any) -> Any:
-    return _NO_VALUE if value == "" else value
+    return _NONE if value == "" else value
