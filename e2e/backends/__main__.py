@@ -25,7 +25,7 @@ import yaml
 from e2e.matrix import rendering, weights
 from e2e.matrix.asking import Request, tokens
 from e2e.matrix.cases import SHAPES
-from e2e.matrix.engine import Engine, EngineFailed, Round, prepare
+from e2e.matrix.engine import EngineEnded, ForkedEngine, Round, prepare
 from e2e.matrix.proof import is_tie
 from e2e.matrix.rendering import PASSWORD, Rendered
 from pydantic import BaseModel
@@ -87,7 +87,7 @@ CASES: Final = {
 }
 
 
-class Bench:
+class BackendBench:
     """The machine that the cases run on."""
 
     def __init__(self, device: str, work: Path) -> None:
@@ -110,10 +110,10 @@ class Bench:
         """Stands for the volume, which engines of a case share."""
         return self.work / "volume"
 
-    def start(self, rendered: Rendered, case: BackendCase, log: str) -> Engine:
+    def start(self, rendered: Rendered, case: BackendCase, log: str) -> ForkedEngine:
         """Start an engine."""
         plugin = MEMCPY if case.copies and self.device == "cpu" else ""
-        return Engine(rendered, self.work / f"{log}.log", limit_seconds=LIMIT_SECONDS, plugin=plugin)
+        return ForkedEngine(rendered, self.work / f"{log}.log", limit_seconds=LIMIT_SECONDS, plugin=plugin)
 
     def _tier(self, case: BackendCase, connector: Mapping[str, Any], name: str) -> dict[str, Any]:
         is_cpu = self.device == "cpu"
@@ -153,13 +153,13 @@ def _on_this_build(rendered: Rendered) -> Rendered:
     return replace(rendered, argv=tuple(word.replace(device, cpu) for word in rendered.argv))
 
 
-def first_token(engine: Engine, request: Request) -> tuple[float, Round]:
+def first_token(engine: ForkedEngine, request: Request) -> tuple[float, Round]:
     """Return the milliseconds to an answer of one token, and the answer."""
     found = engine.ask([request], answer_tokens=1)
     return 1000 * found.seconds, found
 
 
-def hit(engine: Engine, request: Request) -> tuple[float, Round]:
+def hit(engine: ForkedEngine, request: Request) -> tuple[float, Round]:
     """Return `first_token` of a prompt that the tier holds whole; of the last try if it never does.
 
     Blocks that are still being stored are computed again: on a busy machine, storing takes longer than `forget` waits.
@@ -172,7 +172,7 @@ def hit(engine: Engine, request: Request) -> tuple[float, Round]:
     return took, found
 
 
-def measure(bench: Bench, case: BackendCase, result: dict[str, Any]) -> None:
+def measure(bench: BackendBench, case: BackendCase, result: dict[str, Any]) -> None:
     """Measure a connector in one engine, cold and again from its tier, and in a second one."""
     rendered, prompt = bench.render(case, case.connector), bench.prompt(1)
     with bench.start(rendered, case, "first") as engine:
@@ -202,7 +202,7 @@ def measure(bench: Bench, case: BackendCase, result: dict[str, Any]) -> None:
         result["same_tokens"] &= _agree(engine.ask([prompt]), answer)
 
 
-def measure_pair(bench: Bench, case: BackendCase, result: dict[str, Any]) -> None:
+def measure_pair(bench: BackendBench, case: BackendCase, result: dict[str, Any]) -> None:
     """Have one engine hand blocks over to another, which also finds them in memory and on the volume."""
     assert case.decode is not None
     both = {
@@ -294,7 +294,7 @@ def problems(case: BackendCase, result: Mapping[str, Any]) -> list[str]:
     return [problem for problem, is_well in told.items() if not is_well]
 
 
-def keep(path: Path, bench: Bench, result: Mapping[str, Any]) -> None:
+def keep(path: Path, bench: BackendBench, result: Mapping[str, Any]) -> None:
     """Keep what was measured of a case, in place of what was known of it."""
     known = json.loads(path.read_text())["cases"] if path.exists() else []
     cases = [*(each for each in known if each["title"] != result["title"]), result]
@@ -319,7 +319,7 @@ def main() -> None:
             continue
         # Cases have the same prompts, and some the same keys.
         shutil.rmtree(options.work, ignore_errors=True)
-        bench = Bench(options.device, options.work.resolve())
+        bench = BackendBench(options.device, options.work.resolve())
         bench.work.mkdir(parents=True)
         result: dict[str, Any] = {
             "title": case.title,
@@ -328,7 +328,7 @@ def main() -> None:
         try:
             with redis(bench.work):
                 (measure if case.decode is None else measure_pair)(bench, case, result)
-        except (EngineFailed, OSError) as error:
+        except (EngineEnded, OSError) as error:
             result["problem"] = str(error)[:900]
         keep(options.results, bench, result)
         said = problems(case, result)

@@ -50,12 +50,12 @@ _COUNTED = (
 )
 
 
-class EngineFailed(Exception):
+class EngineEnded(Exception):
     """The engine's process ended, or did not answer in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ScoredAnswer:
     """The first tokens of an answer, and the log-probabilities of the likeliest at each."""
 
     tokens: list[int]
@@ -70,7 +70,7 @@ class Answer:
 class Round:
     """Answers to some requests."""
 
-    answers: list[Answer]
+    answers: list[ScoredAnswer]
     seconds: float = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)
     """By how much vLLM's counters rose, those with a cause by ``<name>:<cause>`` too."""
@@ -97,8 +97,8 @@ def prepare(*, device: str) -> str:
     return str(vllm.__version__)
 
 
-class Engine:
-    """One engine. Use it from one thread, as a context manager; each call may raise EngineFailed."""
+class ForkedEngine:
+    """One engine. Use it from one thread, as a context manager; each call may raise EngineEnded."""
 
     def __init__(self, rendered: Rendered, log: Path, *, limit_seconds: float, plugin: str = "") -> None:
         """Start the engine and wait until it serves.
@@ -121,7 +121,7 @@ class Engine:
         theirs.close()
         try:
             self.block_tokens: int = self._receive()
-        except EngineFailed:
+        except EngineEnded:
             self.kill()
             raise
         self.start_seconds = time.monotonic() - began
@@ -149,18 +149,18 @@ class Engine:
         try:
             self._pipe.send((name, args))
         except OSError:
-            raise EngineFailed(f"the engine's process ended with {self._process.exitcode}") from None
+            raise EngineEnded(f"the engine's process ended with {self._process.exitcode}") from None
         return self._receive()
 
     def _receive(self) -> Any:
         try:
             if not self._pipe.poll(self._limit_seconds):
-                raise EngineFailed(f"no answer within {self._limit_seconds:.0f} s")
+                raise EngineEnded(f"no answer within {self._limit_seconds:.0f} s")
             found = self._pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            raise EngineFailed(f"the engine's process ended with {self._process.exitcode}") from None
-        if isinstance(found, EngineFailed):
+            raise EngineEnded(f"the engine's process ended with {self._process.exitcode}") from None
+        if isinstance(found, EngineEnded):
             raise found
         return found
 
@@ -193,7 +193,7 @@ def _serve(pipe: Any, rendered: Rendered, log: Path, plugin: str) -> None:
         inside.shut_down()
     except BaseException as error:  # noqa: BLE001  whatever ended it is the result
         traceback.print_exc()
-        pipe.send(EngineFailed(f"{type(error).__name__}: {error}"))
+        pipe.send(EngineEnded(f"{type(error).__name__}: {error}"))
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of torch and of the engine would keep the process, and servers that it started outlive it.
@@ -219,7 +219,7 @@ class _Inside:
     def ask(self, requests: Sequence[Request], at_once: int, answer_tokens: int) -> dict[str, Any]:
         before = self._counts()
         began = time.perf_counter()
-        answers: list[Answer] = []
+        answers: list[ScoredAnswer] = []
         for first in range(0, len(requests), at_once):
             answers += self._generate(requests[first : first + at_once], answer_tokens)
         seconds = time.perf_counter() - began
@@ -255,7 +255,7 @@ class _Inside:
     def shut_down(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _generate(self, requests: Sequence[Request], answer_tokens: int) -> list[Answer]:
+    def _generate(self, requests: Sequence[Request], answer_tokens: int) -> list[ScoredAnswer]:
         from vllm import SamplingParams
 
         parameters = [
@@ -276,7 +276,7 @@ class _Inside:
             lora_request=[self._adapter(request.lora) for request in requests] if self._loras else None,
         )
         return [
-            Answer(
+            ScoredAnswer(
                 tokens=list(output.outputs[0].token_ids)[:ANSWER_TOKENS],
                 logprobs=[
                     {token: entry.logprob for token, entry in step.items()}

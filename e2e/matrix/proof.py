@@ -26,7 +26,7 @@ from e2e.matrix.cases import (
     VOCABULARY,
     ModelClass,
 )
-from e2e.matrix.engine import ANSWER_TOKENS, Answer, Engine, EngineFailed, Round
+from e2e.matrix.engine import ANSWER_TOKENS, EngineEnded, ForkedEngine, Round, ScoredAnswer
 from e2e.matrix.rendering import Rendered
 
 from kvtier_operator.errors import SpecInvalid
@@ -91,14 +91,14 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     rounds = {"cold": prompts, "pair": [first], "gpu": prompts, "twins": twins}
     try:
         made = _run(writer, rounds, directory / "writer.log")
-    except EngineFailed as error:
+    except EngineEnded as error:
         return _without(writer, prompts, directory, message=str(error))
     stored = [path.stat().st_size for path in (directory / "volume").rglob("*.kvb")]
     rounds = {"strangers": _strangers(model, first), "disk": prompts, "pair": later}
     tokens = model.reader_tokens or ANSWER_TOKENS
     try:
         read = _run(reader, rounds, directory / "reader.log", at_once=model.at_once, answer_tokens=tokens)
-    except EngineFailed as error:
+    except EngineEnded as error:
         return {"verdict": "failed", "by": "the second engine", "message": str(error)}
     row = judge(model, made, read)
     # The flags by which the operator has windows and states kept in the middle of prompts.
@@ -118,8 +118,8 @@ def _run(
     at_once: int = 1,
     answer_tokens: int = ANSWER_TOKENS,
 ) -> dict[str, Round]:
-    """Ask an engine of its own round after round, until all lies on the volume; raise EngineFailed if it ends."""
-    with Engine(rendered, log, limit_seconds=LIMIT_SECONDS) as engine:
+    """Ask an engine of its own round after round, until all lies on the volume; raise EngineEnded if it ends."""
+    with ForkedEngine(rendered, log, limit_seconds=LIMIT_SECONDS) as engine:
         found = {
             name: engine.ask(requests, at_once=AT_ONCE_COLD if name == "cold" else at_once, answer_tokens=answer_tokens)
             for name, requests in rounds.items()
@@ -139,7 +139,7 @@ def _wait_for_age(model: ModelClass) -> None:
 
 
 def _rewrite(
-    model: ModelClass, rendered: Rendered, directory: Path, before: Sequence[tuple[Request, Answer]]
+    model: ModelClass, rendered: Rendered, directory: Path, before: Sequence[tuple[Request, ScoredAnswer]]
 ) -> dict[str, Any]:
     """Write an adapter anew at its place and ask for it again: no block of the old one may be found."""
     name = model.loras[0]
@@ -150,12 +150,12 @@ def _rewrite(
     try:
         found = _run(rendered, rounds, directory / "rewritten.log")["rewritten"]
         alone = _run(rendered.without_tier(), rounds, directory / "rewritten-without.log")["rewritten"]
-    except EngineFailed as error:
+    except EngineEnded as error:
         return {"verdict": "failed", "by": "the third engine", "message": str(error)}
     return judge_rewritten([answer for _, answer in known], found, alone.answers)
 
 
-def judge_rewritten(before: Sequence[Answer], found: Round, computed: Sequence[Answer]) -> dict[str, Any]:
+def judge_rewritten(before: Sequence[ScoredAnswer], found: Round, computed: Sequence[ScoredAnswer]) -> dict[str, Any]:
     """Compare what an adapter answered before it was written anew, what it answers now, and does without the tier."""
     now = found.answers
     changed = sum(one.tokens != other.tokens for one, other in zip(before, now, strict=True))
@@ -181,7 +181,7 @@ def _without(writer: Rendered, prompts: Sequence[Request], directory: Path, *, m
     """Say whose fault it is that the first engine ended: run it once more without the tier."""
     try:
         _run(writer.without_tier(), {"cold": prompts}, directory / "without.log")
-    except EngineFailed as error:
+    except EngineEnded as error:
         return {"verdict": "refused", "by": "vLLM, without kvtier too", "message": str(error)}
     return {"verdict": "failed", "by": "kvtier", "message": message}
 
@@ -321,7 +321,7 @@ def _verdict(row: Mapping[str, Any], *, is_drafting: bool) -> str:
     return "works" if row["disk_blocks"] and row["external_tokens"] else "works without disk"
 
 
-def is_tie(one: Answer, other: Answer) -> bool:
+def is_tie(one: ScoredAnswer, other: ScoredAnswer) -> bool:
     """Tell whether two answers part at a token that is about as probable as the one in its place, to both."""
     for token, instead, left, right in zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True):
         if token != instead:
@@ -331,7 +331,7 @@ def is_tie(one: Answer, other: Answer) -> bool:
     return False
 
 
-def difference(one: Answer, other: Answer, *, tokens: int = ANSWER_TOKENS) -> float:
+def difference(one: ScoredAnswer, other: ScoredAnswer, *, tokens: int = ANSWER_TOKENS) -> float:
     """Return how far the log-probabilities of so many tokens of two answers lie apart, as far as they can be compared.
 
     After tokens that differ they do not; those of unlike tokens are not alike at all.

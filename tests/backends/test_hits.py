@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from e2e.backends import __main__ as backends
 from e2e.matrix.asking import Request
-from e2e.matrix.engine import Answer, Engine, Round
+from e2e.matrix.engine import ForkedEngine, Round, ScoredAnswer
 
 PROMPT = Request(tokens=tuple(range(2048)))
 
@@ -27,20 +27,20 @@ class TierHolding:
     def ask(self, _requests: Sequence[Request], *, answer_tokens: int) -> Round:
         assert answer_tokens == 1
         self.asked += 1
-        answer = Answer(tokens=[self.asked], logprobs=[], cached_tokens=0, prompt_tokens=len(PROMPT.tokens))
+        answer = ScoredAnswer(tokens=[self.asked], logprobs=[], cached_tokens=0, prompt_tokens=len(PROMPT.tokens))
         return Round(answers=[answer], counts={"vllm:external_prefix_cache_hits": self.held.pop(0)})
 
 
 @pytest.mark.parametrize("whole", [2047, 1800])
 def test_a_prompt_that_the_tier_does_not_hold_yet_is_asked_again(whole: int) -> None:
-    _, found = backends.hit(cast(Engine, TierHolding(0, 1024, whole)), PROMPT)
+    _, found = backends.hit(cast(ForkedEngine, TierHolding(0, 1024, whole)), PROMPT)
     assert found.answers[0].tokens == [3]
 
 
 def test_a_tier_that_never_holds_it_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "TRIES", 2)
     engine = TierHolding(0, 0, 0)
-    backends.hit(cast(Engine, engine), PROMPT)
+    backends.hit(cast(ForkedEngine, engine), PROMPT)
     assert engine.asked == 2
 
 

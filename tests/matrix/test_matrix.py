@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from e2e.matrix import asking, page  # noqa: E402 - a folder beside the tests
 from e2e.matrix.cases import CLASSES, VOCABULARY, ModelClass  # noqa: E402 - as above
-from e2e.matrix.engine import Answer, Round  # noqa: E402 - as above
+from e2e.matrix.engine import Round, ScoredAnswer  # noqa: E402 - as above
 from e2e.matrix.proof import judge, judge_rewritten  # noqa: E402 - as above
 
 MODEL = ModelClass(name="dense", title="Dense", shape="llama")
@@ -25,19 +25,19 @@ PREEMPTED = ModelClass(name="preempted", title="Preempted", shape="llama", must_
 READ, EXTERNAL, MISSES = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits", "vllm:kvtier_disk_misses"
 
 
-def answer(*tokens: int, logprob: float = -1.0, cached: int = 128) -> Answer:
+def answer(*tokens: int, logprob: float = -1.0, cached: int = 128) -> ScoredAnswer:
     logprobs = [{token: logprob} for token in tokens]
-    return Answer(tokens=list(tokens), logprobs=logprobs, cached_tokens=cached, prompt_tokens=200)
+    return ScoredAnswer(tokens=list(tokens), logprobs=logprobs, cached_tokens=cached, prompt_tokens=200)
 
 
 ANSWERS = [answer(1, 2), answer(3, 4)]
 
 
 def row(
-    disk: list[Answer] = ANSWERS,
+    disk: list[ScoredAnswer] = ANSWERS,
     *,
     model: ModelClass = MODEL,
-    gpu: list[Answer] = ANSWERS,
+    gpu: list[ScoredAnswer] = ANSWERS,
     twin: int = 6,
     strangers: float = 0,
     **counts: float,
@@ -53,7 +53,7 @@ def row(
     return judge(model, made, read)
 
 
-def other(first: float, second: float, *, cached: int = 128) -> Answer:
+def other(first: float, second: float, *, cached: int = 128) -> ScoredAnswer:
     """Return an answer that takes 6 where ``NEAR`` takes 3, with the log-probabilities of 3 and of 6."""
     return replace(answer(6, 9, cached=cached), logprobs=[{3: first, 6: second}, {9: -7.0}])
 
@@ -117,7 +117,7 @@ def test_the_page_says_what_was_run() -> None:
     ],
 )
 def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier(
-    now: list[Answer], read: float, verdict: str | None
+    now: list[ScoredAnswer], read: float, verdict: str | None
 ) -> None:
     found = judge_rewritten(ANSWERS, Round(answers=now, counts={READ: read}), [answer(5, 6), answer(7, 8)])
     assert found.get("verdict") == verdict
