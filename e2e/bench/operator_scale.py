@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import yaml
 from e2e.bench import report
-from e2e.bench.memory_api import KINDS, Json, MemoryApi
+from e2e.bench.memory_api import Json, MemoryApi
 
 from kvtier_connector.contract import janitor
 from kvtier_localcluster.ports import free_port
@@ -243,7 +243,7 @@ def make_first(api: MemoryApi, folder: Path, code: Path) -> dict[str, list[Json]
     api.put("kvcachetiers", tier(FIRST))
     with operator(api, folder, code) as (_, port):
         until(lambda: passes(port) > 0 and _is_settled(api), seconds=120)
-    found: dict[str, list[Json]] = {"kvcachetiers": [], **{plural: [] for plural in KINDS}}
+    found: dict[str, list[Json]] = {"kvcachetiers": [], **{plural: [] for plural in api.plurals}}
     for plural in found.keys() - {"events", "nodes", "namespaces"}:
         found[plural] = [body for body in api.all(plural) if body["metadata"]["name"].startswith(FIRST)]
     # A Job that tried the volume has been deleted by now, and its pod with it.
