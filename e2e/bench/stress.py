@@ -380,7 +380,9 @@ class Stress:
             compression="Always" if number >= ENGINES // 2 else "Off",
         )
         command = [sys.executable, "-m", "e2e.bench.stress", "--engine", json.dumps(asdict(settings))]
-        return subprocess.Popen(command, stdout=self._output, stderr=self._output)
+        path = os.pathsep.join(each or "." for each in sys.path)
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.Popen(command, stdout=self._output, stderr=self._output, env=environment)
 
     def _start_janitor(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "kvtier_connector.janitor", "--config", str(self._config)]
