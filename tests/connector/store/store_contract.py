@@ -49,6 +49,17 @@ def whole_file(of: BlockKey, data: memoryview, home: Home = HOME) -> bytes:
     return encode_header(Header(of, data.nbytes, checksum(data), NOW_NS, home)) + bytes(data)
 
 
+def stream(store: BlockStore, of: BlockKey, size: int = PAYLOAD_BYTES) -> tuple[object, bytes]:
+    """Return the outcome of a read, and the bytes that were handed on."""
+    taken = bytearray(size)
+
+    def take(offset: int, piece: memoryview) -> bool:
+        taken[offset : offset + piece.nbytes] = piece
+        return True
+
+    return store.stream(of, pages(size=size), take), bytes(taken)
+
+
 def remove(root: Path, of: BlockKey) -> None:
     (root / block_path(of)).unlink(missing_ok=True)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import store_contract
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_engine import PlainEngine
@@ -103,13 +104,7 @@ def get(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes
 
 
 def stream(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes]:
-    taken = bytearray(size)
-
-    def take(offset: int, piece: memoryview) -> bool:
-        taken[offset : offset + piece.nbytes] = piece
-        return True
-
-    return store.stream(key(number), pages(size=size), take), bytes(taken)
+    return store_contract.stream(store, key(number), size)
 
 
 READS = [get, stream]

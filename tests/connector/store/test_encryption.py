@@ -7,8 +7,6 @@ import contextlib
 import itertools
 import shutil
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from store_contract import (
     pages,
     payload,
     remove,
+    stream,
     whole_file,
 )
 from store_faults import CrashError, CrashingFs
@@ -71,17 +70,6 @@ def header_of(root: Path, of: BlockKey) -> Header:
     header = decode_header((root / block_path(of)).read_bytes())
     assert isinstance(header, Header)
     return header
-
-
-def stream(store: BlockStore, of: BlockKey, size: int = PAYLOAD_BYTES) -> tuple[object, bytes]:
-    """Return the outcome and what was handed on."""
-    taken = bytearray(size)
-
-    def take(offset: int, piece: memoryview) -> bool:
-        taken[offset : offset + piece.nbytes] = piece
-        return True
-
-    return store.stream(of, pages(size=size), take), bytes(taken)
 
 
 @pytest.mark.parametrize("direct", [None, False])
@@ -244,24 +232,6 @@ def test_without_an_active_key_nothing_is_written_and_old_blocks_are_read(
     assert store.put(key(2), payload(2)) is StoreFault.NO_KEY
     assert not (root / block_path(key(2))).exists()
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-
-
-def test_a_store_made_of_plain_settings_reads_in_another_process(root: Path, keys_dir: Path) -> None:
-    make(root, keys_dir).put(key(1), payload(1))
-    script = (
-        "import sys, pathlib; from kvtier_connector.store.blockstore import BlockStore\n"
-        "from kvtier_connector.store.layout import BlockKey\n"
-        "store = BlockStore(pathlib.Path(sys.argv[1]), direct=False, keys_dir=sys.argv[2])\n"
-        f"into = memoryview(bytearray({PAYLOAD_BYTES}))\n"
-        "print(store.get(BlockKey(bytes.fromhex(sys.argv[3]), 0), into))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(root), str(keys_dir), key(1).hash.hex()],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == repr(Hit(BLOCK_BYTES))
 
 
 def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Path, keys_dir: Path) -> None:
