@@ -12,7 +12,7 @@ import ctypes
 import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier_connector.contract.engine import MOST_MAPPED_BYTES
 
@@ -29,20 +29,11 @@ class Region(NamedTuple):
     rows: int
 
 
-class RowBuffers(Protocol):
-    """Gives the addresses of rows in this process."""
-
-    is_lasting: bool
-    """Whether the memory stays readable until the next call even if the engine ends."""
-
-    def address(self, row: int) -> int:
-        """Return the address of a row, valid until the next call; raise ValueError for a row that does not exist."""
-
-
 class OwnRows:
     """Rows in memory of this process. The owner of the memory must keep it until the copies are over."""
 
     is_lasting = False
+    """Whether the memory stays readable until the next call even if the engine ends."""
 
     def __init__(self, view: memoryview) -> None:
         """Store the address of the rows without keeping a reference; the first dimension counts rows."""
@@ -126,6 +117,9 @@ class MappedRows:
         # An older kernel does it fault by fault.
         with contextlib.suppress(OSError, ValueError):
             window.memory.madvise(_MADV_POPULATE_READ, begin, start + self._row_bytes - begin)
+
+
+RowBuffers = OwnRows | MappedRows
 
 
 def view_of(address: int, count: int) -> memoryview:

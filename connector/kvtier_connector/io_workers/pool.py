@@ -548,7 +548,7 @@ class WorkerPool:
         self._take_answers()
         for worker in dead:
             task = self._tickets.pop(self._table.current(worker).ticket, None)
-            self._table.set_current(worker, Current(0, NO_TICKET, 0.0))
+            self._table.set_current(worker, Current(NO_TICKET, 0.0))
             if task is None:
                 continue
             task.ticket = NO_TICKET
@@ -647,7 +647,7 @@ class WorkerPool:
 
     def _launch(self, number: int) -> WorkerProcess:
         # The record of the worker before it does not hold for the new one.
-        self._table.set_current(number, Current(0, NO_TICKET, 0.0))
+        self._table.set_current(number, Current(NO_TICKET, 0.0))
         pipes = tuple(pipe.reader for pipe in self._pipes)
         settings = WorkerSettings(
             worker=number,

@@ -22,7 +22,6 @@ import fcntl
 import mmap
 import os
 import select
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -34,11 +33,12 @@ ENTRIES = 4096
 """Most tasks that workers know of at once; more wait with the engine."""
 NO_TICKET = 0
 
-_HEAD_BYTES = 16
-_WORKER = struct.Struct("=IId")
-_WORKERS_START = _HEAD_BYTES
-_TICKETS_START = _WORKERS_START + MOST_IO_PROCESSES * _WORKER.size
-_TABLE_BYTES = _TICKETS_START + ENTRIES * 4
+_STARTS = MOST_IO_PROCESSES * 4
+"""Tickets of workers are before it."""
+_TICKETS = _STARTS + MOST_IO_PROCESSES * 8
+_STORING = ENTRIES
+"""Place behind the tickets of all entries."""
+_TABLE_BYTES = _TICKETS + (ENTRIES + 1) * 4
 
 _PIPE_BYTES = 1 << 20
 _ATOMIC_BYTES = select.PIPE_BUF
@@ -48,7 +48,6 @@ _ATOMIC_BYTES = select.PIPE_BUF
 class Current(NamedTuple):
     """State of one worker."""
 
-    entry: int
     ticket: int
     """Of its task; `NO_TICKET` while it is idle."""
     started: float
@@ -71,25 +70,25 @@ class TaskTable:
         self._fd = fd
         self._memory = mmap.mmap(fd, _TABLE_BYTES)
         # Numbers that other processes read are written one by one: struct would clear their place first.
-        self._numbers = memoryview(self._memory)[:_TICKETS_START].cast("I")
-        self._starts = memoryview(self._memory)[:_TICKETS_START].cast("d")
-        self._tickets = memoryview(self._memory)[_TICKETS_START:].cast("I")
+        self._working = memoryview(self._memory)[:_STARTS].cast("I")
+        self._starts = memoryview(self._memory)[_STARTS:_TICKETS].cast("d")
+        self._tickets = memoryview(self._memory)[_TICKETS:].cast("I")
         self._mutexes = [threading.Lock() for _ in range(threads)]
 
     def close(self) -> None:
         """Unmap it; the descriptor stays open."""
-        for view in (self._numbers, self._starts, self._tickets):
+        for view in (self._working, self._starts, self._tickets):
             view.release()
         self._memory.close()
 
     @property
     def storing(self) -> int:
         """Workers with a lower number may store."""
-        return self._numbers[0]
+        return self._tickets[_STORING]
 
     @storing.setter
     def storing(self, workers: int) -> None:
-        self._numbers[0] = workers
+        self._tickets[_STORING] = workers
 
     def ticket(self, entry: int) -> int:
         """Return the ticket that the entry shows."""
@@ -100,22 +99,17 @@ class TaskTable:
         self._tickets[entry] = ticket
 
     def set_current(self, worker: int, current: Current) -> None:
-        """Write a worker's record; called by that worker. A reader never sees a ticket before its entry and time."""
-        start = _WORKERS_START + worker * _WORKER.size
-        number = start // self._numbers.itemsize
+        """Write a worker's record; called by that worker. A reader never sees a ticket before its time."""
         if current.ticket == NO_TICKET:
-            self._numbers[number + 1] = NO_TICKET
-        self._numbers[number] = current.entry
-        self._starts[start // self._starts.itemsize + 1] = current.started
-        self._numbers[number + 1] = current.ticket
+            self._working[worker] = NO_TICKET
+        self._starts[worker] = current.started
+        self._working[worker] = current.ticket
 
     def current(self, worker: int) -> Current:
         """Return a worker's record."""
-        start = _WORKERS_START + worker * _WORKER.size
-        number = start // self._numbers.itemsize
-        # The ticket first: the other fields may be those of a later task, and are never those of an earlier one.
-        ticket = self._numbers[number + 1]
-        return Current(self._numbers[number], ticket, self._starts[start // self._starts.itemsize + 1])
+        # The ticket first: the time may be that of a later task, and is never that of an earlier one.
+        ticket = self._working[worker]
+        return Current(ticket, self._starts[worker])
 
     def lock(self, worker: int) -> None:
         """Take a worker's lock; called by that worker."""

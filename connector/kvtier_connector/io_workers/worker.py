@@ -152,7 +152,7 @@ class Worker:
             while True:
                 if message := self._next_message():
                     self._work(decode_task(message))
-        self._table.set_current(self._number, Current(0, NO_TICKET, 0.0))
+        self._table.set_current(self._number, Current(NO_TICKET, 0.0))
 
     def _next_message(self) -> bytes:
         """Return the most urgent message, empty if none came for a while; raise EOFError at the end."""
@@ -173,7 +173,7 @@ class Worker:
 
     def _work(self, message: TaskMessage) -> None:
         started, ticket = time.monotonic(), message.ticket
-        self._table.set_current(self._number, Current(message.entry, ticket, started))
+        self._table.set_current(self._number, Current(ticket, started))
         answer = self._do(message) if self._table.ticket(message.entry) == ticket else None
         code, number = encode_answer(answer)
         self._rest()
@@ -181,7 +181,7 @@ class Worker:
 
     def _rest(self) -> None:
         """Show that the worker is idle, and ready."""
-        self._table.set_current(self._number, Current(0, NO_TICKET, time.monotonic()))
+        self._table.set_current(self._number, Current(NO_TICKET, time.monotonic()))
 
     def _reply(self, answer: bytes) -> None:
         """Send an answer; wait until the engine has read earlier ones if the pipe is full."""

@@ -45,8 +45,8 @@ from kvtier_connector.io_workers.task_table import NO_TICKET, TaskTable, Current
 table, number = TaskTable(int(sys.argv[1])), 0
 while True:
     number += 1
-    table.set_current(0, Current(number % 9, number % 1000 + 1, time.monotonic()))
-    table.set_current(0, Current(0, NO_TICKET, time.monotonic()))
+    table.set_current(0, Current(number % 1000 + 1, time.monotonic()))
+    table.set_current(0, Current(NO_TICKET, time.monotonic()))
 """
 HASHES = st.binary(min_size=3, max_size=32)
 
@@ -97,12 +97,12 @@ def test_both_sides_of_a_table_see_the_same() -> None:
     last = ENTRIES - 1
     engine.set_ticket(last, 2**32 - 1)
     engine.storing = 2
-    worker.set_current(MOST_IO_PROCESSES - 1, Current(last, 7, 1.5))
+    worker.set_current(MOST_IO_PROCESSES - 1, Current(7, 1.5))
 
     assert worker.ticket(last) == 2**32 - 1
     assert worker.ticket(last - 1) == 0
     assert worker.storing == 2
-    assert engine.current(MOST_IO_PROCESSES - 1) == Current(last, 7, 1.5)
+    assert engine.current(MOST_IO_PROCESSES - 1) == Current(7, 1.5)
     for table in (engine, worker):
         table.close()
     os.close(fd)
