@@ -50,11 +50,6 @@ class Support(NamedTuple):
     problem: str
     """Empty for a supported release."""
 
-    @property
-    def label(self) -> str:
-        """Value of the label ``support``."""
-        return "unsupported" if self.problem else "supported"
-
 
 def check_release() -> Support:
     """Compare the version of vLLM with the supported ones, and import the connector."""
@@ -147,25 +142,23 @@ def _reporting(connector: Any, found: Support) -> type:
         ) -> Any:
             """Declare the metrics in the API server, where ours has its value already."""
             try:
-                has_prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
-                label = found.label if found.problem or has_prefix_caching else "no_prefix_caching"
-                _report(found.version, label, metric_types, labelnames, per_engine_labelvalues)
+                support = "unsupported"
+                if not found.problem:
+                    has_prefix_caching = vllm_config.cache_config.enable_prefix_caching
+                    support = "supported" if has_prefix_caching else "no_prefix_caching"
+                gauge = metric_types[prometheus_client.Gauge](
+                    name=RELEASE_METRIC,
+                    documentation=RELEASE_DOCUMENTATION,
+                    labelnames=[*labelnames, *RELEASE_LABELS],
+                    multiprocess_mode="mostrecent",
+                )
+                for values in per_engine_labelvalues.values():
+                    gauge.labels(*values, found.version, support).set(1)
             except Exception:
                 logger.exception("No %s: this vLLM declares metrics in another way", RELEASE_METRIC)
             return super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     return KVTierConnector
-
-
-def _report(version: str, label: str, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
-    gauge = metric_types[prometheus_client.Gauge](
-        name=RELEASE_METRIC,
-        documentation=RELEASE_DOCUMENTATION,
-        labelnames=[*labelnames, *RELEASE_LABELS],
-        multiprocess_mode="mostrecent",
-    )
-    for values in per_engine_labelvalues.values():
-        gauge.labels(*values, version, label).set(1)
 
 
 def _register() -> None:
