@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier_connector.contract import engine
-from kvtier_connector.store.compression import Codec, Compression
+from kvtier_connector.store.compression import Codec, Compression, Take
 from kvtier_connector.store.crypto import Keyring, encrypt, scratch_for, with_checksum
 from kvtier_connector.store.fs import (
     FIRST_WRITE_FLAGS,
@@ -34,7 +34,7 @@ from kvtier_connector.store.fs import (
 from kvtier_connector.store.header import CHECKSUM_BYTES, HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
 from kvtier_connector.store.journal import PurgeLog
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
-from kvtier_connector.store.reading import Access, Expected, Take, read_verified
+from kvtier_connector.store.reading import Access, Expected, read_verified
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ _TRIED_BYTES = 1 << 12
 _PLANE_SAVED = 0.03
 
 Take = Callable[[int, memoryview], bool]
-"""Takes bytes of the payload from an offset on; False ends it. The memory is reused."""
+"""Takes bytes of a block from an offset on, before they are verified; False ends the read. The memory is reused."""
 
 
 @functools.cache

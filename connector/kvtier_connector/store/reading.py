@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvtier_connector.store.compression import Codec
+from kvtier_connector.store.compression import Codec, Take
 from kvtier_connector.store.crypto import Keyring, begin_reading, can_read, can_unpack
 from kvtier_connector.store.fs import (
     READ_FLAGS,
@@ -32,9 +32,6 @@ PIECE_BYTES = 1 << 20
 """Through the page cache, this much is read and verified before more is read: it is still in the core's cache then."""
 _MAPPED_PIECE_BYTES = 1 << 19
 """The same of a file that lies in memory and is mapped: fewer bytes than the smaller cache of a core holds."""
-
-Take = Callable[[int, memoryview], bool]
-"""Takes the block's bytes from an offset on, before they are verified; False ends the read. The memory is reused."""
 
 
 class Expected(NamedTuple):
@@ -182,34 +179,6 @@ def _expect(fs: FileSystem, fd: int, expected: Expected, page: memoryview, block
     return header if can_unpack(header) else Fault.ALGORITHM
 
 
-def quarantine(fs: FileSystem, root: str, bad: os.stat_result, key: BlockKey, fault: Fault) -> None:
-    """Move the file away, unless the name means another file by now; give up quietly where that fails."""
-    path = f"{root}/{block_path(key)}"
-    moved = f"{root}/{quarantine_path(key, fault.value, new_token())}"
-    with contextlib.suppress(OSError):
-        if not os.path.samestat(bad, fs.stat(path)):
-            return
-        try:
-            _rename(fs, path, moved)
-        except FileNotFoundError:
-            return
-        except OSError:
-            # A full volume has no room for the new name. The block must go all the same, or no writer replaces it.
-            fs.unlink(path)
-            return
-        if not os.path.samestat(bad, fs.stat(moved)):
-            # A writer replaced the file between our two calls: this is its block, and it goes back.
-            fs.rename(moved, path)
-
-
-def _rename(fs: FileSystem, path: str, moved: str) -> None:
-    try:
-        fs.rename(path, moved)
-    except FileNotFoundError:
-        make_directories(fs, moved.rpartition("/")[0])
-        fs.rename(path, moved)
-
-
 Read = Callable[[int, bool], int | Fault | None]
 """Reads an open file, told whether it was opened with O_DIRECT."""
 
@@ -289,7 +258,7 @@ class Access:
                 found = Fault.TRAILING
             if isinstance(found, Fault) and found.is_damage:
                 # Before the close: the open file keeps its inode number from being given to another.
-                quarantine(self._fs, self._root, self._fs.fstat(fd), key, found)
+                self._quarantine(self._fs.fstat(fd), key, found)
             return found
         finally:
             with contextlib.suppress(OSError):
@@ -314,8 +283,31 @@ class Access:
             # A link, a pipe or a device holds no data of a writer.
             self._fs.unlink(self._path(key))
         except OSError:
-            quarantine(self._fs, self._root, status, key, Fault.MAGIC)
+            self._quarantine(status, key, Fault.MAGIC)
         return Fault.MAGIC
+
+    def _quarantine(self, bad: os.stat_result, key: BlockKey, fault: Fault) -> None:
+        """Move the file away, unless the name means another file by now; give up quietly where that fails."""
+        path, fs = self._path(key), self._fs
+        moved = f"{self._root}/{quarantine_path(key, fault.value, new_token())}"
+        with contextlib.suppress(OSError):
+            if not os.path.samestat(bad, fs.stat(path)):
+                return
+            try:
+                try:
+                    fs.rename(path, moved)
+                except FileNotFoundError:
+                    make_directories(fs, moved.rpartition("/")[0])
+                    fs.rename(path, moved)
+            except FileNotFoundError:
+                return
+            except OSError:
+                # A full volume has no room for the new name. The block must go all the same, or no writer replaces it.
+                fs.unlink(path)
+                return
+            if not os.path.samestat(bad, fs.stat(moved)):
+                # A writer replaced the file between our two calls: this is its block, and it goes back.
+                fs.rename(moved, path)
 
     def _ask_anew(self, key: BlockKey, reason: int | None) -> bool:
         """Have the node ask the server past its caches; return whether that may change the answer."""
