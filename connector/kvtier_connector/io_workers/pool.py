@@ -307,6 +307,7 @@ class WorkerPool:
             return True
         self._is_closed = True
         is_ended = self._end_workers(timeout_seconds)
+        self._fences.clear()
         for task in list(self._open.values()):
             if task.ticket:
                 self._undo_admission(task)

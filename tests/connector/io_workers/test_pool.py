@@ -314,6 +314,8 @@ def test_closing_ends_idle_workers_and_those_that_hang_and_every_task(pools: Poo
     assert not any(is_alive(process) for process in (*idle.processes, *hanging.processes))
     hanging.collect()
     assert hanging.outcome(1) is Ending.CANCELLED
+    hanging.workers.cancel([1])
+    hanging.workers.promote([1])
     hanging.load(2, 1)
     hanging.collect()
     assert hanging.outcome(2) == ("closed",)
