@@ -137,6 +137,8 @@ class JournalFollower:
             self._pass_at = self._now()
         self.has_read_all = True
         reads = 0
+        digests = list(digests)
+        self._unread = {path: each for path, each in self._unread.items() if path.partition("/")[0] in digests}
         for digest in digests:
             directory = f"{digest}/{JOURNAL}"
             try:
@@ -171,7 +173,6 @@ class JournalFollower:
         """Stop following a generation that was removed."""
         self._segments.pop(digest, None)
         self._read_ns.pop(digest, None)
-        self._unread = {path: each for path, each in self._unread.items() if not path.startswith(f"{digest}/")}
 
     def places(self) -> dict[str, dict[str, int]]:
         """Return the position up to which each journal was read, by generation."""

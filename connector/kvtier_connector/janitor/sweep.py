@@ -138,6 +138,7 @@ class Sweeper(TierSweeper):
         removed = self._tallies.removed_leftovers
         self._cleanup = Cleanup(self._dir, fs=fs, catalog=self.catalog, removed=removed, clock=clock, now=now)
         self._permit = PermitWriter(self._dir, fs=fs, now=now)
+        self._began_at = now()
         self._is_hurried = False
         self._is_behind = False
         """Whether decisions wait for journals that a step had no time for."""
@@ -392,7 +393,7 @@ class Sweeper(TierSweeper):
         An idle journal is opened once a minute, so within four permits that come in time. Others may come at any rate.
         Blocks of an unreadable journal are known by a walk since it last grew, or since the last permit.
         """
-        since = self._permit.renewed_at
+        since = max(self._permit.renewed_at, self._began_at)
         if self._scrub.walked_at < min(since, self._journals.unread_since):
             self._scrub.hurry(since)
             return False

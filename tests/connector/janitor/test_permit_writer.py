@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +193,32 @@ def test_while_a_journal_cannot_be_read_permits_go_on_from_walks(rig: Rig) -> No
         path.unlink()
     rig.sweep(sweeper)
     assert sweeper.report.problems == {}
+
+
+def test_an_unreadable_journal_is_forgotten_with_its_generation_whoever_removes_that(rig: Rig) -> None:
+    rig.engine().put(1)
+    old = rig.engine("bb")
+    sweeper = rig.sweeper(Refusing(f"/journal/{old.journal.writer}", "open"), max_bytes=34 * BLOCK_BYTES)
+    assert "counted by walking" in str(rig.sweep(sweeper).problems)
+    shutil.rmtree(old.root)
+    rig.sweep(sweeper)
+    assert rig.sweep(sweeper).problems == ()
+
+
+def test_janitors_that_start_again_and_again_know_what_an_unreadable_journal_does_not_tell(rig: Rig) -> None:
+    engine = rig.engine()
+    first = rig.sweeper(max_bytes=34 * BLOCK_BYTES)
+    engine.put(0)
+    rig.sweep(first)
+    first.close()
+    stored = 1
+    for _ in range(30):
+        last = stored + permit_of(rig).bytes // BLOCK_BYTES
+        engine.put(*range(stored, last))
+        stored = last
+        rig.clock.move(5)
+        rig.sweep(rig.sweeper(Refusing("/journal/", "open"), max_bytes=34 * BLOCK_BYTES))
+    assert stored <= 34
 
 
 def test_a_journal_of_another_release_is_counted_by_walking(rig: Rig) -> None:
