@@ -42,6 +42,7 @@ TOKEN_BYTES: Final = 131_072
 TRACE_BLOCK: Final = 512
 """Tokens of a block in Mooncake's trace."""
 GPU_POOL_TOKENS: Final = 400_000
+ROUNDING: Final = 1e-6
 LONGEST_TOKENS: Final = 125_000
 """Of an agent's history, which then begins anew."""
 
@@ -80,7 +81,8 @@ class Prompt:
     @property
     def wanted(self) -> float:
         """Tokens that are neither computed nor loaded."""
-        return max(0.0, self.hit - self.computed - self.loaded)
+        left = self.hit - self.computed - self.loaded
+        return left if left > ROUNDING else 0.0
 
 
 Follow = Callable[[Prompt, float], Iterable[Prompt]]
@@ -132,9 +134,7 @@ class Simulation:
 
     def first(self, share: float | None = None, *, wants: Callable[[Prompt], bool] = lambda _: True) -> float:
         """Return the mean seconds to the first token, or a percentile of them."""
-        found = [each.first_at - each.at for each in self.done if wants(each)]
-        if not found:
-            return math.nan
+        found = [each.first_at - each.at for each in self.done if wants(each)] or [math.nan]
         return statistics.fmean(found) if share is None else report.percentile(found, share)
 
     def means(self) -> str:
@@ -220,23 +220,22 @@ class Simulation:
         if chunks:
             return 1, seconds
         # The volume alone works: until its next prompt is read, a tail is copied, or another prompt arrives.
-        ends = [until, *(each.goes_on_at - self.now for each in self._waiting if each.goes_on_at > self.now)]
-        ends += [each.wanted / self.rate for each in itertools.islice(self._volume, 1)]
-        return 1, max(1e-5, min(ends))
+        ends = [each.goes_on_at - self.now for each in self._waiting if each.goes_on_at > self.now]
+        ends += [each.wanted / self.rate for each in self._volume if each.wanted][:1]
+        return 1, max(1e-5, min([until, *ends]))
 
     def _read(self, seconds: float) -> None:
         tokens = seconds * self.rate
         while tokens > 0 and self._volume:
             prompt = self._volume[0]
-            size = min(tokens, prompt.wanted, CPU_TIER_TOKENS - self._rows)
-            if prompt.wanted and size <= 0:
+            if not prompt.wanted:
+                self._volume.popleft()
+                continue
+            if (size := min(tokens, prompt.wanted, CPU_TIER_TOKENS - self._rows)) <= 0:
                 return
             prompt.loaded += size
             self._rows += size
             tokens -= size
-            if prompt.wanted <= 1e-6:  # noqa: PLR2004 - rounding
-                prompt.loaded = max(prompt.loaded, prompt.hit - prompt.computed)
-                self._volume.popleft()
 
     def _advance(self, chunks: Sequence[tuple[Prompt, float]], steps: int, seconds: float) -> None:
         for prompt in self._decoding:
@@ -246,7 +245,7 @@ class Simulation:
             self.gaps.append((seconds, steps * len(self._decoding)))
         for prompt, size in chunks:
             prompt.computed += size
-            if prompt.computed >= prompt.tokens - 1e-6:
+            if prompt.computed >= prompt.tokens - ROUNDING:
                 prompt.first_at, prompt.left = self.now, prompt.output - 1
                 self._waiting.remove(prompt)
                 self._rows -= prompt.loaded
@@ -255,8 +254,6 @@ class Simulation:
         self.done += ended
         if self.follow is not None:
             self._add(more for prompt in ended for more in self.follow(prompt, self.now))
-        while self._volume and not self._volume[0].wanted:
-            self._volume.popleft()
 
 
 def poisson(rate: float, *, misses: float, load: float, count: int = 300) -> list[Prompt]:

@@ -15,7 +15,6 @@ from aiohttp import web
 from kvtier_localcluster.apiserver import discovery, reading, streams, tables
 from kvtier_localcluster.apiserver import discovery as openapi
 from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
-from kvtier_localcluster.apiserver.registry import scale
 from kvtier_localcluster.apiserver.registry.deletion import DeleteOptions, Deleter
 from kvtier_localcluster.apiserver.registry.patches import APPLY, MERGE, Patch
 from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
@@ -23,8 +22,8 @@ from kvtier_localcluster.apiserver.requests import AuditEntry, RequestTarget, pa
 from kvtier_localcluster.apiserver.store import protobuf
 from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request, invalid, unknown_path
 from kvtier_localcluster.apiserver.store.memory import Storage
-from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, compact_json, object_key
-from kvtier_localcluster.apiserver.store.resources import Registry, Resource
+from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, compact_json, field_at, object_key
+from kvtier_localcluster.apiserver.store.resources import Registry, Resource, ScalePaths
 from kvtier_localcluster.apiserver.store.selectors import Selection, selectable_fields
 
 logger = logging.getLogger(__name__)
@@ -267,7 +266,7 @@ async def _get(call: _Call) -> Answer:
     if target.subresource == "exec" and resource.plural == "pods":
         return await streams.execute(call.request, found, api.pod_exec)
     if target.subresource == "scale":
-        return scale.view(resource, found), 200
+        return _scale_view(resource, found), 200
     if target.subresource not in (None, "status"):
         raise ApiError(404, "NotFound", f"the subresource {target.subresource} is not emulated")
     shown = resource.view(found)
@@ -305,9 +304,9 @@ async def _patch(call: _Call, body: Any) -> Answer:
 async def _write_scale(call: _Call, body: Any) -> Answer:
     if not isinstance(body, dict):
         raise ApiError(415, "UnsupportedMediaType", "a scale takes objects and merge patches")
-    patch = Patch(media_type=MERGE, body=scale.patch_for(call.resource, body))
+    patch = Patch(media_type=MERGE, body=_scale_patch(call.resource, body))
     scaled, _ = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
-    return scale.view(call.resource, scaled), 200
+    return _scale_view(call.resource, scaled), 200
 
 
 async def _delete(call: _Call, body: Any) -> Answer:
@@ -320,3 +319,45 @@ async def _delete(call: _Call, body: Any) -> Answer:
         if selection.matches(manifest):
             await api.deleter.delete(call.resource, object_key(manifest), options=options)
     return _STATUS_SUCCESS, 200
+
+
+_SCALE_METADATA = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+
+
+def _scale_view(resource: Resource, manifest: Json) -> Json:
+    """Return the replicas of an object as a `Scale`."""
+    paths = resource.scale or ScalePaths()
+    if paths.selector:
+        selector = field_at(manifest, paths.selector) or ""
+    else:
+        labels = field_at(manifest, "spec.selector.matchLabels") or {}
+        selector = ",".join(f"{key}={value}" for key, value in labels.items())
+    metadata = manifest["metadata"]
+    status: Json = {"replicas": field_at(manifest, paths.status) or 0}
+    if isinstance(selector, str) and selector:
+        status["selector"] = selector
+    return {
+        "kind": "Scale",
+        "apiVersion": "autoscaling/v1",
+        "metadata": {name: metadata[name] for name in _SCALE_METADATA if name in metadata},
+        "spec": {"replicas": field_at(manifest, paths.spec) or 0},
+        "status": status,
+    }
+
+
+def _scale_patch(resource: Resource, scale: Json) -> Json:
+    """Return the merge patch of an object that makes it as a Scale wants it."""
+    paths = resource.scale or ScalePaths()
+    replicas = field_at(scale, "spec.replicas")
+    if not isinstance(replicas, int) or replicas < 0:
+        raise bad_request(f"spec.replicas must be a number of 0 or more, found {replicas!r}")
+    patch: Json = {}
+    here = patch
+    *parents, last = paths.spec.strip(".").split(".")
+    for name in parents:
+        here = here.setdefault(name, {})
+    here[last] = replicas
+    version = field_at(scale, "metadata.resourceVersion")
+    if version:
+        patch["metadata"] = {"resourceVersion": version}
+    return patch

@@ -1,40 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set the defaults of built-in kinds, without which a comparison of desired and live objects would always succeed.
 
-Every function changes a fresh object in place; nothing here reads the cluster.
+defaults.yaml has those that depend on no other field. Every function changes a fresh object in place.
 """
 
 from __future__ import annotations
 
 import base64
 import copy
+import importlib.resources
 from typing import Any, Final
+
+import yaml
 
 from kvtier_localcluster.apiserver.store.objects import Json, field_at
 from kvtier_localcluster.apiserver.store.resources import Resource
 
-_POD: Final[Json] = {
-    "restartPolicy": "Always",
-    "dnsPolicy": "ClusterFirst",
-    "schedulerName": "default-scheduler",
-    "terminationGracePeriodSeconds": 30,
-    "securityContext": {},
-}
-_CONTAINER: Final[Json] = {
-    "terminationMessagePath": "/dev/termination-log",
-    "terminationMessagePolicy": "File",
-    "resources": {},
-}
-_PROBE: Final[Json] = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
-_SERVICE: Final[Json] = {
-    "type": "ClusterIP",
-    "sessionAffinity": "None",
-    "internalTrafficPolicy": "Cluster",
-    "ipFamilyPolicy": "SingleStack",
-    "ipFamilies": ["IPv4"],
-}
+_DEFAULTS: Final[dict[str, Json]] = yaml.safe_load(
+    (importlib.resources.files(__package__) / "defaults.yaml").read_text()
+)
+"""Fields and their defaults, by what has them."""
 _CLIENT_IP_TIMEOUT_SECONDS = 10800
-_ROLLING = "RollingUpdate"
 _FILE_MODE = 0o644
 
 
@@ -49,9 +35,10 @@ def set_builtin_defaults(resource: Resource, manifest: Json) -> None:
     template = field_at(spec, "template.spec")
     if resource.group in ("apps", "batch") and isinstance(template, dict):
         _set_pod_defaults(template)
-    setter = _SETTERS.get(resource.kind)
-    if setter is not None:
-        setter(spec)
+    if resource.kind in _SETTERS:
+        _SETTERS[resource.kind](spec)
+    else:
+        _fill(spec, _DEFAULTS.get(resource.kind, {}))
 
 
 def encode_string_data(secret: Json) -> None:
@@ -69,7 +56,7 @@ def _fill(target: Json, defaults: Json) -> None:
 
 
 def _set_pod_defaults(spec: Json) -> None:
-    _fill(spec, _POD)
+    _fill(spec, _DEFAULTS["PodSpec"])
     if "serviceAccountName" in spec:
         spec.setdefault("serviceAccount", spec["serviceAccountName"])
     for container in (spec.get("containers") or []) + (spec.get("initContainers") or []):
@@ -82,7 +69,7 @@ def _set_container_defaults(container: Json) -> None:
     image = container.get("image", "")
     tag = image.rsplit("/", 1)[-1].partition(":")[2]
     is_latest = tag in ("", "latest") and "@" not in image
-    _fill(container, {"imagePullPolicy": "Always" if is_latest else "IfNotPresent", **_CONTAINER})
+    _fill(container, {"imagePullPolicy": "Always" if is_latest else "IfNotPresent", **_DEFAULTS["Container"]})
     for port in container.get("ports") or []:
         port.setdefault("protocol", "TCP")
     resources = container["resources"]
@@ -98,7 +85,7 @@ def _set_container_defaults(container: Json) -> None:
 
 
 def _set_probe_defaults(probe: Json) -> None:
-    _fill(probe, _PROBE)
+    _fill(probe, _DEFAULTS["Probe"])
     if isinstance(probe.get("httpGet"), dict):
         _fill(probe["httpGet"], {"scheme": "HTTP", "path": "/"})
 
@@ -113,33 +100,16 @@ def _set_volume_defaults(volume: Json) -> None:
         volume["emptyDir"] = {}
 
 
-def _set_rollout_defaults(spec: Json, field: str, rolling: Json) -> None:
-    strategy = spec.setdefault(field, {})
-    strategy.setdefault("type", _ROLLING)
-    if strategy["type"] == _ROLLING:
-        _fill(strategy.setdefault("rollingUpdate", {}), rolling)
-
-
 def _set_deployment_defaults(spec: Json) -> None:
-    _fill(spec, {"replicas": 1, "revisionHistoryLimit": 10, "progressDeadlineSeconds": 600})
-    _set_rollout_defaults(spec, "strategy", {"maxSurge": "25%", "maxUnavailable": "25%"})
-
-
-def _set_replica_set_defaults(spec: Json) -> None:
-    spec.setdefault("replicas", 1)
-
-
-def _set_job_defaults(spec: Json) -> None:
-    _fill(spec, {"backoffLimit": 6, "completions": 1, "parallelism": 1, "completionMode": "NonIndexed"})
-    _fill(spec, {"suspend": False})
-
-
-def _set_claim_defaults(spec: Json) -> None:
-    spec.setdefault("volumeMode", "Filesystem")
+    _fill(spec, _DEFAULTS["Deployment"])
+    strategy = spec.setdefault("strategy", {})
+    strategy.setdefault("type", "RollingUpdate")
+    if strategy["type"] == "RollingUpdate":
+        _fill(strategy.setdefault("rollingUpdate", {}), {"maxSurge": "25%", "maxUnavailable": "25%"})
 
 
 def _set_service_defaults(spec: Json) -> None:
-    _fill(spec, _SERVICE)
+    _fill(spec, _DEFAULTS["Service"])
     if spec["sessionAffinity"] == "ClientIP":
         client = spec.setdefault("sessionAffinityConfig", {}).setdefault("clientIP", {})
         client.setdefault("timeoutSeconds", _CLIENT_IP_TIMEOUT_SECONDS)
@@ -150,8 +120,6 @@ def _set_service_defaults(spec: Json) -> None:
 _SETTERS: Final[dict[str, Any]] = {
     "Pod": _set_pod_defaults,
     "Deployment": _set_deployment_defaults,
-    "ReplicaSet": _set_replica_set_defaults,
-    "Job": _set_job_defaults,
-    "PersistentVolumeClaim": _set_claim_defaults,
     "Service": _set_service_defaults,
 }
+"""Kinds with defaults that depend on other fields."""
