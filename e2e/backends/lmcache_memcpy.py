@@ -69,9 +69,10 @@ def register() -> None:
     rebind = dispatcher._rebind_kernels  # noqa: SLF001  nothing public keeps modules from it
 
     def rebind_others(*args: Any) -> None:
-        """Hide LMCache's modules: the CPU worker looks through all there are, and falls over one of them."""
-        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("lmcache")}
+        """Hide a module that LMCache imports: the CPU worker looks through all there are, and falls over this one."""
+        hidden = sys.modules.pop("llvmlite.binding.ffi", None)
         rebind(*args)
-        sys.modules.update(hidden)
+        if hidden is not None:
+            sys.modules["llvmlite.binding.ffi"] = hidden
 
     vars(dispatcher)["_rebind_kernels"] = rebind_others
