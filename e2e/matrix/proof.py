@@ -8,6 +8,7 @@ only the volume; its answers must be the same, token by token and probability by
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -234,7 +235,7 @@ def tier(model: ModelClass, place: Path, device: str, args: Sequence[str]) -> di
     # By CUDA's own messages, which need no GPU to reach another one's memory.
     flags += ["--disable-custom-all-reduce"] if max(model.ranks) > 1 and not is_cpu else []
     loras = [{"name": name, "source": {"claim": ADAPTERS, "path": name}} for name in model.loras]
-    disk: dict[str, Any] = {"splitHits": "Off"}
+    disk: dict[str, Any] = {"splitHits": os.environ.get("KVTIER_SPLIT_HITS", "Off")}
     disk |= {"blockTokens": model.block_tokens} if model.block_tokens else {}
     disk |= {"canonicalLayout": True} if model.has_other_ranks else {}
     spec = {
