@@ -191,6 +191,8 @@ GOOD = [
     {"spec.model.loras": [{"name": "org/sql", "source": {"claim": "a.b", "path": "c/d.e"}}]},
     {"spec.model.loras": [{"name": "sql", "source": {"hub": "a/b"}}], "spec.model.maxLoraRank": 64},
     {"spec.engine.args": ["--enable-lora", "--lora-modules", "a=b"]},
+    {"spec.engine.args": ["--scheduler-cls", "my.Scheduler"], "spec.disk": {"splitHits": "Off"}},
+    {"spec.engine.args": ["--scheduling-policy=priority", "--scheduler-reserve-full-isl"]},
     *(
         {
             "spec.engine.podTemplate.volumes": [{"name": "v", "emptyDir": {}}],

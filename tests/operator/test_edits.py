@@ -35,6 +35,7 @@ EDITS: list[tuple[dict[str, Any], bool, bool]] = [
     ({"engine": {"args": ["--max-num-seqs", "8"]}}, False, True),
     ({"engine": {"args": ["--dtype", "float16"]}}, True, True),
     ({"cpu": {"size": "32Gi"}}, False, True),
+    ({"disk": {"splitHits": "Off"}}, False, True),
     ({"hash": {"seed": "1"}}, True, True),
     ({"replicas": 5}, False, False),
     ({"paused": True}, False, False),
