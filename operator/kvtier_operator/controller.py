@@ -216,7 +216,7 @@ class Operator:
         )
         (self._wait_for_nodes.add if outcome.waits_for_nodes else self._wait_for_nodes.discard)(key)
         if not outcome.exists:
-            self._cache.unfollow(key)
+            self._cache.forget_foreign(key)
         self._count(outcome, time.monotonic() - start)
         if outcome.written:
             logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))

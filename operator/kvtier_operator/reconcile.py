@@ -31,6 +31,7 @@ from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller
 from kvtier_operator.observe.targets import make_observation_plan
 from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
+from kvtier_operator.parts.preflight import ALWAYS
 from kvtier_operator.plan import Decisions, decide, decisions, make_plan, nodes
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
@@ -44,6 +45,10 @@ _UNTIL_NODES_CHANGE: Final = frozenset({Reason.NODES_UNKNOWN, Reason.NO_NODE_MAT
 
 PATIENCE: Final = 3
 """Failures in a row after which a failure that may pass by itself is shown in the status."""
+
+
+FOREIGN_SECONDS: Final = 5.0
+"""How often it is checked whether an object that is in the way of a tier is still there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,7 @@ def reconcile(  # noqa: PLR0913  each by its name
         written=tuple(done.changes.written),
         deleted=tuple(done.changes.deleted),
         failure=done.failure,
-        requeue_after=_requeue_after(done.progress),
+        requeue_after=_requeue_after(done.progress, done.changes),
         poll_after=done.changes.poll_after,
         waits_for_nodes=_waits_for_nodes(done.progress),
     )
@@ -307,8 +312,8 @@ def _patience(failure: ClusterError) -> float:
     return math.inf if failure.retry_after is None else failure.retry_after
 
 
-def _requeue_after(progress: Progress) -> float | None:
-    """Return when to look again for changes that no watch reports: pods of others, Events, and how long a state lasts.
+def _requeue_after(progress: Progress, changes: Changes) -> float | None:
+    """Return when to look again for changes that no watch reports: objects of others, Events, how long a state lasts.
 
     None for the usual interval.
     """
@@ -316,7 +321,10 @@ def _requeue_after(progress: Progress) -> float | None:
         return FRESH_SECONDS  # for the pods on them, which are not watched
     if progress.stage is None:
         return None
-    snapshot = progress.stage.snapshot
+    spec, snapshot = progress.stage.spec, progress.stage.snapshot
+    is_in_the_way = any(each.reason is Reason.OBJECT_NOT_OURS for each in changes.refusals)
+    if is_in_the_way or (snapshot.preflight.is_foreign and spec.proof.preflight == ALWAYS):
+        return FOREIGN_SECONDS
     if any(pod.is_held_up for pod in snapshot.pods):
         return MOUNT_PATIENCE.total_seconds()
     is_judged_later = snapshot.janitor.is_missing and not snapshot.janitor.is_overdue

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live import CORE, Client, agents, running
+from live import Client, agents, running
 from test_lifecycle import CHILDREN, CLAIM, body, is_unchanged, ok_passes
 from waiting import until
 
@@ -51,22 +51,6 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
     with running(resync_seconds=0.2) as metrics:
         until(lambda: ok_passes(metrics) > 5)
         assert sent() == writes
-
-
-@pytest.mark.usefixtures("controllers")
-def test_an_object_of_somebody_else_is_noticed_to_go_at_once(kubectl: Client) -> None:
-    theirs = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": "llama-engine"},
-        "spec": {"ports": [{"port": 1}]},
-    }
-    kubectl.call("POST", kubectl.path(CORE, "services"), theirs)
-    with running(resync_seconds=3600):
-        kubectl.apply_tier(body())
-        until(lambda: kubectl.condition("Ready").get("reason") == "ObjectNotOurs")
-        kubectl.delete(CORE, "services", "llama-engine")
-        until(kubectl.is_ready)
 
 
 @pytest.mark.usefixtures("controllers")

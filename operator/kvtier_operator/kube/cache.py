@@ -4,8 +4,6 @@
 Memory may lag behind the cluster. So an object is looked up at the API server before it is made, and each write names
 the incarnation that it means: an object that replaced ours is never written.
 
-A foreign object under a name that a tier needs is watched by itself, so that its deletion is noticed at once.
-
 Thread-safe: informers write, workers read and write.
 """
 
@@ -101,12 +99,11 @@ class Cache:
             namespaces: those that are read; none is all.
             list_seconds: after how long the tiers are listed again.
         """
-        self._source = source
         self._on_change = on_change
         self._stores: dict[tuple[str, str], ObjectStore] = {}
         self._informers: dict[tuple[str, str], list[Informer]] = {}
-        self._followed: dict[tuple[ObjectKey, TierName], tuple[Informer, ObjectStore]] = {}
-        self._lock = threading.Lock()
+        self.foreign: set[tuple[ObjectKey, TierName]] = set()
+        """Objects in the way of a tier that no watch reports: its reconciles look at them themselves."""
         self._kopfs_thread = 0
         """The thread that is in `on_tier_event`; 0 while none is."""
         self._missed: tuple[float, str] | None = None
@@ -141,11 +138,10 @@ class Cache:
 
     def close(self) -> None:
         """Read nothing more."""
-        informers = [*self._all(), *(informer for informer, _ in self._followed.values())]
-        for informer in informers:
+        for informer in self._all():
             informer.stop()
         deadline = time.monotonic() + 5
-        for informer in informers:
+        for informer in self._all():
             informer.join(max(0.0, deadline - time.monotonic()))
 
     def store(self, api_version: str, kind: str, namespace: str) -> ObjectStore | None:
@@ -184,34 +180,9 @@ class Cache:
         """Return a number that changes whenever objects of a kind do."""
         return self._stores[watched.api_version, watched.kind].stamp
 
-    def follow(self, key: ObjectKey, tier: TierName, body: Manifest) -> None:
-        """Watch one foreign object for that tier; `body` is the object as it is now."""
-        scope = Scope(key.api_version, key.kind, tier.namespace, (("fieldSelector", f"metadata.name={key.name}"),))
-        store = ObjectStore(
-            WatchedKind(api_version=key.api_version, kind=key.kind),
-            lambda *_: self._on_change(key.kind, frozenset({tier})),
-        )
-        with self._lock:
-            if (key, tier) in self._followed:
-                return
-            store.enter(body)
-            informer = Informer(self._source, scope, store)
-            self._followed[key, tier] = informer, store
-        informer.start()
-
-    def unfollow(self, tier: TierName, key: ObjectKey | None = None) -> None:
-        """Watch that object no more; without a key, nothing more for that tier."""
-        with self._lock:
-            over = [each for each in self._followed if each[1] == tier and key in {None, each[0]}]
-            informers = [self._followed.pop(each)[0] for each in over]
-        for informer in informers:
-            informer.stop()
-
-    def followed(self, key: ObjectKey, tier: TierName) -> Manifest | None:
-        """Return that foreign object, if it is watched and still there."""
-        with self._lock:
-            found = self._followed.get((key, tier))
-        return None if found is None else found[1].get(tier.namespace, key.name)
+    def forget_foreign(self, tier: TierName) -> None:
+        """Forget what is in the way of a tier that is gone."""
+        self.foreign.difference_update([each for each in self.foreign.copy() if each[1] == tier])
 
     def _all(self) -> list[Informer]:
         return [informer for informers in self._informers.values() for informer in informers]

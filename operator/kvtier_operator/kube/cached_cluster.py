@@ -41,9 +41,8 @@ class CachedCluster:
         if store is None:
             return self._cluster.get(key, namespace)
         found = store.get(namespace, key.name)
-        if found is not None and not self._is_watched(store, found):
+        if (key, self._tier) in self._cache.foreign or (found is not None and not self._is_watched(store, found)):
             return self.refresh(key, namespace)
-        found = found or self._cache.followed(key, self._tier)
         if key == self._tier_key:
             self._given = found
         return found
@@ -52,19 +51,20 @@ class CachedCluster:
         """Return the object as it stands at this moment, and remember that."""
         found = self._cluster.get(key, namespace)
         store = self._cache.store(key.api_version, key.kind, namespace)
-        if store is not None and found is not None and self._is_watched(store, found):
+        if store is None:
+            return found
+        is_watched = found is not None and self._is_watched(store, found)
+        if found is not None and is_watched:
             store.enter(found)
-        elif store is not None:
+        else:
             store.forget(namespace, key.name)
-            if found is not None:
-                self._cache.follow(key, self._tier, found)
+        (self._cache.foreign.discard if found is None or is_watched else self._cache.foreign.add)((key, self._tier))
         return found
 
     def _is_watched(self, store: ObjectStore, found: Manifest) -> bool:
-        """Tell whether a watch reports the deletion of an object.
+        """Tell whether the deletion of an object will be noticed.
 
-        Leases are not watched. The Lease of the tier's own janitor goes with the tier; any other one, such as that of
-        an earlier tier of the name, is watched by itself.
+        Leases are not watched, but the Lease of the tier's own janitor goes with the tier.
         """
         metadata = found["metadata"]
         if found["kind"] in _WATCHED_WHOLE:
@@ -97,7 +97,6 @@ class CachedCluster:
         result = self._cluster.apply(manifest, over=over)
         if store is not None:
             store.enter(result)
-        self._cache.unfollow(self._tier, key)
         return result
 
     def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
