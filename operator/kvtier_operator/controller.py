@@ -26,7 +26,7 @@ from kvtier_operator.observe.api_keys import read_key
 from kvtier_operator.observe.http_client import HttpClient
 from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller
-from kvtier_operator.reconcile import ReconcileResult, reconcile
+from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class Operator:
         self._settings = settings
         self._cluster = cluster
         self._metrics = metrics
-        self._clock = clock
         self._has_begun = False
         self._cache = Cache(
             cluster,
@@ -103,6 +102,16 @@ class Operator:
             # Past the memory of objects: no key may stay there.
             read_key=lambda tier, source: read_key(cluster, tier, source),
             delay_seconds=settings.canary_delay_seconds,
+        )
+        self._inputs = Inputs(
+            connector_image=settings.connector_image,
+            janitor_image=settings.janitor_image,
+            listen_host=settings.listen_host,
+            clock=clock,
+            inventory=self._inventory,
+            monitor=self._monitor,
+            poller=self._poller,
+            may_work=self._may_work,
         )
         metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
         if health is not None:
@@ -201,19 +210,7 @@ class Operator:
 
     def _reconcile(self, key: TierName, attempt: int) -> Requeue:
         start = time.monotonic()
-        outcome = reconcile(
-            CachedCluster(self._cluster, self._cache, key),
-            key,
-            connector_image=self._settings.connector_image,
-            janitor_image=self._settings.janitor_image,
-            listen_host=self._settings.listen_host,
-            clock=self._clock,
-            inventory=self._inventory,
-            monitor=self._monitor,
-            attempt=attempt,
-            poller=self._poller,
-            may_work=self._may_work,
-        )
+        outcome = reconcile(CachedCluster(self._cluster, self._cache, key), key, self._inputs, attempt=attempt)
         (self._wait_for_nodes.add if outcome.waits_for_nodes else self._wait_for_nodes.discard)(key)
         if not outcome.exists:
             self._cache.forget_foreign(key)

@@ -72,34 +72,40 @@ class ReconcileResult:
     """Whether another node may end what holds the tier up."""
 
 
-def reconcile(  # noqa: PLR0913  each by its name
-    cluster: Cluster,
-    tier: TierName,
-    *,
-    connector_image: str,
-    janitor_image: str = JANITOR_IMAGE,
-    clock: Clock,
-    inventory: Inventory | None = None,
-    poller: Poller[TierName] | None = None,
-    monitor: Monitor | None = None,
-    attempt: int = 1,
-    listen_host: str = names.EVERY_IPV4_ADDRESS,
-    may_work: Callable[[Manifest], bool] = lambda _body: True,
-) -> ReconcileResult:
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that a reconcile decides by besides the cluster."""
+
+    connector_image: str
+    """Image that brings the connector into the engine pods."""
+    janitor_image: str = JANITOR_IMAGE
+    """Image of the janitor, where the tier names none."""
+    listen_host: str = names.EVERY_IPV4_ADDRESS
+    """Address that the servers in the pods listen on."""
+    clock: Clock
+    """For the times in the status."""
+    inventory: Inventory | None = None
+    """The nodes; None where the operator may not read them."""
+    poller: Poller[TierName] | None = None
+    """Asks pods for their reports; None asks no pod."""
+    monitor: Monitor | None = None
+    """Asks the engines; None asks no engine."""
+    may_work: Callable[[Manifest], bool] = lambda _body: True
+    """Tells whether a tier belongs to this operator."""
+
+    def read(self, cluster: Cluster, body: Manifest) -> Snapshot:
+        """Read everything but the nodes."""
+        return _with_lease(cluster, gather(cluster, body, now=self.clock(), poller=self.poller))
+
+
+def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int = 1) -> ReconcileResult:
     """Bring one tier closer to its spec and report how far it is.
 
     Args:
         cluster: the cluster to read and write.
         tier: the tier.
-        connector_image: image that brings the connector into the engine pods.
-        janitor_image: image of the janitor, where the tier names none.
-        clock: for the times in the status.
-        inventory: the nodes; None where the operator may not read them.
-        poller: asks pods for their reports; None asks no pod.
-        monitor: asks the engines; None asks no engine.
+        inputs: everything else that it decides by.
         attempt: 1, and one more for each failure in a row before this reconcile.
-        listen_host: address that the servers in the pods listen on.
-        may_work: tells whether the tier belongs to this operator.
 
     Returns:
         Everything that was done. A failure of the cluster is part of it: raising would lose what was done before.
@@ -110,18 +116,10 @@ def reconcile(  # noqa: PLR0913  each by its name
         return ReconcileResult(exists=True, failure=error)
     # Children of a deleted tier go with it; a child that is made anew would hold up its namespace.
     exists = body is not None and "deletionTimestamp" not in body["metadata"]
-    if body is None or not exists or not may_work(body):
-        if monitor is not None:
-            monitor.forget(tier)
+    if body is None or not exists or not inputs.may_work(body):
+        if inputs.monitor is not None:
+            inputs.monitor.forget(tier)
         return ReconcileResult(exists=exists, is_left=exists)
-    inputs = _Inputs(
-        connector_image=connector_image,
-        janitor_image=janitor_image,
-        listen_host=listen_host,
-        inventory=inventory,
-        poller=poller,
-        clock=clock,
-    )
     done = _act(cluster, body, inputs)
     result = ReconcileResult(
         exists=True,
@@ -132,13 +130,13 @@ def reconcile(  # noqa: PLR0913  each by its name
         poll_after=done.changes.poll_after,
         waits_for_nodes=_waits_for_nodes(done.progress),
     )
-    _report_deletions(cluster, body, result.deleted, clock)
+    _report_deletions(cluster, body, result.deleted, inputs.clock)
     reported = done.progress.failure
     is_reported = reported is None or not _passes_soon(reported) or attempt >= PATIENCE
     if done.failure is not None and not is_reported:
         return result
     try:
-        _report(cluster, body, _observed(done.progress, body, monitor), clock)
+        _report(cluster, body, _observed(done.progress, body, inputs.monitor), inputs.clock)
     except ClusterError as error:
         return replace(result, failure=done.failure or error)
     return result
@@ -152,23 +150,7 @@ class _Done:
     """The failure after which the reconcile is tried again; `progress` has the one that is reported."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Inputs:
-    """Everything that a reconcile decides by besides the cluster."""
-
-    connector_image: str
-    janitor_image: str
-    listen_host: str
-    inventory: Inventory | None
-    poller: Poller[TierName] | None
-    clock: Clock
-
-    def read(self, cluster: Cluster, body: Manifest) -> Snapshot:
-        """Read everything but the nodes."""
-        return _with_lease(cluster, gather(cluster, body, now=self.clock(), poller=self.poller))
-
-
-def _act(cluster: Cluster, body: Manifest, inputs: _Inputs) -> _Done:
+def _act(cluster: Cluster, body: Manifest, inputs: Inputs) -> _Done:
     """Do everything but report."""
     tier, changes = names.tier_ref(body), Changes()
     progress = Progress(tier=tier, generation=body["metadata"].get("generation", 0))
@@ -212,7 +194,7 @@ class _Carried:
 
 
 def _carry_out(  # noqa: PLR0913, PLR0917  each by its name
-    cluster: Cluster, body: Manifest, carried: _Carried, progress: Progress, inputs: _Inputs, changes: Changes
+    cluster: Cluster, body: Manifest, carried: _Carried, progress: Progress, inputs: Inputs, changes: Changes
 ) -> _Done:
     """Plan and apply a spec, or the part of it that replaces no pod where the API server rejects its pods."""
     assert progress.stage is not None
@@ -253,7 +235,7 @@ def _carry_out(  # noqa: PLR0913, PLR0917  each by its name
     return _concluded(_reached(progress, applied), changes)
 
 
-def _planned(carried: _Carried, snapshot: Snapshot, generation: int, inputs: _Inputs) -> PlannedStage:
+def _planned(carried: _Carried, snapshot: Snapshot, generation: int, inputs: Inputs) -> PlannedStage:
     plan = make_plan(
         carried.spec,
         snapshot,
@@ -272,14 +254,14 @@ def _reached(progress: Progress, stage: ReadStage) -> Progress:
     return replace(progress, spec=stage.spec, stage=stage)
 
 
-def _applicable(body: Manifest, snapshot: Snapshot, asked: Asked, inputs: _Inputs) -> TierSpec | None:
+def _applicable(body: Manifest, snapshot: Snapshot, asked: Asked, inputs: Inputs) -> TierSpec | None:
     """Return the part of a refused spec that replaces no engine; None where no engine runs."""
     spec = applicable_spec(body.get("spec"), snapshot, connector_image=inputs.connector_image, restart=asked.restart)
     return None if spec is None else _paused_as_asked(spec, asked)
 
 
 def _decide_applicable(
-    body: Manifest, snapshot: Snapshot, asked: Asked, inputs: _Inputs
+    body: Manifest, snapshot: Snapshot, asked: Asked, inputs: Inputs
 ) -> tuple[TierSpec, Decisions] | None:
     """Return the same with the decisions for it; None where it cannot be carried out either."""
     spec = _applicable(body, snapshot, asked, inputs)

@@ -19,7 +19,7 @@ from kvtier_operator.gather import gather
 from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import diff
 from kvtier_operator.plan.report import describe_diff
-from kvtier_operator.reconcile import reconcile
+from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import Snapshot
 
 TIER = names.tier_ref(tier())
@@ -97,7 +97,9 @@ def test_an_edit_that_costs_nothing_warns_of_nothing() -> None:
 def upgraded() -> Snapshot:
     """Return what stands of a tier whose engines an earlier operator made, which had another generation of blocks."""
     cluster = FakeCluster(tier())
-    reconcile(cluster, names.TierName(namespace="serving", name="llama"), connector_image="c:0", clock=lambda: NOON)
+    reconcile(
+        cluster, names.TierName(namespace="serving", name="llama"), Inputs(connector_image="c:0", clock=lambda: NOON)
+    )
     live = cluster.look(DEPLOYMENT)
     note = json.loads(live["metadata"]["annotations"][names.ANNOTATION_RENDERED])
     note["config"] = json.dumps({**json.loads(note["config"]), "digest": "feed"})

@@ -24,7 +24,7 @@ from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import ObjectKey, TierName
-from kvtier_operator.reconcile import reconcile
+from kvtier_operator.reconcile import Inputs, reconcile
 
 CRD = tier_definition()
 SPEC = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
@@ -96,7 +96,7 @@ def passes_until_quiet(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     where = TierName(namespace=SERVING, name="llama")
     for number in range(1, MOST_PASSES + 1):
         before = len(cluster.writes())
-        reconcile(cluster, where, connector_image="c:1", clock=lambda: NOW)
+        reconcile(cluster, where, Inputs(connector_image="c:1", clock=lambda: NOW))
         changed = [call for call in cluster.writes()[before:] if call[0] != "apply"]
         if not changed:
             found = cluster.look(KEY)

@@ -17,7 +17,7 @@ from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
 from kvtier_operator.names import TierName
 from kvtier_operator.observe.http_client import Address
 from kvtier_operator.observe.poller import Poller
-from kvtier_operator.reconcile import reconcile
+from kvtier_operator.reconcile import Inputs, reconcile
 
 USAGE = Usage(
     tier="serving/llama",
@@ -66,10 +66,8 @@ class Rig:
         )
 
     def run(self) -> None:
-        outcome = reconcile(
-            self.cluster, TIER, connector_image="connector:test", clock=lambda: NOON, poller=self.probes
-        )
-        assert outcome.failure is None
+        inputs = Inputs(connector_image="connector:test", clock=lambda: NOON, poller=self.probes)
+        assert reconcile(self.cluster, TIER, inputs).failure is None
 
     def answers(self, count: int) -> None:
         until(lambda: len(self.woken) == count)
@@ -136,7 +134,7 @@ def test_the_lease_that_a_janitor_waits_for_is_made_anew_where_it_is_gone(rig: R
 
 def test_without_probes_nobody_is_asked() -> None:
     cluster = FakeCluster(tier())
-    assert reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON).failure is None
+    assert reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON)).failure is None
 
 
 def test_pods_that_only_carry_the_labels_are_neither_counted_nor_asked(rig: Rig) -> None:

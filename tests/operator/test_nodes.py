@@ -31,7 +31,7 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
-from kvtier_operator.reconcile import ReconcileResult, reconcile
+from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 from kvtier_operator.snapshot import Engines, Snapshot
 
 REF = names.tier_ref(tier())
@@ -321,7 +321,7 @@ def test_large_files_are_remarked_upon() -> None:
 
 def run(cluster: FakeCluster, inventory: Inventory | None) -> ReconcileResult:
     cluster.calls.clear()
-    return reconcile(cluster, TIER, connector_image="c:1", clock=lambda: NOON, inventory=inventory)
+    return reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: NOON, inventory=inventory))
 
 
 def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:

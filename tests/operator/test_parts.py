@@ -17,7 +17,7 @@ from kvtier_connector.contract import engine
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.reconcile import ReconcileResult, reconcile
+from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 
 BUDGET = ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name="llama-engine")
 ACCOUNT = ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine")
@@ -39,7 +39,7 @@ class Forbidding(FakeCluster):
 
 def run(cluster: FakeCluster, inventory: Inventory | None = None) -> ReconcileResult:
     cluster.calls.clear()
-    return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, inventory=inventory)
+    return reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON, inventory=inventory))
 
 
 def mode(cluster: FakeCluster) -> str:

@@ -14,13 +14,13 @@ from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
-from kvtier_operator.reconcile import ReconcileResult, reconcile
+from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 
 OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
 
 
 def run(cluster: FakeCluster, image: str) -> ReconcileResult:
-    return reconcile(cluster, TIER, connector_image=image, clock=lambda: NOON)
+    return reconcile(cluster, TIER, Inputs(connector_image=image, clock=lambda: NOON))
 
 
 def template(cluster: FakeCluster) -> dict[str, Any]:

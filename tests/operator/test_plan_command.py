@@ -23,7 +23,7 @@ from kvtier_cli.app import main
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.kube.client import connect
 from kvtier_operator.names import TierName
-from kvtier_operator.reconcile import reconcile
+from kvtier_operator.reconcile import Inputs, reconcile
 
 ROOT = Path(__file__).parents[2]
 PLANS = Path(__file__).parent / "plans"
@@ -185,7 +185,9 @@ def test_a_file_is_compared_with_what_stands_in_the_cluster(
         monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
         api.create(tier_definition())
         api.create(body)
-        reconcile(connect(), TierName(namespace="default", name="llama"), connector_image="c:1", clock=lambda: NOON)
+        reconcile(
+            connect(), TierName(namespace="default", name="llama"), Inputs(connector_image="c:1", clock=lambda: NOON)
+        )
         assert main(["plan", "--diff", write(tmp_path / "new.yaml", edited)]) == 0
         text = capsys.readouterr().out
     assert "spec.cpu.size" in text

@@ -15,7 +15,7 @@ from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, SERVICE, TIER, TIER_KEY, r
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.reconcile import PATIENCE, ReconcileResult, reconcile
+from kvtier_operator.reconcile import PATIENCE, Inputs, ReconcileResult, reconcile
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
 GOOD = {
@@ -36,7 +36,7 @@ ALWAYS = {"proof": {"preflight": "Always"}}
 
 def run(cluster: FakeCluster) -> ReconcileResult:
     cluster.calls.clear()
-    return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON)
+    return reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON))
 
 
 def started() -> FakeCluster:
@@ -254,7 +254,7 @@ def test_a_job_that_could_not_be_deleted_is_deleted_by_the_next_pass() -> None:
         cluster.edit(TIER_KEY, {"spec": {"proof": {"preflight": "Never"}}})
         cluster.calls.clear()
         cluster.fail = (number, ClusterUnavailable("500"))
-        reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, attempt=PATIENCE)
+        reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON), attempt=PATIENCE)
         cluster.fail = None
         run(cluster)
         assert JOB not in cluster.existing()

@@ -32,7 +32,7 @@ from tiers import (
 from kvtier_operator import names, settings
 from kvtier_operator.errors import ClusterConflict, ClusterForbidden, ClusterUnavailable
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.reconcile import ReconcileResult, reconcile
+from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 
 CHILDREN = {
     CLAIM,
@@ -53,7 +53,7 @@ CHILDREN = {
 
 def run(cluster: FakeCluster, attempt: int = 1) -> ReconcileResult:
     cluster.calls.clear()
-    return reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, attempt=attempt)
+    return reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON), attempt=attempt)
 
 
 def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:
@@ -407,7 +407,9 @@ def test_pods_listen_where_the_cluster_reaches_them_and_engines_that_run_stay_as
         return {name: re.findall(r"--host=([^\"]*)", text) for name, text in found.items()}
 
     cluster = FakeCluster(tier())
-    reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON, listen_host=names.EVERY_ADDRESS)
+    reconcile(
+        cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON, listen_host=names.EVERY_ADDRESS)
+    )
     # The engine, and who asks it whether it is ready.
     assert hosts(cluster) == {"llama-engine": ["::", "::"], "llama-janitor": ["::"]}
     run(cluster)

@@ -20,7 +20,7 @@ from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavai
 from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
-from kvtier_operator.reconcile import reconcile
+from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import ContainerStatus, Engines, Pod
 
 POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
@@ -163,7 +163,7 @@ def test_routing_is_judged(view: Progress, verdict: str, reason: str, words: str
 
 
 def run(cluster: FakeCluster) -> Manifest:
-    reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
+    reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
     found = cluster.look(TIER_KEY)
     assert found is not None
     told: Manifest = found["status"]
@@ -216,13 +216,13 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     why: ClusterError, reason: str, seconds: float
 ) -> None:
     cluster = without_pools(why)
-    outcome = reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
+    outcome = reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
     assert (outcome.failure, outcome.poll_after) == (None, seconds)
     routing = {each["type"]: each for each in (cluster.look(TIER_KEY) or {})["status"]["conditions"]}["RoutingReady"]
     assert (routing["status"], routing["reason"]) == ("False", reason)
     assert "is tried again soon" in routing["message"]
     cluster.why = None
-    outcome = reconcile(cluster, TIER, connector_image="c:1", clock=lambda: CLOCK)
+    outcome = reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
     assert (outcome.failure, outcome.poll_after) == (None, None)
     assert cluster.look(POOL) is not None
 

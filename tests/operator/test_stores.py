@@ -15,7 +15,7 @@ from kvtier_operator.api import parse
 from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts.connectors import stores
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.reconcile import reconcile
+from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import ContainerStatus
 
 REDIS = ObjectKey(api_version="apps/v1", kind="Deployment", name="llama-redis")
@@ -24,7 +24,7 @@ WITH_MASTER: dict[str, Any] = {"type": "Mooncake", "mooncake": {"config": {"prot
 
 
 def run(cluster: FakeCluster) -> None:
-    reconcile(cluster, TIER, connector_image="connector:test", clock=lambda: NOON)
+    reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON))
 
 
 def pod_template(cluster: FakeCluster) -> Manifest:
