@@ -79,7 +79,7 @@ class Operator:
         )
         self._wait_for_nodes: set[TierName] = set()
         # A Role in a few namespaces gives no right to look at nodes.
-        self._inventory = Inventory(
+        inventory = Inventory(
             CachedCluster(cluster, self._cache, EVERY_TIER),
             is_allowed=not settings.namespaces,
             clock=time.monotonic,
@@ -93,10 +93,8 @@ class Operator:
         )
         self._http = HttpClient()
         # Answers of pods hold up no tier that was edited.
-        self._poller: Poller[TierName] = Poller(
-            self._http, self._queue.add_routine, interval_seconds=settings.probe_seconds
-        )
-        self._monitor = Monitor(
+        poller: Poller[TierName] = Poller(self._http, self._queue.add_routine, interval_seconds=settings.probe_seconds)
+        monitor = Monitor(
             self._http,
             self._queue.add_routine,
             # Past the memory of objects: no key may stay there.
@@ -108,9 +106,9 @@ class Operator:
             janitor_image=settings.janitor_image,
             listen_host=settings.listen_host,
             clock=clock,
-            inventory=self._inventory,
-            monitor=self._monitor,
-            poller=self._poller,
+            inventory=inventory,
+            monitor=monitor,
+            poller=poller,
             may_work=self._may_work,
         )
         metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)

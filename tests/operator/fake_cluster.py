@@ -9,11 +9,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tiers import NAMESPACE, merge
+from tiers import NAMESPACE, NOON, TIER, TIER_KEY, merge
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterRejected
+from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
+from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 
 READS = frozenset({"get", "list", "events", "try"})
 
@@ -167,3 +169,29 @@ def _without(live: Manifest, before: Manifest, now: Manifest) -> Manifest:
         is_nested = all(isinstance(side.get(field), dict) for side in (live, before, now))
         result[field] = _without(value, before[field], now[field]) if is_nested else value
     return result
+
+
+def run(
+    cluster: FakeCluster,
+    *,
+    attempt: int = 1,
+    inventory: Inventory | None = None,
+    image: str = "connector:test",
+    listen_host: str = names.EVERY_IPV4_ADDRESS,
+) -> ReconcileResult:
+    """Reconcile the tier once; the calls of the cluster are then those of this time."""
+    cluster.calls.clear()
+    inputs = Inputs(connector_image=image, clock=lambda: NOON, inventory=inventory, listen_host=listen_host)
+    return reconcile(cluster, TIER, inputs, attempt=attempt)
+
+
+def status(cluster: FakeCluster) -> dict[str, Any]:
+    """Return the status of the tier."""
+    body = cluster.look(TIER_KEY)
+    assert body is not None
+    return dict(body["status"])
+
+
+def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:
+    """Return a condition of the tier."""
+    return next(each for each in status(cluster)["conditions"] if each["type"] == kind)

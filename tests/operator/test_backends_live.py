@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_cluster import FakeCluster
-from test_reconcile import condition, run
+from fake_cluster import FakeCluster, condition, run
 from tiers import CLAIM, DEPLOYMENT, JANITOR, LEASE, NAMESPACE, TIER_KEY, pod, ready_deployment, tier
 
 from kvtier_operator.names import ObjectKey

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, condition, run
 from healthy_tier import LATER, NOON, USAGE, VIEW, conditions, varied
 from live import NAMESPACE, TIERS, Client, running
-from test_reconcile import condition, run
 from tiers import tier
 from waiting import until
 

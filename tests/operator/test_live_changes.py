@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
-from test_reconcile import CHILDREN, run
+from fake_cluster import FakeCluster, run
+from test_reconcile import CHILDREN
 from tiers import (
     CONFIG,
     DEPLOYMENT,

@@ -7,10 +7,10 @@ import copy
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, run
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, made_by, tier
+from tiers import DEPLOYMENT, NAMESPACE, TIER_KEY, made_by, tier
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
@@ -31,7 +31,6 @@ from kvtier_operator.plan import (
 )
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
-from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 from kvtier_operator.snapshot import Engines, Snapshot
 
 REF = names.tier_ref(tier())
@@ -319,23 +318,18 @@ def test_large_files_are_remarked_upon() -> None:
     )
 
 
-def run(cluster: FakeCluster, inventory: Inventory | None) -> ReconcileResult:
-    cluster.calls.clear()
-    return reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: NOON, inventory=inventory))
-
-
 def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
     cluster = FakeCluster(share(), node())
     clock = iter(range(0, 100_000, 1000)).__next__
     inventory = Inventory(cluster, is_allowed=True, clock=clock)
-    run(cluster, inventory)
+    run(cluster, inventory=inventory)
     body = cluster.look(TIER_KEY)
     assert body is not None
     assert (body["status"]["sizing"]["cpuBytes"], body["status"]["sizing"]["nodeBytes"]) == (128 * GIB, 256 * GIB)
     before = cluster.look(DEPLOYMENT)
     cluster.put(pod("newcomer", "100Gi"))
     cluster.put(node("gpu-2", "96Gi"))
-    outcome = run(cluster, inventory)
+    outcome = run(cluster, inventory=inventory)
     assert outcome.written == ()
     assert ("list", "Pod") in cluster.calls  # the engines' own
     assert cluster.look(DEPLOYMENT) == before
@@ -344,7 +338,7 @@ def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
 def test_pods_of_others_are_read_only_where_a_share_is_to_be_decided() -> None:
     def listings(body: dict[str, Any]) -> int:
         cluster = FakeCluster(body, node())
-        run(cluster, Inventory(cluster, is_allowed=True, clock=lambda: 0.0))
+        run(cluster, inventory=Inventory(cluster, is_allowed=True, clock=lambda: 0.0))
         # Before and after writing, the pods of the tier are read.
         return cluster.calls.count(("list", "Pod")) - 2
 
@@ -353,7 +347,7 @@ def test_pods_of_others_are_read_only_where_a_share_is_to_be_decided() -> None:
 
 def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     cluster = FakeCluster(share(), node())
-    run(cluster, Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
+    run(cluster, inventory=Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
     found = cluster.look(TIER_KEY)
     assert found is not None

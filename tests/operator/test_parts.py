@@ -8,16 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, condition, run
 from test_nodes import GIB, node, share
-from test_reconcile import CHILDREN, JANITORS, condition
-from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER, TIER_KEY, pod, ready_deployment, tier
+from test_reconcile import CHILDREN, JANITORS
+from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER_KEY, pod, ready_deployment, tier
 
 from kvtier_connector.contract import engine
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.inventory import Inventory
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 
 BUDGET = ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name="llama-engine")
 ACCOUNT = ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine")
@@ -35,11 +34,6 @@ class Forbidding(FakeCluster):
         kind = str(what).partition("/")[0]
         if verb in self.forbidden.get(kind, ()):
             raise ClusterForbidden(f"cannot {verb} {kind}: 403 {kind} is forbidden")
-
-
-def run(cluster: FakeCluster, inventory: Inventory | None = None) -> ReconcileResult:
-    cluster.calls.clear()
-    return reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON, inventory=inventory))
 
 
 def mode(cluster: FakeCluster) -> str:
@@ -135,7 +129,7 @@ def test_an_account_of_somebody_else_keeps_no_engine_that_runs_from_its_mode() -
 def test_a_share_of_nodes_that_are_not_there_yet_makes_pods_that_wait_for_one() -> None:
     cluster, now = FakeCluster(share()), [0.0]
     inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
-    outcome = run(cluster, inventory)
+    outcome = run(cluster, inventory=inventory)
     assert DEPLOYMENT in cluster.existing()
     assert outcome.waits_for_nodes
     fits = condition(cluster, "SizingFits")
@@ -143,7 +137,7 @@ def test_a_share_of_nodes_that_are_not_there_yet_makes_pods_that_wait_for_one() 
     assert "until then an engine asks for 1 GiB, so that its pod waits" in fits["message"]
     cluster.put(node())
     now[0] = 1000.0
-    outcome = run(cluster, inventory)
+    outcome = run(cluster, inventory=inventory)
     assert (outcome.written, outcome.waits_for_nodes) == ((DEPLOYMENT,), False)
     assert cluster.look(TIER_KEY)["status"]["sizing"]["cpuBytes"] == 128 * GIB
 
@@ -151,11 +145,11 @@ def test_a_share_of_nodes_that_are_not_there_yet_makes_pods_that_wait_for_one() 
 def test_a_share_that_was_decided_stays_while_another_one_cannot_be() -> None:
     cluster, now = FakeCluster(share(), node()), [0.0]
     inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
-    run(cluster, inventory)
+    run(cluster, inventory=inventory)
     cluster.remove(ObjectKey(api_version="v1", kind="Node", name=node()["metadata"]["name"]))
     now[0] = 1000.0
     cluster.edit(TIER_KEY, {"spec": {"engine": {"podTemplate": {"nodeSelector": {"pool": "new"}}}}})
-    run(cluster, inventory)
+    run(cluster, inventory=inventory)
     assert cluster.look(TIER_KEY)["status"]["sizing"]["cpuBytes"] == 128 * GIB
     assert cluster.look(DEPLOYMENT)["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "new"}
 

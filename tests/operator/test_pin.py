@@ -7,20 +7,15 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
-from tiers import CONFIG, DEPLOYMENT, NOON, TIER, TIER_KEY, tier
+from fake_cluster import FakeCluster, run
+from tiers import CONFIG, DEPLOYMENT, TIER_KEY, tier
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
-from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
 
 OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
-
-
-def run(cluster: FakeCluster, image: str) -> ReconcileResult:
-    return reconcile(cluster, TIER, Inputs(connector_image=image, clock=lambda: NOON))
 
 
 def template(cluster: FakeCluster) -> dict[str, Any]:
@@ -51,16 +46,16 @@ def age(cluster: FakeCluster, change: Any) -> None:
 
 def test_another_version_of_the_operator_restarts_no_engine() -> None:
     cluster = FakeCluster(tier())
-    run(cluster, OLD)
+    run(cluster, image=OLD)
     before, config = template(cluster), cluster.look(CONFIG)
-    outcome = run(cluster, NEW)
+    outcome = run(cluster, image=NEW)
     assert outcome.written == ()
     assert (template(cluster), cluster.look(CONFIG)) == (before, config)
 
 
 def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_its_generation() -> None:
     cluster = FakeCluster(tier())
-    run(cluster, OLD)
+    run(cluster, image=OLD)
 
     def change(document: dict[str, Any]) -> None:
         document["template"]["spec"]["terminationGracePeriodSeconds"] = 7
@@ -70,7 +65,7 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
         document["config"] = json.dumps({**json.loads(document["config"]), "digest": "feed", "root": "/x/feed"})
 
     age(cluster, change)
-    run(cluster, NEW)
+    run(cluster, image=NEW)
     assert template(cluster)["spec"]["terminationGracePeriodSeconds"] == 7
     assert image(cluster) == OLD
     body, config = cluster.look(TIER_KEY), cluster.look(CONFIG)
@@ -92,37 +87,37 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
 )
 def test_an_edit_or_a_restart_takes_up_what_this_version_renders(change: dict[str, Any]) -> None:
     cluster = FakeCluster(tier())
-    run(cluster, OLD)
+    run(cluster, image=OLD)
     cluster.edit(TIER_KEY, change)
-    assert DEPLOYMENT in run(cluster, NEW).written
+    assert DEPLOYMENT in run(cluster, image=NEW).written
     assert image(cluster) == NEW
-    assert run(cluster, NEW).written == ()
+    assert run(cluster, image=NEW).written == ()
 
 
 def test_what_was_given_and_is_given_no_more_counts_as_an_edit() -> None:
     cluster = FakeCluster(tier(engine={"podTemplate": {"nodeSelector": {"zone": "b"}}}))
-    run(cluster, OLD)
+    run(cluster, image=OLD)
     cluster.edit(TIER_KEY, {"spec": {"engine": {"podTemplate": {"nodeSelector": {"zone": None}}}}})
-    run(cluster, NEW)
+    run(cluster, image=NEW)
     assert "nodeSelector" not in template(cluster)["spec"]
 
 
 def test_each_value_of_the_restart_annotation_rolls_the_engines_once() -> None:
     cluster = FakeCluster(tier())
-    run(cluster, OLD)
+    run(cluster, image=OLD)
     for value in ("1", "2"):
         cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_RESTART: value}}})
-        assert run(cluster, OLD).written == (DEPLOYMENT,)
+        assert run(cluster, image=OLD).written == (DEPLOYMENT,)
         assert template(cluster)["metadata"]["annotations"][names.ANNOTATION_RESTART] == value
-        assert run(cluster, OLD).written == ()
+        assert run(cluster, image=OLD).written == ()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"spec": {}, "restart": "", "config": 1, "template": {}}'])
 def test_a_note_that_nobody_can_read_is_rendered_anew(text: str) -> None:
     cluster = FakeCluster(tier())
-    run(cluster, OLD)
+    run(cluster, image=OLD)
     cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: text}}})
-    run(cluster, NEW)
+    run(cluster, image=NEW)
     assert image(cluster) == NEW
 
 
@@ -156,20 +151,20 @@ def test_an_edit_from_which_no_pod_is_made_rolls_nothing_under_another_version(p
     cluster = FakeCluster(
         tier(disk={"encryption": {"secretName": "keys", "activeKey": "one"}}, model={"config": LLAMA})
     )
-    run(cluster, OLD)
+    run(cluster, image=OLD)
     before = template(cluster)
     cluster.edit(TIER_KEY, {"spec": change})
-    run(cluster, NEW)
+    run(cluster, image=NEW)
     assert template(cluster) == before
 
 
 def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
     cluster = FakeCluster(tier(model={"config": {"x": "y" * (200 << 10)}}))
-    assert run(cluster, OLD).failure is None
+    assert run(cluster, image=OLD).failure is None
     found = cluster.look(DEPLOYMENT)
     assert found is not None
     assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
-    assert run(cluster, OLD).written == ()
+    assert run(cluster, image=OLD).written == ()
 
 
 def test_what_is_rendered_offline_carries_no_note() -> None:

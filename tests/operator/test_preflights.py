@@ -8,14 +8,14 @@ from typing import Any
 
 import kubernetes_schemas
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, condition, run, status
 from test_golden import VERSIONS
-from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, SERVICE, TIER, TIER_KEY, ready_deployment, tier
+from tiers import CLAIM, DEPLOYMENT, NAMESPACE, SERVICE, TIER_KEY, ready_deployment, tier
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.reconcile import PATIENCE, Inputs, ReconcileResult, reconcile
+from kvtier_operator.reconcile import PATIENCE
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
 GOOD = {
@@ -32,11 +32,6 @@ GOOD = {
     "advice": "mount with nconnect=8: one connection carries less than the network does",
 }
 ALWAYS = {"proof": {"preflight": "Always"}}
-
-
-def run(cluster: FakeCluster) -> ReconcileResult:
-    cluster.calls.clear()
-    return reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON))
 
 
 def started() -> FakeCluster:
@@ -66,16 +61,6 @@ def ends(cluster: FakeCluster, code: int, message: str, name: str = "llama-prefl
             "status": {"containerStatuses": [{"name": "preflight", "state": {"terminated": terminated}}]},
         }
     )
-
-
-def status(cluster: FakeCluster) -> dict[str, Any]:
-    body = cluster.look(TIER_KEY)
-    assert body is not None
-    return dict(body["status"])
-
-
-def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:
-    return next(each for each in status(cluster)["conditions"] if each["type"] == kind)
 
 
 def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() -> None:
@@ -252,9 +237,8 @@ def test_a_job_that_could_not_be_deleted_is_deleted_by_the_next_pass() -> None:
     for number in range(1, 40):
         cluster = started()
         cluster.edit(TIER_KEY, {"spec": {"proof": {"preflight": "Never"}}})
-        cluster.calls.clear()
         cluster.fail = (number, ClusterUnavailable("500"))
-        reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON), attempt=PATIENCE)
+        run(cluster, attempt=PATIENCE)
         cluster.fail = None
         run(cluster)
         assert JOB not in cluster.existing()

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, condition, run
 from tiers import (
     CLAIM,
     CONFIG,
@@ -21,7 +21,6 @@ from tiers import (
     NAMESPACE,
     NOON,
     SERVICE,
-    TIER,
     TIER_KEY,
     merge,
     pod,
@@ -32,7 +31,7 @@ from tiers import (
 from kvtier_operator import names, settings
 from kvtier_operator.errors import ClusterConflict, ClusterForbidden, ClusterUnavailable
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
+from kvtier_operator.reconcile import ReconcileResult
 
 CHILDREN = {
     CLAIM,
@@ -49,17 +48,6 @@ CHILDREN = {
     ObjectKey(api_version=names.RBAC, kind="Role", name="llama-janitor"),
     ObjectKey(api_version=names.RBAC, kind="RoleBinding", name="llama-janitor"),
 }
-
-
-def run(cluster: FakeCluster, attempt: int = 1) -> ReconcileResult:
-    cluster.calls.clear()
-    return reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON), attempt=attempt)
-
-
-def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:
-    body = cluster.look(TIER_KEY)
-    assert body is not None
-    return next(each for each in body["status"]["conditions"] if each["type"] == kind)
 
 
 def test_a_new_tier_gets_all_its_children_and_a_status() -> None:
@@ -407,9 +395,7 @@ def test_pods_listen_where_the_cluster_reaches_them_and_engines_that_run_stay_as
         return {name: re.findall(r"--host=([^\"]*)", text) for name, text in found.items()}
 
     cluster = FakeCluster(tier())
-    reconcile(
-        cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON, listen_host=names.EVERY_ADDRESS)
-    )
+    run(cluster, listen_host=names.EVERY_ADDRESS)
     # The engine, and who asks it whether it is ready.
     assert hosts(cluster) == {"llama-engine": ["::", "::"], "llama-janitor": ["::"]}
     run(cluster)

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
-from test_reconcile import CHILDREN, JANITORS, condition, run
+from fake_cluster import FakeCluster, condition, run
+from test_reconcile import CHILDREN, JANITORS
 from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, RUNNING, TIER_KEY, pod, tier, waiting
 
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected

@@ -7,24 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, run
 from healthy_tier import READY_POD, UNREADY_POD, changed, conditions, varied
-from tiers import NAMESPACE, NOON, TIER, TIER_KEY, tier
+from tiers import NAMESPACE, TIER_KEY, tier
 
 from kvtier_operator.api import parse
 from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts.connectors import stores
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import ContainerStatus
 
 REDIS = ObjectKey(api_version="apps/v1", kind="Deployment", name="llama-redis")
 WITH_REDIS: dict[str, Any] = {"type": "LMCache", "lmcache": {"redis": {"trial": {"memory": "1Gi"}}}}
 WITH_MASTER: dict[str, Any] = {"type": "Mooncake", "mooncake": {"config": {"protocol": "tcp"}, "master": {}}}
-
-
-def run(cluster: FakeCluster) -> None:
-    reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON))
 
 
 def pod_template(cluster: FakeCluster) -> Manifest:

@@ -35,14 +35,22 @@ def queue(
         assert found.close(timeout=60)
 
 
+class Seen(Counter[str]):
+    """Work that counts its keys, and says of each when it is to run again."""
+
+    def __init__(self, again: Callable[[str], Requeue] = lambda _key: Requeue()) -> None:
+        super().__init__()
+        self.attempts: list[int] = []
+        self._again = again
+
+    def __call__(self, key: str, attempt: int) -> Requeue:
+        self.attempts.append(attempt)
+        self[key] += 1
+        return self._again(key)
+
+
 def test_every_key_is_worked_on() -> None:
-    seen: Counter[str] = Counter()
-
-    def work(key: str, attempt: int) -> Requeue:
-        seen[key] += 1
-        return Requeue()
-
-    with queue(work) as found:
+    with queue(seen := Seen()) as found:
         for number in range(50):
             found.add(str(number))
         until(lambda: len(seen) == 50)
@@ -50,13 +58,7 @@ def test_every_key_is_worked_on() -> None:
 
 
 def test_a_burst_of_events_makes_one_pass() -> None:
-    seen: Counter[str] = Counter()
-
-    def work(key: str, attempt: int) -> Requeue:
-        seen[key] += 1
-        return Requeue()
-
-    with queue(work, debounce_seconds=0.2) as found:
+    with queue(seen := Seen(), debounce_seconds=0.2) as found:
         for _ in range(100):
             found.add("a")
         until(lambda: seen["a"])
@@ -92,56 +94,38 @@ def test_a_key_never_runs_twice_at_a_time_and_what_is_added_meanwhile_is_not_los
 
 
 def test_a_failure_is_tried_again_and_counted_until_it_succeeds() -> None:
-    attempts: list[int] = []
-
-    def work(key: str, attempt: int) -> Requeue:
-        attempts.append(attempt)
-        return Requeue(retry_after=0.01) if len(attempts) < 4 else Requeue()
-
-    with queue(work) as found:
+    seen = Seen(lambda _key: Requeue(retry_after=0.01) if len(seen.attempts) < 4 else Requeue())
+    with queue(seen) as found:
         found.add("a")
-        until(lambda: len(attempts) == 4)
+        until(lambda: len(seen.attempts) == 4)
         found.add("a")
-        until(lambda: len(attempts) == 5)
-    assert attempts == [1, 2, 3, 4, 1]
+        until(lambda: len(seen.attempts) == 5)
+    assert seen.attempts == [1, 2, 3, 4, 1]
 
 
 def test_what_is_to_be_looked_at_soon_is_not_put_off_by_what_is_tried_less_and_less_often() -> None:
-    attempts: list[int] = []
-
-    def work(key: str, attempt: int) -> Requeue:
-        attempts.append(attempt)
-        return Requeue(retry_after=NEVER, requeue_after=0.01)
-
-    with queue(work) as found:
+    with queue(seen := Seen(lambda _key: Requeue(retry_after=NEVER, requeue_after=0.01))) as found:
         found.add("a")
-        until(lambda: attempts[:3] == [1, 2, 3])
+        until(lambda: seen.attempts[:3] == [1, 2, 3])
 
 
 def test_a_failure_is_the_first_one_however_often_something_else_was_looked_at_before() -> None:
-    attempts: list[int] = []
-
-    def work(key: str, attempt: int) -> Requeue:
-        attempts.append(attempt)
+    def again(_key: str) -> Requeue:
         # Only the resync lets it run again so soon: the tenth look in a row is put off for minutes.
-        return Requeue(retry_after=0.001) if 10 < len(attempts) <= 13 else Requeue(poll_after=1.0)
+        return Requeue(retry_after=0.001) if 10 < len(seen.attempts) <= 13 else Requeue(poll_after=1.0)
 
-    with queue(work, resync_seconds=0.001) as found:
+    with queue(seen := Seen(again), resync_seconds=0.001) as found:
         found.add("a")
-        until(lambda: len(attempts) >= 16)
-    assert attempts[:16] == [*[1] * 11, 2, 3, 4, 1, 1]
+        until(lambda: len(seen.attempts) >= 16)
+    assert seen.attempts[:16] == [*[1] * 11, 2, 3, 4, 1, 1]
 
 
 def test_what_nothing_waits_for_is_looked_at_less_and_less_often_until_it_has_passed() -> None:
-    seen: Counter[str] = Counter()
+    def again(key: str) -> Requeue:
+        is_polled = key == "lasts" or (key == "passes" and seen[key] % 2)
+        return Requeue(poll_after=0.001) if is_polled else Requeue(requeue_after=0.001)
 
-    def work(key: str, attempt: int) -> Requeue:
-        seen[key] += 1
-        if key == "steady":
-            return Requeue(requeue_after=0.001)
-        return Requeue(poll_after=0.001) if key == "lasts" or seen[key] % 2 else Requeue(requeue_after=0.001)
-
-    with queue(work) as found:
+    with queue(seen := Seen(again)) as found:
         for key in ("steady", "lasts", "passes"):
             found.add(key)
         until(lambda: seen["steady"] > 300 and seen["passes"] > 100)
@@ -150,28 +134,19 @@ def test_what_nothing_waits_for_is_looked_at_less_and_less_often_until_it_has_pa
 
 
 def test_an_unexpected_error_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    attempts: list[int] = []
-
-    def work(key: str, attempt: int) -> Requeue:
-        attempts.append(attempt)
-        if attempt == 1:
+    def again(_key: str) -> Requeue:
+        if len(seen.attempts) == 1:
             raise ZeroDivisionError
         return Requeue()
 
-    with caplog.at_level(logging.ERROR), queue(work) as found:
+    with caplog.at_level(logging.ERROR), queue(seen := Seen(again)) as found:
         found.add("a")
-        until(lambda: attempts == [1, 2])
+        until(lambda: seen.attempts == [1, 2])
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_key_comes_back_by_itself_until_it_is_gone() -> None:
-    seen: Counter[str] = Counter()
-
-    def work(key: str, attempt: int) -> Requeue:
-        seen[key] += 1
-        return Requeue(is_gone=key == "gone")
-
-    with queue(work, resync_seconds=0.01) as found:
+    with queue(seen := Seen(lambda key: Requeue(is_gone=key == "gone")), resync_seconds=0.01) as found:
         found.add("gone")
         found.add("here")
         until(lambda: seen["here"] > 5)
@@ -218,87 +193,63 @@ def test_a_queue_that_does_not_move_shows_it() -> None:
 
 
 def test_being_added_again_and_again_does_not_make_a_failing_key_wait_longer() -> None:
-    attempts: list[int] = []
-
-    def work(_key: str, attempt: int) -> Requeue:
-        attempts.append(attempt)
-        return Requeue(retry_after=NEVER)
-
-    with queue(work) as found:
+    with queue(seen := Seen(lambda _key: Requeue(retry_after=NEVER))) as found:
         for number in range(1, 6):
             found.add("a")
-            until(lambda number=number: len(attempts) == number)  # type: ignore[misc]  # mypy sees no default
-    assert attempts == [1, 2, 2, 2, 2]
+            until(lambda number=number: len(seen.attempts) == number)  # type: ignore[misc]  # mypy sees no default
+    assert seen.attempts == [1, 2, 2, 2, 2]
+
+
+def order_of(add: Callable[[WorkQueue[int]], None], count: int) -> list[int]:
+    """Return in which order one worker, busy at first, takes the keys that were added meanwhile."""
+    order: list[int] = []
+    is_full, may_go = threading.Event(), threading.Event()
+
+    def work(key: int, _attempt: int) -> Requeue:
+        if key < 0:
+            is_full.set()
+            may_go.wait(60)
+        order.append(key)
+        return Requeue(is_gone=True)
+
+    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
+    queue.start()
+    queue.add(-1)
+    assert is_full.wait(60)
+    add(queue)
+    may_go.set()
+    until(lambda: len(order) >= count + 1 and queue.depth() == 0)
+    assert queue.close(timeout=60)
+    return order[1:]
 
 
 def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() -> None:
-    order: list[int] = []
-    is_full, may_go = threading.Event(), threading.Event()
+    def add(queue: WorkQueue[int]) -> None:
+        for key in range(20):
+            queue.add_routine(key)
+        for key in (100, 5, 101):
+            queue.add(key)
 
-    def work(key: int, _attempt: int) -> Requeue:
-        if key < 0:
-            is_full.set()
-            may_go.wait(60)
-        order.append(key)
-        return Requeue(is_gone=True)
-
-    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
-    queue.start()
-    queue.add(-1)
-    assert is_full.wait(60)
-    for key in range(20):
-        queue.add_routine(key)
-    for key in (100, 5, 101):
-        queue.add(key)
-    may_go.set()
-    until(lambda: len(order) == 23)
-    assert queue.close(timeout=60)
-    pressing = [order.index(key) for key in (100, 5, 101)]
-    assert max(pressing) <= 4
-    assert sorted(order) == [-1, *range(20), 100, 101]
+    order = order_of(add, 22)
+    assert max(order.index(key) for key in (100, 5, 101)) <= 3
+    assert sorted(order) == [*range(20), 100, 101]
 
 
 def test_an_edit_of_a_tier_that_serves_goes_before_a_thousand_creations() -> None:
-    order: list[int] = []
-    is_full, may_go = threading.Event(), threading.Event()
+    def add(queue: WorkQueue[int]) -> None:
+        for key in range(1000):
+            queue.add(key)
+        for key in (2000, 500, 2001):
+            queue.add(key, priority=Priority.EDIT_OF_SERVING)
 
-    def work(key: int, _attempt: int) -> Requeue:
-        if key < 0:
-            is_full.set()
-            may_go.wait(60)
-        order.append(key)
-        return Requeue(is_gone=True)
-
-    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
-    queue.start()
-    queue.add(-1)
-    assert is_full.wait(60)
-    for key in range(1000):
-        queue.add(key)
-    for key in (2000, 500, 2001):
-        queue.add(key, priority=Priority.EDIT_OF_SERVING)
-    may_go.set()
-    until(lambda: len(order) == 1003)
-    assert queue.close(timeout=60)
-    assert order[:4] == [-1, 2000, 500, 2001]
+    assert order_of(add, 1002)[:3] == [2000, 500, 2001]
 
 
 def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:
-    order: list[int] = []
-    may_go = threading.Event()
+    def add(queue: WorkQueue[int]) -> None:
+        for key in (1, 2, 1):
+            queue.add_routine(key)
+            queue.add(key)
+            queue.add_routine(key)
 
-    def work(key: int, _attempt: int) -> Requeue:
-        may_go.wait(60)
-        order.append(key)
-        return Requeue(is_gone=True)
-
-    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60, debounce_seconds=0.05)
-    for key in (1, 2, 1):
-        queue.add_routine(key)
-        queue.add(key)
-        queue.add_routine(key)
-    queue.start()
-    may_go.set()
-    until(lambda: len(order) >= 2 and queue.depth() == 0)
-    assert queue.close(timeout=60)
-    assert order == [1, 2]
+    assert order_of(add, 2) == [1, 2]
