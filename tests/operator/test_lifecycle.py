@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiers import tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_operator.metrics import OperatorMetrics
 
 POLICY = "/apis/policy/v1"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
@@ -39,15 +41,28 @@ def body(**spec: Any) -> dict[str, Any]:
     return manifest
 
 
+@contextmanager
+def ready(kubectl: Client, **settings: Any) -> Iterator[OperatorMetrics]:
+    """Run an operator whose tier is ready."""
+    with running(**settings) as metrics:
+        kubectl.apply_tier(body())
+        until(kubectl.is_ready)
+        yield metrics
+
+
+def wanted_engines(kubectl: Client) -> int:
+    """Return the engines that the Deployment asks for."""
+    found: int = (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"]
+    return found
+
+
 def all_gone(kubectl: Client) -> Callable[[], bool]:
     return lambda: all(kubectl.get(*child) is None for child in CHILDREN)
 
 
 @pytest.mark.usefixtures("controllers")
 def test_a_tier_becomes_ready_scales_and_goes(kubectl: Client) -> None:
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
         assert all(kubectl.get(*child) is not None for child in (*CHILDREN, CLAIM))
         found = kubectl.get(TIERS, "kvcachetiers", "llama")
         assert found is not None
@@ -80,9 +95,7 @@ def seed(pod: dict[str, Any]) -> str:
 
 @pytest.mark.usefixtures("controllers")
 def test_an_idle_operator_leaves_everything_untouched_and_unmarked(api: ApiServerThread, kubectl: Client) -> None:
-    with running(resync_seconds=0.2) as metrics:
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl, resync_seconds=0.2) as metrics:
 
         def state() -> tuple[list[str], int]:
             versions = [(kubectl.get(*child) or {})["metadata"]["resourceVersion"] for child in (*CHILDREN, CLAIM)]
@@ -109,9 +122,8 @@ def ok_passes(metrics: Any) -> float:
 
 @pytest.mark.usefixtures("controllers")
 def test_a_tier_deleted_while_the_operator_is_down_goes_at_once_and_keeps_its_claim(kubectl: Client) -> None:
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
+        pass
     kubectl.delete(TIERS, "kvcachetiers", "llama")
     assert kubectl.get(TIERS, "kvcachetiers", "llama") is None
     until(all_gone(kubectl))
@@ -130,9 +142,8 @@ def test_a_claim_under_deletion_policy_delete_goes_along(kubectl: Client) -> Non
 
 @pytest.mark.usefixtures("controllers")
 def test_what_changed_while_the_operator_was_down_is_made_good_when_it_is_back(kubectl: Client) -> None:
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
+        pass
     kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 1}})
     kubectl.delete(CORE, "configmaps", "llama-connector")
     with running():
@@ -142,27 +153,23 @@ def test_what_changed_while_the_operator_was_down_is_made_good_when_it_is_back(k
 
 @pytest.mark.usefixtures("controllers")
 def test_drift_is_taken_back_as_soon_as_it_happens(kubectl: Client) -> None:
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
         kubectl.merge(CORE, "services", "llama-engine", {"spec": {"sessionAffinity": "ClientIP"}})
         until(lambda: (kubectl.get(CORE, "services", "llama-engine") or {})["spec"]["sessionAffinity"] == "None")
         kubectl.merge(APPS, "deployments", "llama-engine", {"spec": {"replicas": 9}})
-        until(lambda: (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 2)
+        until(lambda: wanted_engines(kubectl) == 2)
         kubectl.delete(POLICY, "poddisruptionbudgets", "llama-engine")
         until(lambda: kubectl.get(POLICY, "poddisruptionbudgets", "llama-engine"))
 
 
 @pytest.mark.usefixtures("controllers")
 def test_paused_stops_every_change_until_it_is_lifted(kubectl: Client) -> None:
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"paused": True, "replicas": 1}})
         until(lambda: kubectl.condition("Paused").get("status") == "True")
-        assert (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 2
+        assert wanted_engines(kubectl) == 2
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"paused": False}})
-        until(lambda: (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 1)
+        until(lambda: wanted_engines(kubectl) == 1)
         until(lambda: [e for e in kubectl.items(CORE, "events") if e["reason"] == "Active"])
 
 
@@ -195,9 +202,8 @@ def test_faults_of_the_api_server_are_outlived(api: ApiServerThread, kubectl: Cl
         return ApiError(code, reason, "injected")
 
     api.server.faults.append(fault)
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
+        pass
     assert len(refused) == 2
 
 
@@ -215,9 +221,7 @@ def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
         ended.append(request.path)
         return ApiError(409, "Conflict", "injected")
 
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
         api.server.faults.append(end_kopf)
         api.compact()
         api.drop_watches()
@@ -331,9 +335,7 @@ def test_the_restart_annotation_replaces_every_engine_once(kubectl: Client) -> N
     def running_engines() -> set[str]:
         return {pod["metadata"]["uid"] for pod in engines(kubectl)}
 
-    with running():
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl):
         before = running_engines()
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"metadata": {"annotations": {"kvtier.dev/restart": "once"}}})
         until(lambda: len(running_engines() - before) == 2)
@@ -346,13 +348,11 @@ def test_the_restart_annotation_replaces_every_engine_once(kubectl: Client) -> N
 
 @pytest.mark.usefixtures("controllers")
 def test_a_claim_grown_by_hand_neither_holds_up_the_tier_nor_one_made_anew(kubectl: Client) -> None:
-    with running(resync_seconds=3600):
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl, resync_seconds=3600):
         kubectl.merge(*CLAIM, {"spec": {"resources": {"requests": {"storage": "4Ti"}}}})
         until(lambda: kubectl.condition("Ready").get("reason") == "ClaimCannotShrink")
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3, "disk": {"mode": "Bypass"}}})
-        until(lambda: (kubectl.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 3)
+        until(lambda: wanted_engines(kubectl) == 3)
         config = kubectl.get(CORE, "configmaps", "llama-connector") or {}
         assert '"mode":"Bypass"' in config["data"]["live.json"].replace(" ", "")
         kubectl.delete(TIERS, "kvcachetiers", "llama")

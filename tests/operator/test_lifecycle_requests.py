@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from live import Client, agents, running
-from test_lifecycle import CHILDREN, CLAIM, body, is_unchanged, ok_passes
+from test_lifecycle import CHILDREN, CLAIM, body, is_unchanged, ok_passes, ready
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -23,9 +23,7 @@ def test_every_kind_is_listed_once_in_pages_and_then_only_watched(api: ApiServer
             listed.append((plural, query["limit"]))
 
     api.server.faults.append(note)
-    with running(resync_seconds=0.5) as metrics:
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl, resync_seconds=0.5) as metrics:
         passes = ok_passes(metrics)
         until(lambda: ok_passes(metrics) > passes + 3)
     plurals = {plural for _, plural, _ in (*CHILDREN, CLAIM)} | {"pods", "jobs"}
@@ -42,9 +40,7 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
         found = agents(api, *reads, "create", "patch", "update", "delete")
         return len([call for call in found if "/kvcachetiers?" not in call])
 
-    with running(resync_seconds=0.2) as metrics:
-        kubectl.apply_tier(body())
-        until(kubectl.is_ready)
+    with ready(kubectl, resync_seconds=0.2) as metrics:
         until(lambda: is_unchanged(metrics, lambda: sent("get", "list"), passes=10))
     writes = sent()
     # Neither has an operator anything to write that finds everything as it is to be.
