@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP servers of the operator: over IPv4 and IPv6, in JSON, without a log; and the answers to the kubelet's probes.
+"""HTTP servers of the operator, over IPv4 and IPv6; and the answers to the kubelet's probes.
 
 ``/healthz`` is 200 while this process does its work, and ``/readyz`` once it can. Both have a thread of their own. They
 answer when the operator is stuck, and while it waits for the Lease. kopf's probes live in its event loop, which is not
@@ -69,25 +69,6 @@ class HttpServer(ThreadingHTTPServer):
 SLOWEST_CLIENT_SECONDS: Final = 10.0
 
 
-class JsonHandler(BaseHTTPRequestHandler):
-    """One connection; who derives from it says what is answered."""
-
-    protocol_version = "HTTP/1.1"
-    timeout = SLOWEST_CLIENT_SECONDS
-
-    def answer(self, status: int, document: object) -> None:
-        """Send the whole answer."""
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing: probes come all the time, and the API server has an audit log."""
-
-
 Check = Callable[[], str | None]
 """Returns what is wrong, in words for who reads the pod's events, or None."""
 
@@ -134,14 +115,27 @@ class Health:
         return HttpServer(host, port, Handler).serve_on_thread("health")
 
 
-class _Handler(JsonHandler):
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = SLOWEST_CLIENT_SECONDS
     health: ClassVar[Health]
 
     def do_GET(self) -> None:
         """Answer a probe."""
         path = self.path.partition("?")[0]
-        if path not in {"/healthz", "/readyz"}:
-            self.answer(404, {"error": "there are /healthz and /readyz"})
-            return
-        problems = self.health.problems(path)
-        self.answer(503 if problems else 200, {"ok": not problems, "problems": problems})
+        if path in {"/healthz", "/readyz"}:
+            problems = self.health.problems(path)
+            self._answer(503 if problems else 200, {"ok": not problems, "problems": problems})
+        else:
+            self._answer(404, {"error": "there are /healthz and /readyz"})
+
+    def _answer(self, status: int, document: object) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing: probes come all the time, and the API server has an audit log."""

@@ -92,19 +92,11 @@ class HttpEngine:
         return _cached(await self._json("POST", "/v1/completions", body, ANSWER_SECONDS))
 
     async def see(self, model: str, words: str, picture: bytes) -> int | None:
-        """Answer a picture, as PNG, and the words after it; return what `complete` returns.
-
-        Not more than half of the tokens are none: the beginning of each chat is the model's template, which the engine
-        may have in its own cache.
-        """
+        """Answer a picture and the words after it; see `EngineApi`."""
         url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": 1,
-            "temperature": 0,
-        }
+        messages = [{"role": "user", "content": content}]
+        body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
         answer = await self._json("POST", "/v1/chat/completions", body, ANSWER_SECONDS)
         cached, asked = _cached(answer), _usage(answer).get("prompt_tokens")
         if cached is None or not isinstance(asked, int):
