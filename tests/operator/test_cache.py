@@ -83,8 +83,12 @@ def test_what_says_nothing_new_wakes_nobody(store: ObjectStore, told: Told) -> N
 def test_an_object_made_anew_under_its_name_is_not_lost_with_the_one_before(store: ObjectStore) -> None:
     store.on_update(config(1, uid="before"))
     store.enter(config(5, uid="after", a="b"))
+    store.on_update(config(3, uid="before"))
+    store.forget(NAMESPACE, "c", uid="before")
     store.on_delete(config(4, uid="before"))
     assert data(store) == {"a": "b"}
+    store.forget(NAMESPACE, "c", uid="after")
+    assert data(store) is None
 
 
 def test_an_object_that_got_its_label_back_is_not_lost_with_the_event_that_told_of_the_loss(store: ObjectStore) -> None:

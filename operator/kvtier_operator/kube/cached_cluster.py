@@ -49,15 +49,16 @@ class CachedCluster:
 
     def refresh(self, key: ObjectKey, namespace: str) -> Manifest | None:
         """Return the object as it stands at this moment, and remember that."""
-        found = self._cluster.get(key, namespace)
         store = self._cache.store(key.api_version, key.kind, namespace)
         if store is None:
-            return found
+            return self._cluster.get(key, namespace)
+        known = store.uid(namespace, key.name)
+        found = self._cluster.get(key, namespace)
         is_watched = found is not None and self._is_watched(store, found)
         if found is not None and is_watched:
             store.enter(found)
         else:
-            store.forget(namespace, key.name)
+            store.forget(namespace, key.name, uid=known)
         (self._cache.foreign.discard if found is None or is_watched else self._cache.foreign.add)((key, self._tier))
         return found
 
@@ -108,7 +109,7 @@ class CachedCluster:
         """Merge changes into the status of that incarnation of a tier, in that version."""
         found = self._cluster.patch_status(tier, changes, resource_version=resource_version)
         if found is None:
-            self._cache.tiers.forget(tier.namespace, tier.name)
+            self._cache.tiers.forget(tier.namespace, tier.name, uid=tier.uid)
         else:
             self._cache.tiers.enter(found)
         return found

@@ -155,10 +155,17 @@ class ObjectStore:
         """Have every tier reconciled."""
         self._on_change("", "", set())
 
-    def forget(self, namespace: str, name: str) -> None:
-        """Forget an object that a read has shown to be gone."""
+    def uid(self, namespace: str, name: str) -> str:
+        """Return which incarnation of an object is kept; empty where none is."""
         with self._lock:
-            if (namespace, name) in self._kept:
+            kept = self._kept.get((namespace, name))
+        return "" if kept is None else kept.uid
+
+    def forget(self, namespace: str, name: str, *, uid: str) -> None:
+        """Forget an incarnation that a read has shown to be gone; another one may have come meanwhile."""
+        with self._lock:
+            kept = self._kept.get((namespace, name))
+            if kept is not None and kept.uid == uid:
                 self._take((namespace, name))
 
     def get(self, namespace: str, name: str) -> Manifest | None:
@@ -206,7 +213,8 @@ class ObjectStore:
         )
         with self._lock:
             before = self._kept.get(where)
-            if before is not None and before.uid == kept.uid and not _is_newer(kept.version, before.version):
+            # Of another incarnation, too: kopf reports the end of one and the beginning of the next in any order.
+            if before is not None and not _is_newer(kept.version, before.version):
                 return None
             if kept.uid in self._gone and not _is_newer(kept.version, self._gone[kept.uid]):
                 return None
