@@ -22,7 +22,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from kvtier_connector.cascade.attach import Attachment
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.requests import TierRequests
-from kvtier_connector.cascade.reuse import ReuseFilter
 from kvtier_connector.io_workers.tasks import Answer, Done, Ending, Lane, Refused, Task
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.header import HEADER_BYTES, Fault
@@ -42,6 +41,11 @@ _NEVER_AGAIN = _KEPT_OFF | {metrics.NEW_WEIGHTS, metrics.SHUTDOWN}
 _UNWANTED = _KEPT_OFF | {metrics.BYPASSED, metrics.INERT}
 """Causes for which the end of the engine loses no chunk."""
 
+REMEMBERED_CHUNKS = 1 << 17
+"""Chunks asked for last whose counts are kept, twice this many at most; about 30 MB."""
+_NAME_BYTES = 16
+"""Of the end of vLLM's key: the group, and enough of the hash to tell a million chunks apart."""
+
 _Counters = tuple[metrics.Metric, metrics.Metric, metrics.Metric, metrics.Metric]
 """Counters of seconds, blocks, file bytes and payload bytes."""
 _READ: _Counters = (metrics.READ_SECONDS, metrics.READ_BLOCKS, metrics.READ_BYTES, metrics.LOADED_BLOCK_BYTES)
@@ -51,6 +55,44 @@ _WRITTEN: _Counters = (
     metrics.WRITTEN_BYTES,
     metrics.STORED_BLOCK_BYTES,
 )
+
+
+class ReuseFilter:
+    """Counts the requests that ask for a chunk, so that one that only a single request has is not written.
+
+    A count is worth it where writes or room are scarce, since most chunks are never read again. But a chunk that is not
+    written for its first request cannot be read for its second. Pure memory of this engine: after a restart the
+    counts begin anew. Not thread-safe.
+    """
+
+    def __init__(self, min_reuse: int, *, remembered: int = REMEMBERED_CHUNKS) -> None:
+        """Store the settings; chunks are written for their `min_reuse`-th request, 1 writes all and counts nothing."""
+        self._min_reuse = min_reuse
+        self._remembered = remembered
+        self._recent: dict[bytes, int] = {}
+        self._older: dict[bytes, int] = {}
+
+    def is_due(self, key: OffloadKey) -> bool:
+        """Say whether enough requests have asked for the chunk, as far as that is remembered."""
+        return self._count(key[-_NAME_BYTES:]) >= self._min_reuse or self._min_reuse == 1
+
+    def note_request(self, keys: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
+        """Count a request that asks for these chunks; return those that become due with it."""
+        if self._min_reuse == 1:
+            return ()
+        due = []
+        for key in keys:
+            name = key[-_NAME_BYTES:]
+            count = 1 + self._count(name)
+            self._recent[name] = count
+            if count == self._min_reuse:
+                due.append(key)
+            if len(self._recent) >= self._remembered:
+                self._older, self._recent = self._recent, {}
+        return due
+
+    def _count(self, name: bytes) -> int:
+        return self._recent.get(name, self._older.get(name, 0))
 
 
 class Landed(NamedTuple):

@@ -37,8 +37,7 @@ from kvtier_connector.cascade.lookup import Lookups
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Rates
 from kvtier_connector.cascade.requests import TierRequest, TierRequests
-from kvtier_connector.cascade.reuse import ReuseFilter
-from kvtier_connector.cascade.transfers import POLL_SECONDS, Transfers
+from kvtier_connector.cascade.transfers import POLL_SECONDS, ReuseFilter, Transfers
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.io_workers.buffers import shape_of_rows
 from kvtier_connector.io_workers.tasks import Lane
