@@ -6,10 +6,23 @@ from __future__ import annotations
 import os
 import signal
 
-from pools import ROW_BYTES, Pools, count_waited, is_waiting, key, payload, shut, wait_until
+from pools import PATIENCE_SECONDS, ROW_BYTES, Pools, count_waited, is_waiting, key, payload, shut, wait_until
 
-from kvtier_connector.io_workers.tasks import Ending
-from kvtier_connector.store.blockstore import Hit, Stored, StoreFault
+from kvtier_connector.io_workers.buffers import OwnRows
+from kvtier_connector.io_workers.supervisor import WorkerThread
+from kvtier_connector.io_workers.task_table import NO_TICKET, MessagePipe, TaskTable, create_table
+from kvtier_connector.io_workers.tasks import (
+    REPLY,
+    TASK_BYTES,
+    Ending,
+    Lane,
+    Task,
+    TaskMessage,
+    decode_answer,
+    encode_task,
+)
+from kvtier_connector.io_workers.worker import PoolSettings, Worker, WorkerSettings
+from kvtier_connector.store.blockstore import BlockStore, Hit, Stored, StoreFault
 from kvtier_connector.store.header import HEADER_BYTES
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
@@ -52,6 +65,49 @@ def test_a_row_that_is_given_to_another_block_while_it_is_written_is_stored_unde
     assert pool.blocks.look_up(key(9)) is False
     assert pool.blocks.get(key(8), memoryview(bytearray(ROW_BYTES))) == HIT
     assert not list((pools.directory / "volume").rglob("*partial*"))
+
+
+def test_a_row_that_is_given_to_another_block_before_it_is_copied_is_not_stored(pools: Pools) -> None:
+    table_fd = create_table()
+    table = TaskTable(table_fd, threads=1)
+    table.storing = 1
+    pipes, replies = [MessagePipe(TASK_BYTES) for _ in Lane], MessagePipe(REPLY.size)
+
+    class GivenAway(OwnRows):
+        def address(self, row: int) -> int:
+            table.set_ticket(5, NO_TICKET)
+            return super().address(row)
+
+    store = BlockStore(pools.directory / "volume")
+    memory = bytearray(payload(3))
+    rows = GivenAway(memoryview(memory).cast("B", (1, ROW_BYTES)))
+    settings = WorkerSettings(
+        worker=0,
+        parent=os.getpid(),
+        table=table_fd,
+        regions=(),
+        row_bytes=ROW_BYTES,
+        pipes=tuple(pipe.reader for pipe in pipes),
+        replies=replies.writer,
+        pool=PoolSettings(root=str(pools.directory / "volume"), workers=1, deadline_seconds=60.0),
+    )
+    worker = WorkerThread(Worker(settings, table=table, rows=rows, store=store).run)
+    table.set_ticket(5, 77)
+    pipes[Lane.STORE].send([encode_task(TaskMessage(5, 77, Task(Lane.STORE, key(9), 0)))])
+    answers: list[tuple[int, ...]] = []
+    wait_until(lambda: answers.extend(REPLY.iter_unpack(replies.receive())) or answers, "the worker answers")
+    for pipe in pipes:
+        os.close(pipe.writer)
+    worker.wait(PATIENCE_SECONDS)
+    for pipe in pipes:
+        os.close(pipe.reader)
+    replies.close()
+    table.close()
+    os.close(table_fd)
+
+    ((ticket, code, _, number),) = answers
+    assert (ticket, decode_answer(code, number)) == (77, None)
+    assert store.look_up(key(9)) is False
 
 
 def test_a_load_finds_a_worker_that_is_free_while_the_volume_holds_up_all_that_store(pools: Pools) -> None:

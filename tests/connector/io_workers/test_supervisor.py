@@ -35,6 +35,17 @@ def test_a_worker_killed_in_the_middle_of_a_read_costs_that_block_and_no_other(p
     assert all(pool.row(index) == payload(index) for index in range(20) if index not in failed)
 
 
+def test_a_worker_killed_before_it_says_what_it_took_costs_no_block(pools: Pools) -> None:
+    pool = pools.make(workers=1, file_system="worker_fs:DyingWithATaskFs")
+    pool.write(*range(8))
+    gate = shut(pools)
+    pool.load(0, *range(8))
+    pool.wait_for(8)
+
+    assert not gate.exists()
+    assert [pool.outcome(task) for task in range(8)] == [HIT] * 8
+
+
 def test_workers_killed_from_outside_lose_no_queued_task(pools: Pools) -> None:
     pool = pools.make(workers=2)
     pool.write(*range(ROWS))

@@ -74,6 +74,24 @@ class DyingFs(GatedFs):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DyingWithATaskFs(DyingFs):
+    """While the gate is there, the process is killed when it has taken a task and not said so yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        worker = sys.modules["__main__"]
+        decode = worker.decode_task
+
+        def decode_or_die(data: bytes) -> object:
+            DyingFs.wait(self)
+            return decode(data)
+
+        worker.decode_task = decode_or_die
+
+    def wait(self) -> None:
+        pass
+
+
 class DyingWhileShutFs(GatedFs):
     """Every read kills the process while the gate is there."""
 
