@@ -185,7 +185,11 @@ class Splits:
         return self._is_moving(split) and waited < self.rates.prefill.seconds(split.end - split.local_tokens)
 
     def wait_for(self, keys: Sequence[OffloadKey], context: ReqContext) -> Callable[[], bool] | None:
-        """Return what says that another split has computed or loaded the first of these chunks that it has."""
+        """Return what says that another split has computed or loaded the first of these chunks that it has.
+
+        None if it has by now: vLLM takes no block with the last token of a prompt from the GPU, so that chunk is asked
+        for all the same.
+        """
         split = self._first_of.get(keys[0]) if keys else None
         if split is None or split.context is context:
             return None
@@ -195,7 +199,7 @@ class Splits:
             min(len(keys), len(split.keys) - first),
         )
         end = split.begin + (first + shared) * split.chunk_tokens
-        return lambda: split.is_over or split.computed >= end
+        return (lambda: split.is_over or split.computed >= end) if split.computed < end else None
 
     def _is_moving(self, split: Split) -> bool:
         expected = 4 * self._share_of_volume.seconds(split.missing)

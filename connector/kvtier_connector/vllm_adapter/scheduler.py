@@ -211,7 +211,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def enable_splits(self, config: VllmConfig) -> Splits | None:
         """Split hits from now on, and return what plans them; None where this engine cannot."""
         is_plain = config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
-        if not (is_plain and self._is_one_prefix):
+        # A request that joins finds its head again in the prefix cache of the GPU.
+        if not (is_plain and self._is_one_prefix and config.cache_config.enable_prefix_caching):
             return None
         self._splits = self.manager.splits = Splits(self.manager.tier.rates, self.manager.order_backwards)
         return self._splits
@@ -300,9 +301,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         is_found = num_external_tokens or self._req_status[name].num_locally_computed_tokens
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
         self._first_tokens.begin(request, source)
-        if num_external_tokens == 0:
-            return
         status = self._req_status[name]
+        if num_external_tokens == 0:
+            if self._splits is None or self._splits.get(name) is None:
+                # The chunks that were read ahead for it came to the GPU by another request.
+                self.manager.end_lease(status.req_context)
+            return
         load = self.manager.load_of(name)
         (job_id,) = status.transfer_jobs
         if name in getattr(self, "_current_batch_sync_loads", ()):

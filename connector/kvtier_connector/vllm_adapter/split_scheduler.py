@@ -47,7 +47,11 @@ class SyncSplitScheduler(Scheduler):
             self._limits, self._room = {}, splits.head_tokens
             if len(splits):
                 self._join_and_plan(splits)
-        return super().schedule(*args, **kwargs)
+        state = self.pause_state
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self._pause_state = state
 
     def _join_and_plan(self, splits: Splits) -> None:
         assert self._tier is not None
@@ -103,9 +107,13 @@ class SyncSplitScheduler(Scheduler):
         if splits is not None and (split := splits.get(request.request_id)) is not None:
             limit = self._limits.get(request.request_id)
             if limit is None and not self._has_room_for(request, num_computed_tokens):
+                # Those behind it would take the room for which it waits; vLLM 0.33 goes on with them.
+                self._pause_state = PauseState.PAUSED_NEW
                 return 0
             if limit is None:
                 # It is scheduled for the first time. With 0 tokens, vLLM would schedule no request behind it.
+                # While it waited for room, the GPU may have given away what it had of the prompt.
+                split.local_tokens = num_computed_tokens
                 limit = splits.next_tokens(split, computed=num_computed_tokens)
                 limit = max(split.chunk_tokens, min(limit, self._room))
                 limit -= (num_computed_tokens + limit) % split.chunk_tokens

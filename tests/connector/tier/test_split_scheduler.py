@@ -14,7 +14,7 @@ from clocks import Clock
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
-from rig import Rigs, keys
+from rig import Rigs, keys, wait_until
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -59,15 +59,18 @@ def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
         threading.Event().wait(0.002)
 
 
-def second_engine(engines: Engines, fs: PacedFs, prompt: Sequence[int], shape: Shape = SHAPE) -> SimulatedEngine:
-    """Return an engine on a volume that another one has stored the prompt on, and that is paced from now on."""
+def second_engine(
+    engines: Engines, fs: PacedFs, prompt: Sequence[int], shape: Shape = SHAPE, *others: Sequence[int]
+) -> SimulatedEngine:
+    """Return an engine on a volume that another one has stored prompts on, and that is paced from now on."""
     first = engines.make(shape, fs=fs)
-    first.ask("stores", prompt)
+    for number, each in enumerate((prompt, *others)):
+        first.ask(f"stores {number}", each)
     first.run()
     assert engines.assert_volume_holds(first, prompt) == CHUNKS
     first.close()
     second = engines.make(shape, fs=fs)
-    second.wait_until_known(CHUNKS)
+    second.wait_until_known(CHUNKS * (1 + len(others)))
     fs.is_paced = True
     return second
 
@@ -145,6 +148,8 @@ def test_a_request_waits_for_the_chunks_of_a_split_that_it_shares_and_for_no_oth
     for computed, are_there in ((3, [False, False]), (4, [True, False]), (CHUNKS, [True, True])):
         split.computed = computed * BLOCK_TOKENS
         assert [is_there is not None and is_there() for is_there in waits] == are_there
+    # A prompt that ends within the head asks for its last chunk although the GPU has it.
+    assert splits.wait_for(shared[-1:], other) is None
     split.computed = 0
     splits.end("splits")
     assert all(is_there is not None and is_there() for is_there in waits)
@@ -198,4 +203,72 @@ def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs) 
     second.run()
     second.assert_nothing_is_left()
     assert engines.assert_volume_holds(second, prompt) == CHUNKS
+    second.close()
+
+
+def test_a_head_that_waited_for_room_counts_what_the_gpu_has_when_it_begins(engines: Engines, fs: PacedFs) -> None:
+    prompt, other = prompt_of(CHUNKS), prompt_of(CHUNKS, seed=1)
+    second = second_engine(engines, fs, prompt, replace(SHAPE, gpu_blocks=CHUNKS + 3), other)
+    fs.is_paced = False
+    second.ask("has the beginning", prompt[: 4 * BLOCK_TOKENS + 1])
+    fs.is_paced = True
+    second.add("fills the GPU", other)
+    second.step()
+    second.add("waits", prompt)
+    second.run(lambda: "fills the GPU" in second.answers)
+    before = second.metric("vllm:kvtier_disk_split_tokens", "computed")
+    second.run(lambda: second.computed["waits"] > 0)
+    second.abort("waits")
+    counted = second.metric("vllm:kvtier_disk_split_tokens", "computed") - before
+    assert 0 <= counted <= second.computed["waits"]
+    for _ in range(4 * CHUNKS):
+        fs.permits.release()
+    second.run()
+    second.assert_nothing_is_left()
+    second.close()
+
+
+def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engines: Engines, fs: PacedFs) -> None:
+    prompt = prompt_of(CHUNKS)
+    second = second_engine(engines, fs, prompt)
+    second.add("computes", prompt, kvtier_load=False)
+    second.add("shares", prompt, answer=200)
+    second.step()
+    threading.Event().wait(0.05)
+    second.step()
+    assert second.tier.has_pending_work()
+    second.run(lambda: "computes" in second.answers)
+    for _ in range(2 * CHUNKS):
+        fs.permits.release()
+    wait_until(lambda: bool(second.step()) and not second.tier.has_pending_work(), "all reads have ended")
+    assert second.computed["shares"] < BLOCK_TOKENS
+    assert "shares" not in second.answers
+    assert second.manager.primary_tier.room == SHAPE.cpu_chunks
+    second.run()
+    second.close()
+
+
+def test_hits_are_not_split_where_the_gpu_forgets_the_blocks_of_a_head(engines: Engines) -> None:
+    engine = engines.make(SHAPE)
+    config = engine.scheduler.vllm_config
+    assert engine.side.enable_splits(config) is not None
+    config.cache_config.enable_prefix_caching = False
+    assert engine.side.enable_splits(config) is None
+    engine.close()
+
+
+def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> None:
+    prompt, other = prompt_of(CHUNKS), prompt_of(CHUNKS, seed=1)
+    second = second_engine(engines, fs, other, replace(SHAPE, gpu_blocks=CHUNKS + 3), prompt)
+    second.add("is computed", other)
+    second.step()
+    second.add("waits for room", prompt)
+    second.step()
+    threading.Event().wait(0.05)
+    second.add("is short", prompt_of(0, seed=2))
+    second.run(lambda: "is short" in second.answers)
+    assert second.computed["waits for room"] > 0
+    for _ in range(4 * CHUNKS):
+        fs.permits.release()
+    second.run()
     second.close()
