@@ -187,6 +187,8 @@ def test_a_volume_that_hangs_ends_the_lookup_and_the_next_ones_at_once(lookups: 
     assert worker.is_stuck
     worker.submit(2, question(0))
     assert worker.collect() == [Answer(2, None)]
+    worker.close()
+    assert worker.collect() == []
 
 
 def test_a_worker_that_dies_is_replaced_and_its_questions_end(lookups: Lookups) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 
@@ -99,6 +100,18 @@ def test_more_tasks_than_the_table_takes_of_one_lane_all_end_once(pools: Pools) 
     for batch in range(count):
         pool.load(batch * ROWS, *[1] * ROWS, lane=Lane.PREFETCH)
     pool.wait_for(ROWS * count)
+
+    assert all(done.outcome == HIT for done in pool.ended.values())
+
+
+def test_pipes_that_may_not_grow_hold_up_no_task(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as limited:
+        limited.setattr(fcntl, "fcntl", lambda *_: os.close(-1))
+        pool = pools.make(workers=2)
+    pool.write(1)
+    for batch in range(20):
+        pool.load(batch * ROWS, *[1] * ROWS)
+    pool.wait_for(20 * ROWS)
 
     assert all(done.outcome == HIT for done in pool.ended.values())
 

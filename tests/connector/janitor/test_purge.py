@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import threading
 import time
@@ -11,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key, payload
 
 from kvtier_connector.janitor.commands import Criteria, purge_blocks
@@ -181,3 +183,25 @@ def test_purgers_at_once_lose_no_mark(tmp_path: Path) -> None:
     queued = time.monotonic()
     marks.look()
     assert all(marks.is_purged(key(1, f"t{number:02}"), NO_LINEAGE, queued) for number in range(8))
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fsync"])
+def test_two_purges_at_once_leave_both_marks(rig: Rig, call: str) -> None:
+    root = rig.engine().root
+    other = (json.dumps(Purge("other")._asdict()) + "\n").encode()
+    pending = [other]
+
+    class Interrupted(WatchedFs):
+        def before(self, name: str, path: str | None) -> None:
+            if name == call and pending:
+                # Before the write it is another process of this node; after it, another node that saw the same length.
+                with (root / PURGES_FILE).open("ab" if name == "pwritev" else "wb") as file:
+                    file.write(pending.pop())
+
+        def fsync(self, fd: int) -> None:
+            self.before("fsync", None)
+            super().fsync(fd)
+
+    record_purge(Interrupted(), str(root), Purge("mine1"))
+    marks = [json.loads(line)["tenant"] for line in (root / PURGES_FILE).read_text().splitlines()]
+    assert marks == ["other", "mine1"]
