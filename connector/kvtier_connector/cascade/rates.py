@@ -102,6 +102,8 @@ class Rates:
         """Whether the volume is read and gives nothing."""
         self.latency_seconds = 0.0
         """Time that reading one chunk takes."""
+        self.step_seconds = 0.0
+        """Time that the last step took while requests went on; 0 before the first."""
         self.now = now
         self._min_tokens = min_tokens
         self._measured_tokens = min(MEASURED_TOKENS, most_step_tokens // 2)
@@ -121,8 +123,10 @@ class Rates:
         seconds, self._scheduled_at = now - self._scheduled_at, now
         tokens = sum(self._steps[0].values())
         least = self._measured_tokens if self.prefill.value else min(FIRST_MEASURED_TOKENS, self._measured_tokens)
-        if tokens >= least and any(map(is_alive, itertools.chain(self._steps[0], self._steps[-1]))):
-            self.prefill.observe(tokens, seconds)
+        if any(map(is_alive, itertools.chain(self._steps[0], self._steps[-1]))):
+            self.step_seconds = seconds
+            if tokens >= least:
+                self.prefill.observe(tokens, seconds)
         self._steps.append(scheduled)
 
     def note_landed(self, tokens: int, *, reads: Sequence[float] = (), is_reading: bool) -> None:

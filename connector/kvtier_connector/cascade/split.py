@@ -21,7 +21,7 @@ HEAD_TOKENS = 2048
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
-"""Chunks are ordered ahead for so long: two steps. Those behind the join are read for nothing."""
+"""Chunks are ordered ahead for so long, or for two steps. Those behind the join are read for nothing."""
 FIRST_WINDOW_CHUNKS = 64
 """Ordered ahead as long as the volume's rate is not known."""
 LEAST_WINDOW_CHUNKS = 16
@@ -102,8 +102,9 @@ class Splits:
 
     def window_chunks(self, split: Split) -> int:
         """Return how many chunks of a split may be ordered and not there yet."""
-        rate = self._share_of_volume.value
-        return max(LEAST_WINDOW_CHUNKS, math.ceil(rate * WINDOW_SECONDS / split.chunk_tokens) or FIRST_WINDOW_CHUNKS)
+        # With less, a volume that waits for the next step seems slower than it is, and is given even less to read.
+        tokens = self._share_of_volume.value * max(WINDOW_SECONDS, 2 * self.rates.step_seconds)
+        return max(LEAST_WINDOW_CHUNKS, math.ceil(tokens / split.chunk_tokens) or FIRST_WINDOW_CHUNKS)
 
     @property
     def work(self) -> tuple[float, float]:

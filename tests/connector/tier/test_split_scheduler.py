@@ -155,6 +155,21 @@ def test_a_request_waits_for_the_chunks_of_a_split_that_it_shares_and_for_no_oth
     assert all(is_there is not None and is_there() for is_there in waits)
 
 
+def test_chunks_are_ordered_ahead_for_two_steps_however_long_they_are() -> None:
+    rates = Rates(now=(clock := Clock(1000.0)))
+    rates.volume.observe(1000 * BLOCK_TOKENS, 1.0)
+    splits = Splits(rates, lambda _: None)
+    split = Split(ReqContext(req_id="splits"), keys(CHUNKS), 0, BLOCK_TOKENS, 0)
+    splits.begin("splits", split)
+    windows = []
+    for seconds in (0.05, 0.5):
+        rates.note_step({"splits": 2048}, lambda _: True)
+        clock.seconds += seconds
+        rates.note_step({"splits": 2048}, lambda _: True)
+        windows.append(splits.window_chunks(split))
+    assert windows == [150, 1000]
+
+
 def test_a_prompt_that_is_taken_back_goes_on_without_its_split(engines: Engines, fs: PacedFs) -> None:
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt)
