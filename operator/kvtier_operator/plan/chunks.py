@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of one file on the volume, and the places in a prompt that engines keep. Pure.
 
-Small files cost a round trip each, large ones are read for their first tokens only; between 4 and 16 MiB a volume gives
+Small files cost a round trip each, large ones are read for their first tokens only; between 4 and 8 MiB a volume gives
 its full rate. The number is given to vLLM in blocks of the engine, because only the engine knows how many tokens its
 block really has.
 
