@@ -331,6 +331,8 @@ class WorkerPool:
         if self._is_closed or not self._supervisor.is_usable:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
+        # Before a worker sees a task: else all of them could take stores.
+        self._share_workers()
         for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
             messages = []
             while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:
@@ -340,6 +342,10 @@ class WorkerPool:
                     messages.append(self._place(task, active_key))
             if messages or pipe.is_full:
                 pipe.send(messages)
+        self._share_workers()
+
+    def _share_workers(self) -> None:
+        """Let as many workers store as the open tasks allow."""
         self._let_store(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
 
     def _admit(self, task: InFlight) -> bool:
