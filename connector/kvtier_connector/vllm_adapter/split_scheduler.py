@@ -18,7 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
@@ -39,10 +39,14 @@ class SyncSplitScheduler(Scheduler):
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
         """Tokens that heads may still compute in this step."""
+        self._joined: list[Request] = []
+        """Requests that have joined, until they run again; the seats of those that load are kept for them."""
 
     @override
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Have requests join that may, say how much of each head is computed, and schedule as vLLM does."""
+        loads = {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS}
+        self._joined = [request for request in self._joined if request.status in loads]
         if (splits := self._splits) is not None:
             self._limits, self._room = {}, splits.head_tokens
             if len(splits):
@@ -104,6 +108,9 @@ class SyncSplitScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Let a head compute no more than its share of the step; vLLM asks this of each request that it schedules."""
         splits = self._splits
+        if not self._has_seat_for(request):
+            self._pause_state = PauseState.PAUSED_NEW
+            return 0
         if splits is not None and (split := splits.get(request.request_id)) is not None:
             limit = self._limits.get(request.request_id)
             if limit is None and not self._has_room_for(request, num_computed_tokens):
@@ -123,6 +130,13 @@ class SyncSplitScheduler(Scheduler):
             # With a full step, vLLM would not ask for the tail of a request that has joined.
             num_new_tokens -= num_computed_tokens + num_new_tokens < request.num_tokens
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
+
+    def _has_seat_for(self, request: Request) -> bool:
+        """Say whether a request without blocks may run beside those that come back when their tails are loaded."""
+        if not self._joined or request.num_computed_tokens or request in self._joined:
+            return True
+        kept = sum(each.status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in self._joined)
+        return bool(len(self.running) + kept < self.max_num_active_reqs)
 
     def _has_room_for(self, request: Request, num_computed_tokens: int) -> bool:
         """Say whether the GPU has blocks for a whole prompt beside those that others need until they are computed.
@@ -162,6 +176,7 @@ class SyncSplitScheduler(Scheduler):
             stats.hits += tail
             stats.hits_by_source[CacheHitSource.DISK] = stats.hits_by_source.get(CacheHitSource.DISK, 0) + tail
         self._tier.end_split(request.request_id, has_joined=True)
+        self._joined.append(request)
 
 
 class AsyncSplitScheduler(SyncSplitScheduler, AsyncScheduler):
