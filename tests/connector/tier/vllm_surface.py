@@ -114,8 +114,8 @@ USES = (
             "_inflight_prefill_reserved_blocks()",
             "_preempt_request(request, timestamp, drop_stale_output)",
         ),
-        read="block_size connector connector_prefix_cache_stats kv_cache_manager max_num_scheduled_tokens pause_state "
-        "running scheduler_config vllm_config waiting",
+        read="_pause_state block_size connector connector_prefix_cache_stats kv_cache_manager max_num_active_reqs "
+        "max_num_scheduled_tokens pause_state running scheduler_config vllm_config waiting",
     ),
     Use(
         f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler",
