@@ -299,6 +299,8 @@ def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> N
     run_paced(second, fs, "splits")
     assert second.metric("vllm:kvtier_disk_split_joins") == 1
     assert second.answers.keys() == {"splits"}
+    for _ in range(2 * CHUNKS):
+        fs.permits.release()
     second.run(lambda: "waits for a seat" in second.answers)
     second.run()
     second.close()
