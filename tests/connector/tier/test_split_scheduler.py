@@ -34,11 +34,26 @@ class PacedFs(FileSystem):
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
         self.is_paced = False
+        self._lock = threading.Lock()
+        self.begun = self.ended = 0
+        """Reads of blocks while it is paced."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if self.is_paced and sum(map(len, buffers)) > 4096:
-            self.permits.acquire(timeout=30)
-        return super().preadv(fd, buffers, offset)
+        if not self.is_paced or sum(map(len, buffers)) <= 4096:
+            return super().preadv(fd, buffers, offset)
+        with self._lock:
+            self.begun += 1
+        self.permits.acquire(timeout=30)
+        try:
+            return super().preadv(fd, buffers, offset)
+        finally:
+            with self._lock:
+                self.ended += 1
+
+    def give_all(self) -> None:
+        """Give all blocks."""
+        self.is_paced = False
+        self.permits.release(1000)
 
 
 @pytest.fixture
@@ -52,11 +67,15 @@ def engines(tmp_path: Path) -> Engines:
 
 
 def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
-    """Step until requests are answered, with one block of the volume for each step."""
+    """Step until requests are answered, with one block of the volume for each step; give all blocks then."""
     while not engine.answers.keys() >= set(names):
+        ended = fs.ended
         fs.permits.release()
         engine.step()
+        wait_until(lambda ended=ended: fs.ended > ended or fs.begun == fs.ended, "a block has been read")
+        # Until the engine may be told of it.
         threading.Event().wait(0.002)
+    fs.give_all()
 
 
 def second_engine(
@@ -94,8 +113,7 @@ def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(engines:
     second.run(lambda: "computes" in second.answers, most_steps=4 * CHUNKS * BLOCK_TOKENS)
     assert second.answers["computes"] == answer_of(prompt, 1)
     assert second.computed["computes"] >= len(prompt) - 2 * BLOCK_TOKENS
-    for _ in range(2 * CHUNKS):
-        fs.permits.release()
+    fs.give_all()
     second.close()
 
 
@@ -178,9 +196,9 @@ def test_a_prompt_that_is_taken_back_goes_on_without_its_split(engines: Engines,
     second.step()
     second.step()
     second.abort("aborted")
+    # A reset waits for reads under way, as long as their deadline.
+    fs.give_all()
     second.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    for _ in range(4 * CHUNKS):
-        fs.permits.release()
     second.run(lambda: "reset" in second.answers)
     assert second.answers["reset"] == answer_of(prompt_of(CHUNKS, more=7), 1)
     second.run()
@@ -236,8 +254,7 @@ def test_a_head_that_waited_for_room_counts_what_the_gpu_has_when_it_begins(engi
     second.abort("waits")
     counted = second.metric("vllm:kvtier_disk_split_tokens", "computed") - before
     assert 0 <= counted <= second.computed["waits"]
-    for _ in range(4 * CHUNKS):
-        fs.permits.release()
+    fs.give_all()
     second.run()
     second.assert_nothing_is_left()
     second.close()
@@ -253,8 +270,7 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engi
     second.step()
     assert second.tier.has_pending_work()
     second.run(lambda: "computes" in second.answers)
-    for _ in range(2 * CHUNKS):
-        fs.permits.release()
+    fs.give_all()
     wait_until(lambda: bool(second.step()) and not second.tier.has_pending_work(), "all reads have ended")
     assert second.computed["shares"] < BLOCK_TOKENS
     assert "shares" not in second.answers
@@ -283,8 +299,7 @@ def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> 
     second.add("is short", prompt_of(0, seed=2))
     second.run(lambda: "is short" in second.answers)
     assert second.computed["waits for room"] > 0
-    for _ in range(4 * CHUNKS):
-        fs.permits.release()
+    fs.give_all()
     second.run()
     second.close()
 
@@ -299,8 +314,7 @@ def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> N
     run_paced(second, fs, "splits")
     assert second.metric("vllm:kvtier_disk_split_joins") == 1
     assert second.answers.keys() == {"splits"}
-    for _ in range(2 * CHUNKS):
-        fs.permits.release()
+    fs.give_all()
     second.run(lambda: "waits for a seat" in second.answers)
     second.run()
     second.close()
