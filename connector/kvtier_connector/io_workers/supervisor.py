@@ -99,6 +99,8 @@ class Supervisor:
         self._backoff_seconds = first_backoff_seconds
         self._processes: dict[int, WorkerProcess] = {}
         self._killed: set[int] = set()
+        self._hung: set[int] = set()
+        """Killed workers whose deaths count."""
         self._deaths_in_vain = 0
         """Deaths since a worker last finished a task."""
         self._times: dict[int, list[int]] = {}
@@ -169,10 +171,13 @@ class Supervisor:
             self._killed.discard(worker)
         else:
             self._deaths_in_vain += 1
+        has_hung = worker in self._hung
+        self._hung.discard(worker)
         if self._state is _State.GIVEN_UP:
             return
         if self._deaths_in_vain > self.size + self._spare_deaths:
-            self._give_up(f"they die again and again, the last with status {status}")
+            reason = f"they die again and again, the last with status {status}"
+            self._give_up("the volume does not answer them" if has_hung else reason)
         else:
             logger.warning("I/O worker %d ended with status %s and is started again", worker, status)
             self.start()
@@ -198,8 +203,7 @@ class Supervisor:
         """Kill a worker that hangs, if it can be killed; `reap` returns it when it is gone."""
         process = self._processes.get(worker)
         if process is not None:
-            if not counts_as_death:
-                self._killed.add(worker)
+            (self._hung if counts_as_death else self._killed).add(worker)
             process.kill()
 
     def close(self, timeout_seconds: float) -> bool:
