@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from clocks import Clock
 from engine_fleet import Engines
-from engine_parts import prompt_of
+from engine_parts import answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
 from slow_fs import GatedFs
 
@@ -151,7 +151,7 @@ def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right
     assert rig.metric("vllm:kvtier_disk_load_tokens_per_second") > 0
 
 
-def test_a_load_is_given_up_once_computing_would_be_over(rigs: Rigs) -> None:
+def test_a_load_is_given_up_once_computing_would_be_over(rigs: Rigs, clock: Clock) -> None:
     engines, prompt = Engines(rigs), prompt_of(8)
     first = engines.make()
     first.ask("stores", prompt)
@@ -160,8 +160,15 @@ def test_a_load_is_given_up_once_computing_would_be_over(rigs: Rigs) -> None:
     fs = GatedFs(lambda call, path: call == "preadv" and fourth in path)
     engine = engines.make(fs=fs, load_deadline_seconds=3600.0)
     engine.wait_until_known(8)
+    engine.tier.rates.now = clock
     engine.tier.rates.prefill.observe(PREFILL, 1.0)
+    engine.add("computes the rest", prompt)
     # The whole hit is on its way when the volume begins to hang.
-    assert engine.ask("computes the rest", prompt) == len(prompt) - 3 * TOKENS_PER_BLOCK
+    engine.run(lambda: engine.metric("vllm:kvtier_disk_read_blocks") == 7)
+    assert not engine.answers
+    clock.seconds += 60.0
+    engine.run(lambda: "computes the rest" in engine.answers)
+    assert engine.answers["computes the rest"] == answer_of(prompt, 1)
+    assert engine.computed["computes the rest"] == len(prompt) - 3 * TOKENS_PER_BLOCK
     fs.open_gate()
     engines.close()
