@@ -24,9 +24,9 @@
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [coordination.k8s.io]
-  # Of the janitors, and the one of the operator that works in the namespace. Watched where one is in a janitor's way.
+  # Of the janitors, and the one of the operator that works in the namespace.
   resources: [leases]
-  verbs: [get, list, watch, create, update, patch, delete]
+  verbs: [get, list, create, update, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete] # deleted where a tier gives up its router
