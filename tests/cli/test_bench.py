@@ -184,6 +184,6 @@ def test_real_engines_find_on_the_volume_what_the_first_one_computed(
     assert (computed["requests"], computed["failed"]) == (4, 0)
     # vLLM's benchmark tries one of the prompts before it begins.
     assert sum(computed["hits"].values()) < 0.3
-    # The engine computes heads of hits while it reads their tails.
-    assert loaded["hits"]["disk"] > 0.3
+    # The engine computes heads of hits while it reads their tails, and whole hits where that takes less time.
+    assert loaded["hits"]["disk"] > 0
     assert again["hits"]["GPU"] > 0.5

@@ -22,6 +22,9 @@ from typing import Any
 
 from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
 
+from kvtier_connector.cascade.rates import Rates
+from kvtier_connector.vllm_adapter import secondary_tier
+
 PROMPT_TOKENS = 2 * CHUNK_TOKENS + 16
 PROMPTS = 3
 FAULTS = {
@@ -101,8 +104,16 @@ def storm(control: Path, until: threading.Event) -> None:
             return
 
 
+class UnmeasuredRates(Rates):
+    """Computing so small a model takes less time than any read, and the volume would not be asked for blocks."""
+
+    def note_step(self, *_: Any) -> None:
+        """Leave the rate of prefill unknown: hits are loaded then."""
+
+
 def main() -> None:
     directory, control, config_file = (Path(argument) for argument in sys.argv[1:4])
+    vars(secondary_tier)["Rates"] = UnmeasuredRates
     engine = Engine(directory / "model", config_file, chunk_bytes=int(sys.argv[4]))
     seeds, fresh = list(range(PROMPTS)), itertools.count(100)
     answers: list[dict[str, Any]] = []
