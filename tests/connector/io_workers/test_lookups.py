@@ -180,14 +180,11 @@ def test_a_long_prompt_is_asked_about_whole(lookups: Lookups) -> None:
     assert found.present == 1
 
 
-def test_a_volume_that_hangs_ends_the_lookup_and_the_next_ones_at_once(
-    lookups: Lookups, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_volume_that_hangs_ends_the_lookup_and_the_next_ones_at_once(lookups: Lookups) -> None:
     worker = lookups.make(hangs=True, lookup_seconds=0.05)
     worker.submit(1, question(0))
     assert end_of(worker, 1).found is None
     assert worker.is_stuck
-    wait_until(lambda: worker.collect() or "the volume does not answer them" in caplog.text, "the log says why")
     worker.submit(2, question(0))
     assert worker.collect() == [Answer(2, None)]
     worker.close()
