@@ -6,18 +6,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from waiting import until
 
 from kvtier_demo import __main__ as demo
+from kvtier_demo.kube import Kube
 from kvtier_demo.preflight import CannotStart, check_machine, sole_use
 from kvtier_demo.progress import Progress
-from kvtier_demo.stack import place_model, running_stack
+from kvtier_demo.stack import Stack, place_model, running_stack
 from kvtier_localcluster.cluster import is_running
 from kvtier_localcluster.datadir import DataDirectory
+from kvtier_operator.api.reasons import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED_AND_WAITING = """
@@ -122,3 +125,29 @@ def test_a_container_that_keeps_ending_is_refused_with_its_exit_code(
         monkeypatch.setattr(stack.kube, "list", lambda *_, **__: [pod])
         with pytest.raises(RuntimeError, match=r"engine of demo-0 .* exit code 137 \(killed: did the machine"):
             demo.is_ready(stack, Progress())
+
+
+class KubeWithTier(Kube):
+    """A cluster that knows one tier and no pods."""
+
+    def __init__(self, tier: dict[str, Any]) -> None:
+        self.tier = tier
+
+    def get(self, *_: str) -> dict[str, Any]:
+        return self.tier
+
+    def list(self, *_: str, **__: str) -> list[dict[str, Any]]:
+        return []
+
+
+@pytest.mark.parametrize("is_done", [demo.is_ready, demo.is_proven])
+def test_a_volume_of_another_checkout_is_refused_with_what_to_remove(
+    is_done: Callable[[Stack, Progress], bool], tmp_path: Path
+) -> None:
+    condition = {"type": "DiskHealthy", "status": "False", "reason": Reason.STRANGER.value, "message": "another layout"}
+    kube = KubeWithTier({"metadata": {"generation": 1}, "status": {"conditions": [condition]}})
+    stack = Stack(kube=kube, data=tmp_path, processes={})
+    with pytest.raises(CannotStart, match=f"another layout. Here, the demo of another checkout wrote {tmp_path}"):
+        is_done(stack, Progress())
+    condition["reason"] = Reason.HEALTHY.value
+    assert not is_done(stack, Progress())

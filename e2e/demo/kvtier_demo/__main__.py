@@ -151,8 +151,7 @@ def is_ready(stack: Stack, progress: Progress) -> bool:
     for pod in stack.kube.list("v1", "Pod", labels=LABELS):
         _refuse_crash_loop(pod)
         progress.state(f"pod {pod['metadata']['name']}", _pod_state(pod))
-    conditions = {item["type"]: item for item in tier.get("status", {}).get("conditions", [])}
-    ready = conditions.get("Ready")
+    ready = _conditions(tier, stack.data).get("Ready")
     if ready is None:
         return False
     progress.state("KVCacheTier demo", f"Ready={ready['status']} {ready['reason']}: {ready['message']}")
@@ -164,11 +163,21 @@ def is_proven(stack: Stack, progress: Progress) -> bool:
     """Print the result of the operator's canary prompt, and return whether the engines share the volume."""
     stack.check()
     tier = stack.kube.get(API, "KVCacheTier", TIER) or {}
-    conditions = {item["type"]: item for item in tier.get("status", {}).get("conditions", [])}
+    conditions = _conditions(tier, stack.data)
     shared = conditions.get("SharedCacheVerified", {"status": "Unknown", "reason": "", "message": ""})
     result = f"SharedCacheVerified={shared['status']} {shared['reason']}: {shared['message']}"
     progress.state("KVCacheTier demo, proven", result)
     return bool(shared["status"] == "True")
+
+
+def _conditions(tier: dict[str, Any], data: Path) -> dict[str, Any]:
+    """Return the conditions by type; raise CannotStart where the volume holds blocks of another checkout's engines."""
+    conditions = {item["type"]: item for item in tier.get("status", {}).get("conditions", [])}
+    healthy = conditions.get("DiskHealthy", {})
+    if healthy.get("reason") == "Stranger":
+        remedy = f"the demo of another checkout wrote {data}: remove it, or choose another directory (make demo DATA=…)"
+        raise CannotStart(f"{healthy['message']}. Here, {remedy}")
+    return conditions
 
 
 def _refuse_crash_loop(pod: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before the demo starts: the machine can run two engines, and no other demo uses the data.
 
-Refusals name the remedy. Nothing has run yet when one is raised, so no log could say more.
+Refusals name the remedy, and no log could say more.
 """
 
 from __future__ import annotations
