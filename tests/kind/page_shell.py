@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import ci_tools
 import light_cluster
+from waiting import until
 
 from kvtier_localcluster.cluster import ClusterSettings, ClusterThread, default_images
 from kvtier_localcluster.node.environment import ImageProfile
@@ -102,15 +102,20 @@ class Shell:
 
     def see(self, command: Command, *, seconds: float = 120) -> str:
         """Run a command until it prints what the page shows; return what differs, empty if nothing does."""
-        deadline = time.monotonic() + seconds
-        while True:
+        printed = ""
+
+        def is_as_shown() -> bool:
+            nonlocal printed
             done = self.run(command.text)
-            is_as_shown = done.returncode == 0 and (not command.shown or matches(command.shown, done.stdout))
-            may_repeat = " get " in command.text or " status " in command.text or " inspect " in command.text
-            if is_as_shown or not may_repeat or time.monotonic() > deadline:
-                break
-            time.sleep(1)
-        return "" if is_as_shown else f"$ {command.text}\n{done.stdout}{done.stderr}"
+            printed = done.stdout + done.stderr
+            return done.returncode == 0 and (not command.shown or matches(command.shown, done.stdout))
+
+        may_repeat = any(f" {verb} " in command.text for verb in ("get", "status", "inspect"))
+        try:
+            until(is_as_shown, seconds=seconds if may_repeat else 0, pause_seconds=1)
+        except AssertionError:
+            return f"$ {command.text}\n{printed}"
+        return ""
 
     def told(self, *program: str) -> list[list[str]]:
         """Return the words of each command of a stand-in that begins like this."""

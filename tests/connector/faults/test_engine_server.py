@@ -55,14 +55,14 @@ def end(server: Server, volume: FaultyVolume, *, heals: bool) -> Ended:
         until(lambda: server.metric("vllm:kvtier_disk_queued_store_bytes") > 0, "blocks wait", seconds=PATIENCE_SECONDS)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "wait to be written" in server.log.read_text(), "it drains", seconds=PATIENCE_SECONDS)
-        # As from somebody who is impatient: it hurries nothing and loses nothing.
+        # A second signal neither shortens the drain nor loses blocks.
         server.process.send_signal(signal.SIGTERM)
         if heals:
             assert server.process.poll() is None
         else:
             # vLLM kills the engine that has not ended in time, and it would say nothing.
             until(told, lambda: server.log.read_text()[-6000:], seconds=PATIENCE_SECONDS)
-    # Nobody ends a process, the engine's or a mover's, of which a thread waits for a call that does not return.
+    # A process with a thread in a system call that does not return cannot end, be it the engine's or an I/O worker's.
     code = server.process.wait(PATIENCE_SECONDS)
     until(told, lambda: server.log.read_text()[-6000:])
     written, lost = (int(each) for each in told()[-1])
