@@ -151,8 +151,8 @@ bench-janitor: venv ## the janitor at a million blocks, and under kill -9 for te
 	PYTHONPATH=.:e2e/netfs .venv/bin/python e2e/bench/janitor.py million --out "$(DATA)/bench/janitor-million.json"
 	PYTHONPATH=.:e2e/netfs .venv/bin/python e2e/bench/janitor.py stress --out "$(DATA)/bench/janitor-stress.json"
 
-test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu KVTIER_SPLIT_HITS=Auto; then `make generate`
-	PYTHONPATH=. $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --data "$(DATA)/matrix"
+test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu SPLIT_HITS=Auto; then `make generate`
+	PYTHONPATH=. $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --split-hits "$(or $(SPLIT_HITS),Off)" --data "$(DATA)/matrix"
 
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
 	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s

@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("classes", nargs="*", help="names of classes; all if left out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--split-hits", choices=("Off", "Auto"), default="Off", help="spec.disk.splitHits of the tiers")
     parser.add_argument("--data", type=Path, default=Path(".kvtier/matrix"), help="directory for models and volumes")
     parser.add_argument("--results", type=Path, default=page.RESULTS, help="directory that keeps the rows")
     parser.add_argument("--write", action="store_true", help="run nothing: write results/README.md from the rows")
@@ -49,7 +50,7 @@ def _run(chosen: Sequence[ModelClass], options: argparse.Namespace) -> list[str]
     for each in chosen:
         began = time.monotonic()
         try:
-            row = proof.prove(each, options.data.resolve(), device=options.device)
+            row = proof.prove(each, options.data.resolve(), device=options.device, split_hits=options.split_hits)
         except Exception:  # noqa: BLE001  any failure is the result of the class
             row = {"verdict": "failed", "by": "the script", "message": traceback.format_exc()}
         row |= {"device": options.device, "vllm": vllm, "wall_seconds": round(time.monotonic() - began, 1)}
@@ -77,6 +78,7 @@ def _spread(chosen: Sequence[ModelClass], options: argparse.Namespace) -> list[s
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(number + rank) % len(gpus)] for rank in range(ranks))
         words = [model.name, "--device", options.device, "--data", options.data, "--results", options.results]
+        words += ["--split-hits", options.split_hits]
         try:
             ended = subprocess.run([sys.executable, "-m", "e2e.matrix", *words], check=False, env=env, timeout=left)
         except subprocess.TimeoutExpired:

@@ -8,7 +8,6 @@ only the volume; its answers must be the same, token by token and probability by
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -60,7 +59,7 @@ _PREEMPTIONS = "vllm:num_preemptions"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
-def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
+def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dict[str, Any]:
     """Run a class below ``work``; return its row."""
     if model.needs and device == "cpu":
         return {"verdict": "not run", "message": model.needs}
@@ -72,7 +71,7 @@ def prove(model: ModelClass, work: Path, *, device: str) -> dict[str, Any]:
     args = [*model.args, *(() if device == "cpu" else model.gpu_args), *_drafting(model, work)]
     try:
         writer, reader = (
-            rendering.render(tier(model, place, device, (*args, *more)), directory).with_ranks(ranks)
+            rendering.render(tier(model, place, device, (*args, *more), split_hits), directory).with_ranks(ranks)
             for ranks, more in zip(model.ranks, ((), model.reader_args), strict=True)
         )
     except SpecInvalid as error:
@@ -223,7 +222,7 @@ def _drafting(model: ModelClass, work: Path) -> list[str]:
     return [f"--speculative-config={json.dumps(settings)}"]
 
 
-def tier(model: ModelClass, place: Path, device: str, args: Sequence[str]) -> dict[str, Any]:
+def tier(model: ModelClass, place: Path, device: str, args: Sequence[str], split_hits: str) -> dict[str, Any]:
     """Return the tier that a user would apply."""
     config = json.loads((place / "config.json").read_text())
     is_cpu = device == "cpu"
@@ -235,7 +234,7 @@ def tier(model: ModelClass, place: Path, device: str, args: Sequence[str]) -> di
     # By CUDA's own messages, which need no GPU to reach another one's memory.
     flags += ["--disable-custom-all-reduce"] if max(model.ranks) > 1 and not is_cpu else []
     loras = [{"name": name, "source": {"claim": ADAPTERS, "path": name}} for name in model.loras]
-    disk: dict[str, Any] = {"splitHits": os.environ.get("KVTIER_SPLIT_HITS", "Off")}
+    disk: dict[str, Any] = {"splitHits": split_hits}
     disk |= {"blockTokens": model.block_tokens} if model.block_tokens else {}
     disk |= {"canonicalLayout": True} if model.has_other_ranks else {}
     spec = {
