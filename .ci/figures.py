@@ -2,14 +2,13 @@
 """Writes the tables of measured figures into README.md and docs: ``python .ci/figures.py --write`` or ``--check``.
 
 ``e2e/bench/results/numbers.json`` names each figure, the run that it is from and the requests that it counts. This
-script takes the values from the runs' own records, keeps them there, and writes the tables between the markers
-``<!-- numbers: NAME -->`` and ``<!-- end of numbers -->``. So two pages cannot show different values of one figure.
+script takes the values from the runs' own records and writes the tables between the markers ``<!-- numbers: NAME -->``
+and ``<!-- end of numbers -->``. So two pages cannot show different values of one figure.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import json
 import lzma
@@ -64,25 +63,20 @@ def samples(figure: Mapping[str, Any], run: Mapping[str, Any]) -> list[float]:
     return [1000 * statistics.mean(each["first"] for each in cell["requests"]) for cell in cells(figure, run)]
 
 
-def updated(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers with what the records say of each run and each figure.
+def measured() -> dict[str, Any]:
+    """Return the numbers, with the median of what the records say of each figure.
 
     Raises:
         LookupError: a run has nothing of a figure.
     """
-    result: dict[str, Any] = copy.deepcopy(dict(numbers))
-    for run in result["runs"].values():
-        started = [record for record in journal(run["journal"]) if record["kind"] == "run"] if "journal" in run else []
-        for record in started[:1]:
-            run |= {"date": record["date"], "gpu": record["machine"]["gpu"], "vllm": record["versions"]["vllm"]}
-            run["commands"] = [each["command"] for each in started]
-    for name, figure in result["figures"].items():
-        found = [round(each, 2) for each in samples(figure, result["runs"][figure["run"]])]
+    numbers: dict[str, Any] = json.loads(NUMBERS.read_text())
+    for name, figure in numbers["figures"].items():
+        found = samples(figure, numbers["runs"][figure["run"]])
         if not found:
             message = f"{NUMBERS.relative_to(ROOT)}: nothing was measured of {name}"
             raise LookupError(message)
-        figure |= {"value": round(statistics.median(found), 2), "samples": found}
-    return result
+        figure["value"] = statistics.median(found)
+    return numbers
 
 
 def bars(numbers: Mapping[str, Any]) -> str:
@@ -149,16 +143,14 @@ def written(page: Path, numbers: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the values and the tables, or tell which are stale."""
+    """Write the tables, or tell which are stale."""
     parser = argparse.ArgumentParser(description="Write the tables of measured figures.")
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--write", action="store_true")
-    choice.add_argument("--check", action="store_true", help="exit with 1 where a value or a table is another")
+    choice.add_argument("--check", action="store_true", help="exit with 1 where a table is another")
     given = parser.parse_args(arguments)
-    numbers = updated(json.loads(NUMBERS.read_text()))
-    contents = {NUMBERS: json.dumps(numbers, indent=1) + "\n"}
-    contents |= {page: written(page, numbers) for page in PAGES}
-    contents[PICTURE] = bars(numbers)
+    numbers = measured()
+    contents = {page: written(page, numbers) for page in PAGES} | {PICTURE: bars(numbers)}
     stale = [path for path, content in contents.items() if not path.exists() or path.read_text() != content]
     if given.write:
         for path in stale:
