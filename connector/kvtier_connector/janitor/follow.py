@@ -8,6 +8,7 @@ or forgets it. Each read continues at the place where the last one ended.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -159,7 +160,7 @@ class JournalFollower:
                         records, is_more = self._read(digest, name, segment, is_last=is_last)
                     except OSError as error:
                         path = f"{digest}/{journal_path(name)}"
-                        if error.errno in LOST:
+                        if error.errno in LOST and error.errno != errno.ESTALE:
                             self._unread.pop(path, None)
                         else:
                             self._fail(path, str(error))

@@ -222,7 +222,7 @@ def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_p
     assert follower.journals.problem == ""
 
 
-def test_a_journal_that_is_stale_on_the_server_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_journal_that_is_stale_on_the_server_is_reported_and_holds_up_no_other(tmp_path: Path) -> None:
     stale, other = make_writer(tmp_path), make_writer(tmp_path)
     is_failing = True
     fs = FailingFs(
@@ -232,8 +232,11 @@ def test_a_journal_that_is_stale_on_the_server_holds_up_no_other(tmp_path: Path)
     told(stale, 0)
     told(other, 1)
     assert follower.numbers() == [1]
+    # It is listed, so its blocks may be there: only a walk finds them.
+    assert "stale" in follower.journals.problem
     is_failing = False
     assert follower.numbers() == [0]
+    assert follower.journals.problem == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
