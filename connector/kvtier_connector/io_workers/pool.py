@@ -272,6 +272,7 @@ class WorkerPool:
         found = [task for number in tasks if (task := self._open.get(number)) is not None and task.ending is None]
         self._give_up(found, Ending.CANCELLED)
         self._finish_recalled()
+        self._feed()
 
     def collect(self) -> list[Done]:
         """Return the tasks that ended since the last call."""
@@ -331,8 +332,6 @@ class WorkerPool:
         if self._is_closed or not self._supervisor.is_usable:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
-        # Before a worker sees a task: else all of them could take stores.
-        self._share_workers()
         for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
             messages = []
             while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:
@@ -340,13 +339,11 @@ class WorkerPool:
                 # A task that was cancelled or promoted since is still in its first queue.
                 if task.lane is lane and task.state is TaskState.QUEUED and self._admit(task):
                     messages.append(self._place(task, active_key))
+            if lane is Lane.STORE:
+                # The last lane: tasks that were not admitted have ended, and no worker has seen a store yet.
+                self._let_store(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
             if messages or pipe.is_full:
                 pipe.send(messages)
-        self._share_workers()
-
-    def _share_workers(self) -> None:
-        """Let as many workers store as the open tasks allow."""
-        self._let_store(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
 
     def _admit(self, task: InFlight) -> bool:
         """Ask the breaker and the store permit; end a task that is not admitted."""

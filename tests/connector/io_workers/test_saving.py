@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from pools import PATIENCE_SECONDS, ROW_BYTES, Pools, count_waited, is_waiting, key, payload, shut, wait_until
 
+from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers.buffers import OwnRows
 from kvtier_connector.io_workers.supervisor import WorkerThread
 from kvtier_connector.io_workers.task_table import NO_TICKET, MessagePipe, TaskTable, create_table
@@ -128,6 +130,29 @@ def test_a_load_finds_a_worker_that_is_free_while_the_volume_holds_up_all_that_s
     assert count_waited(pools) == 3
     gate.unlink()
     pool.wait_for(11)
+
+
+def test_all_workers_may_store_again_once_the_only_store_is_cancelled(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[TaskTable] = []
+
+    class Noted(TaskTable):
+        def __init__(self, fd: int, *, threads: int = 0) -> None:
+            super().__init__(fd, threads=threads)
+            tables.append(self)
+
+    monkeypatch.setattr(pool_module, "TaskTable", Noted)
+    pool = pools.make(workers=4)
+    for process in pool.processes:
+        os.kill(process, signal.SIGSTOP)
+    pool.save(1, 1, row=1)
+    assert tables[0].storing == 3
+    pool.cancel(1)
+    # A worker that may not store asks again and again whether it may.
+    assert tables[0].storing == 4
+    for process in pool.processes:
+        os.kill(process, signal.SIGCONT)
 
 
 def test_the_limit_of_the_tier_holds_for_what_workers_write(pools: Pools) -> None:
