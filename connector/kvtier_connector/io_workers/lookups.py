@@ -223,7 +223,8 @@ class LookupWorker:
                 self._done.append(Answer(number, Fault(fault) if fault else Found(present, seen, calls)))
         if self._pipe is not None and self._is_late():
             self._give_up()
-            self._supervisor.kill(0, counts_as_death=True)
+            # Now, since a process that hangs in the kernel dies only when the volume answers.
+            self._supervisor.give_up("the volume does not answer them")
         if not self._is_closed:
             for worker in self._supervisor.reap():
                 self._give_up()
@@ -249,7 +250,7 @@ class LookupWorker:
         """Expect nothing more of the last worker."""
         if self._pipe is not None:
             self._pipe.close()
-        self._pipe = None
+        self._pipe, self.is_ready = None, False
         self._done += [Answer(number, None) for number in self._open]
         self._open.clear()
 

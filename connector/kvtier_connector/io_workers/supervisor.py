@@ -2,8 +2,8 @@
 """A supervisor of worker processes: it starts them, replaces those that die, and kills those that hang.
 
 A process that hangs in an uninterruptible system call cannot be killed: it stays until the call returns. Where
-processes die again and again, or none can be started, the supervisor gives up for a while and tries again, as a circuit
-breaker does. The cause, such as a limit of the pod or a node without memory, may pass.
+processes die and finish no task in between, or none can be started, the supervisor gives up for a while and tries
+again, as a circuit breaker does. The cause, such as a limit of the pod or a node without memory, may pass.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ class Supervisor:
         self._backoff_seconds = first_backoff_seconds
         self._processes: dict[int, WorkerProcess] = {}
         self._killed: set[int] = set()
-        self._hung: set[int] = set()
-        """Killed workers whose deaths count."""
         self._deaths_in_vain = 0
         """Deaths since a worker last finished a task."""
         self._times: dict[int, list[int]] = {}
@@ -123,7 +121,7 @@ class Supervisor:
                 self._processes[worker] = self._launch(worker)
             except OSError as error:
                 if not self._processes:
-                    self._give_up(f"none can be started: {error}")
+                    self.give_up(f"none can be started: {error}")
                     return
                 logger.warning(
                     "Only %d of %d I/O workers can be started (%s): raise the container's limit of processes",
@@ -171,13 +169,10 @@ class Supervisor:
             self._killed.discard(worker)
         else:
             self._deaths_in_vain += 1
-        has_hung = worker in self._hung
-        self._hung.discard(worker)
         if self._state is _State.GIVEN_UP:
             return
         if self._deaths_in_vain > self.size + self._spare_deaths:
-            reason = f"they die again and again, the last with status {status}"
-            self._give_up("the volume does not answer them" if has_hung else reason)
+            self.give_up(f"they die and finish no task, the last with status {status}")
         else:
             logger.warning("I/O worker %d ended with status %s and is started again", worker, status)
             self.start()
@@ -199,27 +194,15 @@ class Supervisor:
         elif self._state is _State.USABLE and is_due:
             self.start()
 
-    def kill(self, worker: int, *, counts_as_death: bool = False) -> None:
+    def kill(self, worker: int) -> None:
         """Kill a worker that hangs, if it can be killed; `reap` returns it when it is gone."""
         process = self._processes.get(worker)
         if process is not None:
-            (self._hung if counts_as_death else self._killed).add(worker)
+            self._killed.add(worker)
             process.kill()
 
-    def close(self, timeout_seconds: float) -> bool:
-        """Wait for the workers, whose pipes must be closed, and kill those that are late; False if some stay behind."""
-        deadline = time.monotonic() + timeout_seconds
-        left = [process for process in self._processes.values() if not _ends(process, deadline)]
-        for process in left:
-            process.kill()
-        killed_until = time.monotonic() + _KILLED_SECONDS
-        left = [process for process in left if not _ends(process, killed_until)]
-        for process in left:
-            # Its exit status must be read, however late it comes.
-            threading.Thread(target=process.wait, name="kvtier-worker-end", daemon=True).start()
-        return not left
-
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Kill all workers, and start them again after the back-off."""
         if self._state is _State.GIVEN_UP:
             return
         if self._backoff_seconds == self._first_backoff_seconds:
@@ -235,6 +218,19 @@ class Supervisor:
         self._backoff_seconds = min(2 * self._backoff_seconds, self._longest_backoff_seconds)
         for worker in self._processes:
             self.kill(worker)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Wait for the workers, whose pipes must be closed, and kill those that are late; False if some stay behind."""
+        deadline = time.monotonic() + timeout_seconds
+        left = [process for process in self._processes.values() if not _ends(process, deadline)]
+        for process in left:
+            process.kill()
+        killed_until = time.monotonic() + _KILLED_SECONDS
+        left = [process for process in left if not _ends(process, killed_until)]
+        for process in left:
+            # Its exit status must be read, however late it comes.
+            threading.Thread(target=process.wait, name="kvtier-worker-end", daemon=True).start()
+        return not left
 
 
 def _ends(process: WorkerProcess, deadline: float) -> bool:

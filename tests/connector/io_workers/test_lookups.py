@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pools import children, key, payload, wait_until
 
+from kvtier_connector.io_workers import lookups as lookups_module
 from kvtier_connector.io_workers.lookups import MOST_CALLS, Answer, BlockQuery, Found, LookupWorker, find
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.blockstore import BlockStore
@@ -180,15 +182,42 @@ def test_a_long_prompt_is_asked_about_whole(lookups: Lookups) -> None:
     assert found.present == 1
 
 
-def test_a_volume_that_hangs_ends_the_lookup_and_the_next_ones_at_once(lookups: Lookups) -> None:
+def test_a_volume_that_hangs_ends_the_lookup_and_the_next_ones_at_once(
+    lookups: Lookups, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = lookups.make(hangs=True, lookup_seconds=0.05)
     worker.submit(1, question(0))
     assert end_of(worker, 1).found is None
     assert worker.is_stuck
+    assert "Lookups are given up (the volume does not answer them)" in caplog.text
     worker.submit(2, question(0))
     assert worker.collect() == [Answer(2, None)]
     worker.close()
     assert worker.collect() == []
+
+
+def test_a_worker_that_hangs_and_cannot_be_killed_is_replaced_when_the_volume_answers(
+    lookups: Lookups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(lookups_module, "_FIRST_BACKOFF_SECONDS", 0.0)
+    lookups.write(0)
+    worker = lookups.make(hangs=True, lookup_seconds=0.05)
+    worker.submit(1, question(0))
+    assert end_of(worker, 1).found is None
+    for _ in range(3):
+        assert worker.collect() == []
+    assert "running again" not in caplog.text
+    lookups.fs.may_answer.set()
+
+    def is_back() -> bool:
+        worker.collect()
+        return not worker.is_stuck
+
+    wait_until(is_back, "there is another worker")
+    assert "running again" in caplog.text
+    worker.submit(2, question(0))
+    assert end_of(worker, 2).found == Found(1, (0,), 1)
 
 
 def test_a_worker_that_dies_is_replaced_and_its_questions_end(lookups: Lookups) -> None:
