@@ -22,9 +22,6 @@ from typing import Any
 
 from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
 
-from kvtier_connector.cascade.rates import Rates
-from kvtier_connector.vllm_adapter import secondary_tier
-
 PROMPT_TOKENS = 2 * CHUNK_TOKENS + 16
 PROMPTS = 3
 FAULTS = {
@@ -42,6 +39,11 @@ ROWS = 8
 """Of the CPU tier."""
 FILLERS = 8
 """Prompts of which nothing else fits into either."""
+SMALL_STEPS = {"max_num_seqs": 3, "long_prefill_token_threshold": 64, "max_num_batched_tokens": 1024}
+"""Steps of fewer tokens than the rate of prefill is measured at: while it is not known, every hit is loaded.
+
+Computing so small a model takes less time than any read, and the volume would not be asked for blocks.
+"""
 FULL = "enospc on write"
 SHED = "vllm:kvtier_disk_shed_stores:no_space"
 STORM_SECONDS = 4.0
@@ -61,7 +63,7 @@ class Engine:
             dtype="float32",
             max_model_len=1024,
             cpu_bytes=ROWS * chunk_bytes,
-            engine={"num_gpu_blocks_override": BLOCKS},
+            engine={"num_gpu_blocks_override": BLOCKS, **SMALL_STEPS},
         )
         self._others = itertools.count(10_000)
 
@@ -104,16 +106,8 @@ def storm(control: Path, until: threading.Event) -> None:
             return
 
 
-class UnmeasuredRates(Rates):
-    """Computing so small a model takes less time than any read, and the volume would not be asked for blocks."""
-
-    def note_step(self, *_: Any) -> None:
-        """Leave the rate of prefill unknown: hits are loaded then."""
-
-
 def main() -> None:
     directory, control, config_file = (Path(argument) for argument in sys.argv[1:4])
-    vars(secondary_tier)["Rates"] = UnmeasuredRates
     engine = Engine(directory / "model", config_file, chunk_bytes=int(sys.argv[4]))
     seeds, fresh = list(range(PROMPTS)), itertools.count(100)
     answers: list[dict[str, Any]] = []

@@ -35,6 +35,7 @@ class PassThrough(Operations):
 
     def _gate(self, call: str) -> None:
         while (self._control / f"hang.{call}").exists():
+            # A test switches the fault by a file, and has no other way to this process.
             time.sleep(POLL_SECONDS)
         try:
             number = int((self._control / f"fail.{call}").read_text())
