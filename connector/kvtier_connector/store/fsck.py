@@ -323,7 +323,7 @@ def count_generation(  # noqa: PLR0913 - keywords with defaults
                 progress.add(entry.size)
             else:
                 generation.leftovers[entry.kind.value].add(entry.size)
-        for _, size, _ in list_journals(root, fs=fs):
+        for size in list_journals(root, fs=fs):
             generation.journals.add(size)
     except ConnectorError as error:
         generation.problem = str(error)

@@ -204,7 +204,7 @@ class JournalWriter:
     ) -> None:
         """Store the settings; nothing is written before the first flush."""
         self.writer = new_token()
-        """Names this process's journal; a reader of the same process leaves it out."""
+        """Names this process's journal."""
         self._root = str(root)
         self._fs = fs.rooted(str(root))
         self._limits = limits
@@ -241,7 +241,7 @@ class JournalWriter:
     def flush(self) -> int:
         """Write what was noted and return how many records that were; what cannot be written is tried again next time.
 
-        The first call begins the journal even without a record: others count who may write by the journals.
+        The first call begins the journal even without a record: its time tells what time it is on the volume.
 
         Raises:
             StoreUnavailable: the volume does not take it.

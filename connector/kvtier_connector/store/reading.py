@@ -90,8 +90,8 @@ def read_verified(  # noqa: PLR0913 - keywords
     # A compressed payload stays in its place until the end.
     is_kept = is_whole or is_packed
     if mapped is None:
-        how = _Requests(piece_bytes, is_direct=is_direct, is_kept=is_kept)
-        pieces = _read_pieces(fs, fd, buffer, max(0, filled), end, how)
+        how = _Requests(end, piece_bytes, is_direct=is_direct, is_kept=is_kept)
+        pieces = _read_pieces(fs, fd, buffer, max(0, filled), how)
     else:
         mapped = mapped[HEADER_BYTES : HEADER_BYTES + end]
         pieces = _mapped_pieces(mapped, None if expected.keyring is None else buffer, is_kept=is_kept)
@@ -127,17 +127,17 @@ def _filling(target: memoryview) -> Take:
 
 
 class _Requests(NamedTuple):
+    end: int
+    """Length of the payload."""
     piece_bytes: int
     is_direct: bool
     is_kept: bool
     """Whether each piece of the payload has its own place in the buffer; else all are read to its start."""
 
 
-def _read_pieces(  # noqa: PLR0913, PLR0917 - what a read is told
-    fs: FileSystem, fd: int, buffer: memoryview, filled: int, end: int, how: _Requests
-) -> Iterator[memoryview]:
-    """Yield a payload of `end` bytes; the buffer has the first `filled`. Fewer come where the file ends."""
-    done, place = 0, buffer
+def _read_pieces(fs: FileSystem, fd: int, buffer: memoryview, filled: int, how: _Requests) -> Iterator[memoryview]:
+    """Yield a payload; the buffer has its first `filled` bytes. Fewer come where the file ends."""
+    done, place, end = 0, buffer, how.end
     while True:
         piece = place[: min(filled, end - done)]
         if how.is_direct and piece.nbytes < end - done:

@@ -222,8 +222,8 @@ def _list_wanted(
             answers.put((directory, error))
 
 
-def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int, int]]:
-    """Return path relative to the root, size and time of the last write of each journal.
+def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[int]:
+    """Return the size of each journal.
 
     Raises:
         StoreUnavailable: they cannot be looked at.
@@ -234,13 +234,12 @@ def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[tuple[str, int,
             path = f"{JOURNAL}/{entry.name}"
             if parse_journal_path(path) is not None:
                 with contextlib.suppress(FileNotFoundError):
-                    status = fs.stat(f"{root}/{path}")
-                    found.append((path, status.st_size, status.st_mtime_ns))
+                    found.append(fs.stat(f"{root}/{path}").st_size)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be read: {error}") from error
-    return sorted(found)
+    return found
 
 
 Tell = Callable[[float, int, int], None]
