@@ -400,19 +400,15 @@ class WorkerPool:
                 self._record(task, answer)
                 self._end(task, answer, seconds)
 
-    def _record(self, task: InFlight, answer: Answer, *, is_from_volume: bool = True) -> None:
-        """Tell permit and breaker the outcome of a task; the breaker counts only what the volume did."""
+    def _record(self, task: InFlight, answer: Answer) -> None:
+        """Tell permit and breaker the outcome of a task."""
         if task.lane is Lane.STORE:
             stored = cast("StoreOutcome", answer)
             self._end_permitted(stored.bytes_written if isinstance(stored, Stored) else 0)
-            if is_from_volume and not task.is_skipped:
+            if not task.is_skipped:
                 self._breaker.record_store(stored)
-        else:
-            loaded = cast("Outcome", answer)
-            if is_from_volume and not task.is_skipped:
-                self._breaker.record_load(loaded)
-        if not is_from_volume:
-            self._skip(task)
+        elif not task.is_skipped:
+            self._breaker.record_load(cast("Outcome", answer))
 
     def _end(self, task: InFlight, outcome: Answer | Refused | Ending, seconds: float = 0.0) -> None:
         if task.state is TaskState.ENDED:
@@ -428,15 +424,12 @@ class WorkerPool:
     def _undo_admission(self, task: InFlight) -> None:
         if task.lane is Lane.STORE:
             self._end_permitted(0)
-        self._skip(task)
-
-    def _end_permitted(self, written: int) -> None:
-        self._permit.end(HEADER_BYTES + self._rows.row_bytes, written)
-
-    def _skip(self, task: InFlight) -> None:
         if not task.is_skipped:
             self._breaker.skip(_DIRECTIONS[task.lane])
         task.is_skipped = True
+
+    def _end_permitted(self, written: int) -> None:
+        self._permit.end(HEADER_BYTES + self._rows.row_bytes, written)
 
     def _working(self) -> set[int]:
         """Return the tickets that workers work on."""
@@ -557,12 +550,10 @@ class WorkerPool:
                 continue
             task.ticket = NO_TICKET
             self._clear(task)
-            if task.ending is None and task.state is not TaskState.ENDED:
-                fault = StoreFault.IO if task.lane is Lane.STORE else Fault.IO
-                self._record(task, fault, is_from_volume=False)
-                self._end(task, fault)
-            else:
-                self._undo_admission(task)
+            # The breaker counts only what the volume did.
+            self._undo_admission(task)
+            if task.ending is None:
+                self._end(task, StoreFault.IO if task.lane is Lane.STORE else Fault.IO)
         # A message that a dead worker had just read is lost.
         working = self._working()
         self._recall(task for task in self._on_table() if task.ticket not in working)

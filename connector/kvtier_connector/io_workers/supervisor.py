@@ -174,7 +174,7 @@ class Supervisor:
         if self._deaths_in_vain > self.size + self._spare_deaths:
             self.give_up(f"they die and finish no task, the last with status {status}")
         else:
-            logger.warning("I/O worker %d ended with status %s and is started again", worker, status)
+            logger.warning("%s: process %d ended with status %s and is started again", self._what, worker, status)
             self.start()
 
     def note_work(self) -> None:
