@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from kvtier_connector.io_workers.supervisor import Supervisor, WorkerProcess, WorkerThread
+from kvtier_connector.io_workers.supervisor import START_SECONDS, Supervisor, WorkerProcess, WorkerThread
 from kvtier_connector.io_workers.worker import PoolSettings, die_with, file_system, lower_priority, start_process
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.header import Fault
@@ -40,8 +40,6 @@ LOOKUP_SECONDS = 2.0
 """A volume that has not answered a lookup for so long hangs: computing is quicker."""
 _QUICK_SECONDS = 0.0003
 """A volume that answers sooner is asked by halving, one call after the other: fewer calls, and no thread waits."""
-_START_SECONDS = 20.0
-"""A host that is busy needs up to this long to start a process."""
 _READY = 0
 """Number of the message by which a worker says that it is ready; questions have other numbers."""
 _QUESTIONS = 8
@@ -185,8 +183,6 @@ class LookupWorker:
         self.is_ready = False
         """Whether the worker has begun to work."""
         self._done: list[Answer] = []
-        self.calls = 0
-        """Calls to the volume that lookups made."""
 
     def start(self) -> None:
         """Start the worker."""
@@ -219,7 +215,6 @@ class LookupWorker:
             elif self._open.pop(number, None) is not None:
                 self._answered_at = self._now()
                 self._supervisor.note_work()
-                self.calls += calls
                 self._done.append(Answer(number, Fault(fault) if fault else Found(present, seen, calls)))
         if self._pipe is not None and self._is_late():
             self._give_up()
@@ -241,7 +236,7 @@ class LookupWorker:
 
     def _is_late(self) -> bool:
         if not self.is_ready:
-            return self._now() - self._started_at > _START_SECONDS
+            return self._now() - self._started_at > START_SECONDS
         # A burst of questions waits in line: a worker that still answers does not hang.
         quiet_until = self._answered_at + self._lookup_seconds
         return bool(self._open) and max(min(self._open.values()), quiet_until) < self._now()

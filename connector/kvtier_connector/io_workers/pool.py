@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 
 from kvtier_connector.contract.engine import MOST_IO_PROCESSES
 from kvtier_connector.io_workers.buffers import OwnRows, Region
-from kvtier_connector.io_workers.supervisor import Supervisor, WorkerProcess, WorkerThread
+from kvtier_connector.io_workers.supervisor import START_SECONDS, Supervisor, WorkerProcess, WorkerThread
 from kvtier_connector.io_workers.task_table import (
     ENTRIES,
     NO_TICKET,
@@ -54,8 +54,6 @@ BREAKER, STUCK, NO_WORKERS, CLOSED = Refused("breaker"), Refused("stuck"), Refus
 
 _TICK_SECONDS = 0.05
 _IDLE_TICK_SECONDS = 1.0
-_START_SECONDS = 20.0
-"""Longest start of a process on a busy host."""
 _STORING_SHARE, _YIELDING_SHARE = 0.75, 0.125
 """Shares of the workers that may store: usually, so that a load finds a free worker, and while something is read."""
 _DIRECTIONS = {Lane.LOAD: Direction.LOAD, Lane.PREFETCH: Direction.LOAD, Lane.STORE: Direction.STORE}
@@ -600,7 +598,7 @@ class WorkerPool:
             self._read_at = self._moved_at = now
         slow = self._settings.deadline_seconds
         if not self._is_ready:
-            slow = max(slow, _START_SECONDS)
+            slow = max(slow, START_SECONDS)
         is_read_late, is_store_late = now - self._read_at > slow, now - self._moved_at > slow
         if not is_read_late and not is_store_late:
             return

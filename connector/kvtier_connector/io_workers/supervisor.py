@@ -20,6 +20,8 @@ from pathlib import Path
 
 logger = logging.getLogger("vllm.kvtier.io_workers")
 
+START_SECONDS = 20.0
+"""Longest start of a process on a busy host."""
 _SPARE_DEATHS = 8
 _LONGEST_BACKOFF_SECONDS = 600.0
 """Each failed attempt doubles the back-off, up to this."""
