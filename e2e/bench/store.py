@@ -37,8 +37,6 @@ from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 MIB = 1 << 20
 CHUNKS = (0.5, 1, 2, 4, 8, 16)
 THREADS = (1, 2, 4, 8, 16, 32)
-
-
 GENERATION = "bench"
 """A store's directory is named after its generation."""
 
@@ -120,7 +118,7 @@ class Contestant(ABC):
 class Plain(Contestant):
     """The rate of the volume itself: whole files, one system call each way, no header and no checksum."""
 
-    name = "plain parallel reader"
+    name = report.PLAIN
 
     def load(self, pool: ThreadPoolExecutor) -> None:
         """Read each file into its row."""
@@ -153,7 +151,7 @@ class Plain(Contestant):
 class KvtierWorkers(Contestant):
     """Ours as the engine uses it: as many processes as the others have threads, each with a buffer of its own."""
 
-    name = "kvtier movers"
+    name = report.OURS
     _pool: WorkerPool
 
     def prepare(self, threads: int) -> None:
@@ -201,7 +199,7 @@ class KvtierWorkers(Contestant):
 class FsJob(Contestant):
     """VLLM's fs code as its tier calls it: one job is one call on one thread."""
 
-    name = "vLLM fs, one job"
+    name = report.STOCK
     is_one_thread = True
 
     def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
