@@ -149,18 +149,16 @@ class Splits:
             if split.ready > before:
                 split.moved_at = now
 
-    def next_tokens(self, split: Split, *, computed: int, in_flight: int = 0) -> int:
+    def next_tokens(self, split: Split, *, in_flight: int = 0) -> int:
         """Return how many tokens of the head to compute next; 0 to wait for the volume.
 
         The end is a multiple of the chunk, for a load begins with one. No more is computed than up to where both meet.
 
         Args:
             split: The hit.
-            computed: Tokens that are computed, with those of the step under way.
             in_flight: Tokens of the step under way: until it ends, the volume is read as well.
         """
-        split.computed = computed
-        missing = split.missing
+        computed, missing = split.computed, split.missing
         if not missing:
             return split.end - computed
         size = split.chunk_tokens

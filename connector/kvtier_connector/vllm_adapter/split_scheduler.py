@@ -32,9 +32,7 @@ class SyncSplitScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         scheduler = getattr(self.connector, "connector_scheduler", None)
         self._tier = scheduler if isinstance(scheduler, KVTierScheduler) else None
-        self._splits: Splits | None = None
-        if self._tier is not None:
-            self._splits = self._tier.enable_splits(self.vllm_config)
+        self._splits = None if self._tier is None else self._tier.enable_splits(self.vllm_config)
         self._limits: dict[str, int] = {}
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
@@ -69,11 +67,12 @@ class SyncSplitScheduler(Scheduler):
             split.computed = request.num_computed_tokens
             if split.is_overtaken or self._tier.is_lost(split):
                 self._tier.end_split(request.request_id, has_joined=False)
-            elif split.has_met and self.pause_state is PauseState.UNPAUSED and self._may_take_blocks(request):
+            elif split.has_met and self.pause_state is PauseState.UNPAUSED and self._has_room_for(0):
                 self._join(request, split)
             else:
                 heads.append((request, split))
-        self._limits = self._share_out(splits, heads)
+        if heads:
+            self._limits = self._share_out(splits, heads)
 
     def _share_out(self, splits: Splits, heads: list[tuple[Request, Split]]) -> dict[str, int]:
         """Return the tokens of this step for each head: those that other requests leave."""
@@ -83,22 +82,21 @@ class SyncSplitScheduler(Scheduler):
         for request in self.running:
             if request.request_id not in names:
                 left -= max(1, request.num_tokens_with_spec - request.num_computed_tokens)
-        left -= sum(
-            request.num_tokens
-            for request in self.waiting
-            if not request.num_computed_tokens and not self._tier.may_find(request)
-        )
+        for request in self.waiting:
+            if left <= 0:
+                break
+            if not request.num_computed_tokens and not self._tier.may_find(request):
+                left -= request.num_tokens
         limits = {}
         # One after the other, in the order of their arrival: shared out equally, all would be late.
         for request, split in heads:
-            computed = request.num_computed_tokens
-            tokens = splits.next_tokens(split, computed=computed, in_flight=request.num_in_flight_tokens)
+            tokens = splits.next_tokens(split, in_flight=request.num_in_flight_tokens)
             # Less than up to the end of a chunk is of no use to a join.
-            least = split.chunk_tokens - computed % split.chunk_tokens
+            least = split.chunk_tokens - split.computed % split.chunk_tokens
             room = max(self._room, least) if self._room == splits.head_tokens else self._room
             room = min(room, max(0, left)) if splits.is_patient(split) else room
             if tokens > room:
-                tokens = room - (computed + room) % split.chunk_tokens if room >= least else 0
+                tokens = room - (split.computed + room) % split.chunk_tokens if room >= least else 0
             limits[request.request_id] = tokens
             self._room -= tokens
             left -= tokens
@@ -109,27 +107,33 @@ class SyncSplitScheduler(Scheduler):
         """Let a head compute no more than its share of the step; vLLM asks this of each request that it schedules."""
         splits = self._splits
         if not self._has_seat_for(request):
-            self._pause_state = PauseState.PAUSED_NEW
-            return 0
+            return self._end_admission()
         if splits is not None and (split := splits.get(request.request_id)) is not None:
             limit = self._limits.get(request.request_id)
-            if limit is None and not self._has_room_for(request, num_computed_tokens):
-                # Those behind it would take the room for which it waits; vLLM 0.33 goes on with them.
-                self._pause_state = PauseState.PAUSED_NEW
-                return 0
+            if limit is None and not self._has_room_for(request.num_tokens - num_computed_tokens):
+                return self._end_admission()
             if limit is None:
-                # It is scheduled for the first time. With 0 tokens, vLLM would schedule no request behind it.
+                # It is scheduled for the first time, and 0 tokens would keep requests behind it from this step.
                 # While it waited for room, the GPU may have given away what it had of the prompt.
-                split.local_tokens = num_computed_tokens
-                limit = splits.next_tokens(split, computed=num_computed_tokens)
+                split.local_tokens = split.computed = num_computed_tokens
+                limit = splits.next_tokens(split)
                 limit = max(split.chunk_tokens, min(limit, self._room))
                 limit -= (num_computed_tokens + limit) % split.chunk_tokens
                 self._room -= limit
             num_new_tokens = min(num_new_tokens, limit)
-        elif self._tier is not None and self._tier.has_joined and num_new_tokens > 1:
+        elif num_new_tokens > 1 and any(each.status is RequestStatus.PREEMPTED for each in self._joined):
             # With a full step, vLLM would not ask for the tail of a request that has joined.
             num_new_tokens -= num_computed_tokens + num_new_tokens < request.num_tokens
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
+
+    def _end_admission(self) -> int:
+        """Return 0 tokens for a request that has to wait, and schedule no waiting request behind it in this step.
+
+        vLLM 0.32 stops at a request with 0 tokens. vLLM 0.33 continues, and later requests would take the blocks or the
+        seat that this one waits for. So the scheduler counts as paused for new requests until `schedule` ends.
+        """
+        self._pause_state = PauseState.PAUSED_NEW
+        return 0
 
     def _has_seat_for(self, request: Request) -> bool:
         """Say whether a request without blocks may run beside those that come back when their tails are loaded."""
@@ -138,21 +142,14 @@ class SyncSplitScheduler(Scheduler):
         kept = sum(each.status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in self._joined)
         return bool(len(self.running) + kept < self.max_num_active_reqs)
 
-    def _has_room_for(self, request: Request, num_computed_tokens: int) -> bool:
-        """Say whether the GPU has blocks for a whole prompt beside those that others need until they are computed.
+    def _has_room_for(self, tokens: int) -> bool:
+        """Say whether the GPU has blocks for more tokens beside all that prompts in computation need until their ends.
 
         A head takes few tokens of a step, so vLLM would begin many prompts that do not fit together.
         """
-        needed = -(-(request.num_tokens - num_computed_tokens) // self.block_size)
         reserved = self._inflight_prefill_reserved_blocks()
-        return bool(not reserved or self.kv_cache_manager.block_pool.get_num_free_blocks() - reserved >= needed)
-
-    def _may_take_blocks(self, request: Request) -> bool:
-        """Say whether the GPU has blocks for the tail beside those that other prompts need until they are computed."""
-        pool = self.kv_cache_manager.block_pool
-        needed = -(-(request.num_tokens - request.num_computed_tokens) // self.block_size)
-        reserved = self._inflight_prefill_reserved_blocks()
-        return bool(pool.get_num_free_blocks() >= max(needed, reserved))
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return bool(not reserved or free >= reserved - (-tokens // self.block_size))
 
     def _join(self, request: Request, split: Split) -> None:
         """Put a request back to waiting; in the same step it finds its head in the GPU, its tail in the CPU tier."""
