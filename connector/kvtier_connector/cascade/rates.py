@@ -14,8 +14,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier_connector.vllm_adapter import metrics
-
 JOIN_SECONDS = 0.03
 """Price of a join: the step under way, and the step that notices that the tail is on the GPU."""
 NEW_SHARE = 0.3
@@ -50,11 +48,6 @@ class Way(enum.Enum):
     def reads(self) -> bool:
         """Whether anything is read."""
         return self in {Way.LOAD, Way.SPLIT}
-
-    @property
-    def cause(self) -> str:
-        """Why chunks are not read, for the metrics."""
-        return metrics.SHORT if self is Way.SHORT else metrics.SLOWER
 
 
 class Rate:

@@ -153,7 +153,8 @@ class KVTierManager(TieringOffloadingManager):
             request.way = self._choose_way(on_volume, req_context, may_split=may_split and hit[0] in request.on_volume)
             self.tier.stats.count(metrics.VERDICTS, cause=request.way.value)
             if not request.way.reads:
-                self.tier.count_computed(request.way.cause, len(on_volume))
+                cause = metrics.SHORT if request.way is Way.SHORT else metrics.SLOWER
+                self.tier.count_computed(cause, len(on_volume))
                 self._fetches.end_lease(req_context)
         return request.way
 
