@@ -70,11 +70,11 @@ class KVTierManager(TieringOffloadingManager):
         self._counted = OffloadingConnectorStats()
         """Counters of vLLM's own metrics since the last `get_stats`."""
         self._retry_context = ReqContext(req_id="kvtier-retry")
-        self.splits: Splits | None = None
-        """The hits whose heads are computed while they are read; None where hits are loaded whole."""
+        self.splits = Splits(tier.rates, self.order_backwards)
+        """The hits whose heads are computed while they are read."""
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
-        self.count_backlog: Callable[[], float] = lambda: 0
+        self.count_backlog: Callable[[], int] = lambda: 0
         """How many tokens the engine computes before those of a request that is asked for now."""
 
     def request(self, context: ReqContext) -> TierRequest:
@@ -166,7 +166,7 @@ class KVTierManager(TieringOffloadingManager):
         tokens = max(ends) - min(ends) + size[0] if ends else len(on_volume) * size[0]
         under_way = sum(key in self._fetches.under_way for key in on_volume)
         queued = (self.tier.transfers.loading + self._fetches.waiting - under_way) * size[0]
-        heads, tails = self.splits.work if self.splits else (0.0, 0.0)
+        heads, tails = self.splits.work
         return self.tier.rates.choose(
             tokens,
             unread=len(on_volume) * size[0],
@@ -257,7 +257,6 @@ class KVTierManager(TieringOffloadingManager):
         fetches, context, keys = self._fetches, split.context, split.keys
         request = self.request(context)
         last = len(keys) - split.ordered
-        assert self.splits is not None
         # Chunks that the head is about to compute are not worth reading.
         window = self.splits.window_chunks(split) - (split.ordered - split.ready)
         overtaken = -(-(split.computed - split.begin) // split.chunk_tokens)

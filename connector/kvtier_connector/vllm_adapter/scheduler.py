@@ -139,10 +139,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """True from a reset of the caches until a step has the workers compare all weights."""
         self._arriving: set[str] = set()
         """Requests whose prefix is read ahead once it is known what the volume has of it."""
-        self._splits: Splits | None = None
+        self._splits = self.manager.splits
+        self._is_splitting = False
+        """Whether hits are split that can be."""
         self.manager.count_backlog = self._count_backlog
-        self._joined: dict[str, int] = {}
-        """Where the hits end of requests that have joined and wait for their tails."""
+        self._joined: set[str] = set()
+        """Requests that have joined, until they are asked for their tails."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
 
@@ -183,18 +185,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 return None, False
             del self._waits[name]
         status = self._req_status[name]
-        joined = self._joined.get(name)
-        if self._splits is not None and self._splits.get(name) is not None:
+        if self._splits.get(name) is not None:
             if not request.num_preemptions:
                 # There was no room to compute its head when it was asked for before.
                 return 0, False
             self.end_split(name, has_joined=False)
-        if request.num_preemptions:
+        if request.num_preemptions and name not in self._joined:
             # It gets other blocks: all its chunks are offered again, as later releases of vLLM do.
             for group in status.group_states:
-                group.next_stored_chunk_idx = (
-                    0 if joined is None else joined // self.config.kv_group_configs[0].tokens_per_chunk
-                )
+                group.next_stored_chunk_idx = 0
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         if tokens and self.manager.request(status.req_context).way is Way.SPLIT:
             self._begin_split(status, self._keys_of(status, tokens))
@@ -214,17 +213,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # A request that joins finds its head again in the prefix cache of the GPU.
         if not (is_plain and self._is_one_prefix and config.cache_config.enable_prefix_caching):
             return None
-        self._splits = self.manager.splits = Splits(self.manager.tier.rates, self.manager.order_backwards)
+        self._is_splitting = True
         return self._splits
 
     def _is_alive(self, name: str) -> bool:
         status = self._req_status.get(name)
         return status is not None and not status.req.is_finished()
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether a request has joined and waits to be asked for its tail."""
-        return bool(self._joined)
 
     def is_lost(self, split: Split) -> bool:
         """Say whether no more of a split comes: a chunk of it could not be read, or the volume hangs."""
@@ -240,7 +234,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def end_split(self, name: str, *, has_joined: bool) -> None:
         """End the split of a request: one that joins loads the chunks that were read, another computes them."""
-        split = self._splits.end(name) if self._splits is not None else None
+        split = self._splits.end(name)
         status = self._req_status.get(name)
         if split is None or status is None:
             return
@@ -249,7 +243,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         stats.count(metrics.SPLIT_TOKENS, min(split.computed, split.end) - split.local_tokens, cause=metrics.COMPUTED)
         thrown = split.ready * size
         if has_joined:
-            self._joined[name] = split.end
+            self._joined.add(name)
             thrown = max(0, split.computed - split.ready_from)
             stats.count(metrics.SPLIT_TOKENS, split.end - split.computed, cause=metrics.LOADED)
         else:
@@ -263,7 +257,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Say whether a request is of those whose hits may be split."""
         request, params = status.req, status.req.sampling_params
         return not (
-            self._splits is None
+            not self._is_splitting
             or request.num_preemptions
             or request.lora_request is not None
             or request.mm_features
@@ -274,7 +268,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def _begin_split(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> None:
         """Have the head of a hit computed while its tail is read."""
-        assert self._splits is not None
         context, local = status.req_context, status.num_locally_computed_tokens
         size = self.config.kv_group_configs[0].tokens_per_chunk
         self.manager.request(context).way = None
@@ -282,28 +275,26 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # The volume has these chunks.
         status.group_states[0].next_stored_chunk_idx = local // size + len(keys)
 
-    def _count_backlog(self) -> float:
+    def _count_backlog(self) -> int:
         """Return the tokens that running requests compute before one that waits, besides heads."""
-        running = (each.req for each in self._req_status.values() if each.req.status is RequestStatus.RUNNING)
-        left = (
-            request.num_prompt_tokens - request.num_computed_tokens
-            for request in running
-            if self._splits is None or self._splits.get(request.request_id) is None
+        return sum(
+            max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            for request in (status.req for status in self._req_status.values())
+            if request.status is RequestStatus.RUNNING and self._splits.get(request.request_id) is None
         )
-        return float(sum(tokens for tokens in left if tokens > 0))
 
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
         self._arriving.discard(name)
-        self._joined.pop(name, None)
+        self._joined.discard(name)
         is_found = num_external_tokens or self._req_status[name].num_locally_computed_tokens
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
         self._first_tokens.begin(request, source)
         status = self._req_status[name]
         if num_external_tokens == 0:
-            if self._splits is None or self._splits.get(name) is None:
+            if self._splits.get(name) is None:
                 # The chunks that were read ahead for it came to the GPU by another request.
                 self.manager.end_lease(status.req_context)
             return
@@ -392,7 +383,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         name = request.request_id
         self._first_tokens.end(name)
         self.end_split(name, has_joined=False)
-        self._joined.pop(name, None)
+        self._joined.discard(name)
         self._arriving.discard(name)
         self._adapters.end(name)
         self._waits.pop(name, None)
@@ -410,8 +401,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self._end(name, unwritten=load.unwritten)
         self._waits.clear()
         self._joined.clear()
-        if self._splits is not None:
-            self._splits.clear()
+        self._splits.clear()
         if self._complete is not None:
             self._complete.clear()
         self._stale_jobs.update({job_id: job.pending_count for job_id, job in self._jobs.items() if job.pending_count})

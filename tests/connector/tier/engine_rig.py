@@ -124,7 +124,8 @@ class SimulatedEngine:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): NOT_OURS if is_child else declared})
         self.side: KVTierScheduler = connector.connector_scheduler
         self.manager: KVTierManager = self.side.manager
-        self._split_all()
+        if shape.is_splitting:
+            self._split_all()
         self.tier = self.manager.tier
         self.answers: dict[str, list[int]] = {}
         """Of requests that have ended by themselves."""
@@ -172,10 +173,9 @@ class SimulatedEngine:
 
     def _split_all(self) -> None:
         """Have each hit split that can be, in heads of a few blocks, whatever the volume gives."""
-        if (splits := self.manager.splits) is not None:
-            ways = {True: Way.SPLIT, False: Way.LOAD}
-            splits.rates.choose = lambda *_, may_split, **__: ways[may_split]  # type: ignore[method-assign]  # as above
-            splits.head_tokens = splits.least_head_tokens = 2 * BLOCK_TOKENS
+        splits, ways = self.manager.splits, {True: Way.SPLIT, False: Way.LOAD}
+        splits.rates.choose = lambda *_, may_split, **__: ways[may_split]  # type: ignore[method-assign]  # as above
+        splits.head_tokens = splits.least_head_tokens = 2 * BLOCK_TOKENS
 
     def get_model(self) -> torch.nn.Module:
         """Return the model, as vLLM's workers do; the first of its weights decides all values."""
