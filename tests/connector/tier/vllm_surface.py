@@ -115,7 +115,7 @@ USES = (
             "_preempt_request(request, timestamp, drop_stale_output)",
         ),
         read="_pause_state block_size connector connector_prefix_cache_stats kv_cache_manager max_num_active_reqs "
-        "max_num_scheduled_tokens pause_state running scheduler_config vllm_config waiting",
+        "max_num_scheduled_tokens pause_state running vllm_config waiting",
     ),
     Use(
         f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler",
@@ -147,7 +147,7 @@ USES = (
     Use(
         f"{_OFFLOADING}.scheduler:TransferJobStatus",
         called=("__init__(req_id, pending_count, keys, is_store)",),
-        read="pending_count is_store",
+        read="pending_count",
     ),
     Use(f"{_OFFLOADING}.common:TransferJob", called=("__init__(req_id, src_spec, dst_spec)",), read="dst_spec"),
     Use(
@@ -215,7 +215,6 @@ USES = (
             "complete_load(keys, req_context)",
             "prepare_read(keys, req_context)",
             "prepare_store(keys, req_context)",
-            "complete_store(keys, req_context, success)",
             "_get_num_free_chunks()",
             "shutdown()",
         ),
@@ -223,7 +222,7 @@ USES = (
         "complete_write complete_read",
     ),
     Use(f"{_OFFLOAD}.cpu.policies.base:CachePolicy", called=("get(key)",)),
-    Use(f"{_OFFLOAD}.cpu.policies.base:ChunkStatus", read="chunk_id is_ready ref_cnt"),
+    Use(f"{_OFFLOAD}.cpu.policies.base:ChunkStatus", read="chunk_id is_ready"),
     Use(f"{_OFFLOAD}.cpu.common:CPULoadStoreSpec", called=("__init__(block_ids)",), read="block_ids"),
     Use(f"{_OFFLOAD}.base:PrepareStoreOutput", read="keys_to_store store_spec"),
     Use(
@@ -297,7 +296,6 @@ USES = (
         ),
         read="req_id kv_transfer_params _offload_key_positions",
     ),
-    Use(f"{_OFFLOAD}.base:ScheduleEndContext", read="new_req_ids preempted_req_ids"),
     Use(f"{_OFFLOAD}.base:LookupResult", read="HIT HIT_PENDING MISS RETRY"),
     Use(f"{_OFFLOAD}.tiering.base:TransferJob", read="job_id keys chunk_ids is_promotion req_context"),
     Use(
