@@ -24,6 +24,8 @@ FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.ya
 # The flags of adapters are refused only where the tier has some; the tests of those ask that.
 for field in ("loras", "maxLoraRank", "maxLorasAtOnce"):
     del FULL["spec"]["model"][field]
+OWNED = {*engine_spec.FLAGS, "--scheduler-cls"}
+"""Flags that are refused for this tier, which splits hits."""
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +54,16 @@ def is_accepted(word: str) -> bool:
     return not problems({"spec": {**FULL["spec"], "engine": {"args": [word]}}})
 
 
-SPLITS = {"--scheduler-cls"}
-"""Refused only where hits are split."""
-
-
 def is_refused(template: dict[str, Any]) -> bool:
     return bool(problems({"spec": {**FULL["spec"], "engine": {"podTemplate": template}}}))
 
 
 def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
-    assert {flag for flag in vllm_flags if not is_accepted(flag)} == SPLITS | set(engine_spec.FLAGS)
+    assert {flag for flag in vllm_flags if not is_accepted(flag)} == OWNED
 
 
 def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vllm_flags: list[str]) -> None:
-    for flag in engine_spec.FLAGS:
+    for flag in OWNED:
         for length in range(3 if flag.startswith("--") else 2, len(flag)):
             meant = [known for known in vllm_flags if known.startswith(flag[:length])]
             if meant == [flag]:
@@ -76,7 +74,7 @@ def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vl
 def test_users_cannot_repeat_a_flag_that_the_operator_renders(deployment: dict[str, Any]) -> None:
     rendered = {word.partition("=")[0] for word in deployment["spec"]["template"]["spec"]["containers"][0]["args"]}
     # The name that clients ask for is the user's business: the last one given wins.
-    assert rendered - {"--served-model-name", *engine_spec.HARMLESS} <= SPLITS | set(engine_spec.FLAGS)
+    assert rendered - {"--served-model-name", *engine_spec.HARMLESS} <= OWNED
 
 
 def test_users_cannot_take_what_the_operator_mounts(deployment: dict[str, Any]) -> None:
