@@ -244,7 +244,7 @@ def _planned(carried: _Carried, snapshot: Snapshot, generation: int, inputs: Inp
         janitor_image=inputs.janitor_image,
         restart=carried.asked.restart,
     )
-    plan = keep_pods(plan, snapshot, janitor_image=inputs.janitor_image)
+    plan = keep_pods(plan, snapshot)
     plan = replace(plan, listen_host=inputs.listen_host)
     capacity = make_capacity(carried.spec, plan.decisions, snapshot)
     return PlannedStage(generation=generation, spec=carried.spec, snapshot=snapshot, plan=plan, capacity=capacity)

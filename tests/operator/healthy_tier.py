@@ -87,7 +87,7 @@ def progress(  # noqa: PLR0913  each by its name
     if made_by:
         before = make_plan(spec, snapshot, decided, connector_image=made_by)
         rendered = make_rendered(spec, restart="", config=before.config_text, template=template_of(before))
-        plan = make_kept_plan(plan, rendered, janitor_image="j")
+        plan = make_kept_plan(plan, rendered)
     stage = AppliedStage(
         generation=3,
         spec=spec,

@@ -26,18 +26,16 @@ from kvtier_operator.plan import (
     make_unchecked_plan,
 )
 from kvtier_operator.plan import decisions as decided
-from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
 from kvtier_operator.plan.rendered import decode_rendered
 from kvtier_operator.snapshot import Snapshot
 
 
-def keep_pods(plan: TierPlan, snapshot: Snapshot, *, janitor_image: str = JANITOR_IMAGE) -> TierPlan:
+def keep_pods(plan: TierPlan, snapshot: Snapshot) -> TierPlan:
     """Return the plan with the pods that run, where the spec still asks for what they were made from.
 
     Args:
         plan: what this version of the operator makes of the spec.
         snapshot: what stands.
-        janitor_image: image of the janitor, where the tier names none.
     """
     pods = decode_rendered(snapshot.engines.rendered)
     if pods is None or pods.restart != plan.restart:
@@ -54,10 +52,10 @@ def keep_pods(plan: TierPlan, snapshot: Snapshot, *, janitor_image: str = JANITO
             snapshot,
             decisions,
             connector_image=plan.connector_image,
-            janitor_image=janitor_image,
+            janitor_image=plan.janitor_image,
             restart=plan.restart,
         )
-    return make_kept_plan(plan, pods, janitor_image=janitor_image)
+    return make_kept_plan(plan, pods)
 
 
 def _ask_for_the_same(before: TierSpec, plan: TierPlan, kept: Decisions) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 from kvtier_connector.contract import engine
@@ -61,6 +62,8 @@ class TierPlan:
     tier: TierRef
     spec: TierSpec
     connector_image: str
+    janitor_image: str
+    """Image of the janitor, where the tier names none."""
     decisions: Decisions
     sizing: PodSizing
     generation: CacheGeneration
@@ -69,7 +72,6 @@ class TierPlan:
     live_text: str
     """Settings that engines follow without a restart: no digest of a pod template contains them."""
     claim_name: str
-    janitor: JanitorPlan | None
     is_on_one_node: bool = False
     """Whether only pods of one node can mount the volume."""
     is_janitor_in_the_way: bool = False
@@ -86,6 +88,18 @@ class TierPlan:
     is_recorded: bool = False
     """Whether the Deployment is to note what its pods were made from."""
 
+    @cached_property
+    def janitor(self) -> JanitorPlan | None:
+        """The plan of the janitor, for the generation that the engines use; None where the tier has none."""
+        kv, chunking = decided.kv_of(self.spec), self.decisions.chunking
+        return make_janitor(
+            self.spec,
+            self.tier,
+            root=self.generation.root,
+            image=self.janitor_image,
+            chunk_tokens=chunking.tokens if isinstance(kv, KvUnknown) else chunks.tokens_of(chunking, kv),
+        )
+
 
 def make_plan(  # noqa: PLR0913  each by its name
     spec: TierSpec,
@@ -96,7 +110,7 @@ def make_plan(  # noqa: PLR0913  each by its name
     janitor_image: str = JANITOR_IMAGE,
     restart: str = "",
 ) -> TierPlan:
-    """Decide everything else that the manifests need, as if no engine ran yet; see `parts.edits.keep_pods`."""
+    """Decide everything else that the manifests need, as if no engine ran yet; see `parts.edit_impact.keep_pods`."""
     plan = _plan(spec, snapshot.tier, decisions, connector_image=connector_image, janitor_image=janitor_image)
     is_on_one_node = plan.is_on_one_node or (
         spec.connector.uses_volume and snapshot.claim is not None and SHARED not in snapshot.claim.access_modes
@@ -116,7 +130,7 @@ def releases_claim(spec: TierSpec, snapshot: Snapshot) -> bool:
     return snapshot.claim is not None and snapshot.claim.is_terminating and spec.replicas == 0
 
 
-def make_kept_plan(plan: TierPlan, rendered: RenderedPods, *, janitor_image: str) -> TierPlan:
+def make_kept_plan(plan: TierPlan, rendered: RenderedPods) -> TierPlan:
     """Return the plan with what the engines that run were made from in the place of what would be made today."""
     try:
         document = json.loads(rendered.config)
@@ -130,14 +144,6 @@ def make_kept_plan(plan: TierPlan, rendered: RenderedPods, *, janitor_image: str
         generation=generation,
         config_text=rendered.config,
         config_digest=digest.digest_text(rendered.config),
-        # It must not take the generation that the engines use for an old one.
-        janitor=make_janitor(
-            plan.spec,
-            plan.tier,
-            root=generation.root,
-            image=janitor_image,
-            chunk_tokens=_chunk_tokens(plan.spec, plan.decisions),
-        ),
     )
 
 
@@ -222,6 +228,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         tier=tier,
         spec=spec,
         connector_image=connector_image,
+        janitor_image=janitor_image,
         decisions=decisions,
         sizing=make_sizing(spec, decisions),
         generation=generation,
@@ -229,18 +236,10 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
         config_digest=digest.digest_text(config_text),
         live_text=live_text(spec),
         claim_name=spec.volume.existing_claim or names.claim(tier),
-        janitor=make_janitor(
-            spec, tier, root=generation.root, image=janitor_image, chunk_tokens=_chunk_tokens(spec, decisions)
-        ),
         is_on_one_node=spec.connector.uses_volume
         and spec.volume.claim is not None
         and SHARED not in spec.volume.claim.access_modes,
     )
-
-
-def _chunk_tokens(spec: TierSpec, decisions: Decisions) -> int | None:
-    kv = decided.kv_of(spec)
-    return decisions.chunking.tokens if isinstance(kv, KvUnknown) else chunks.tokens_of(decisions.chunking, kv)
 
 
 def live_text(spec: TierSpec) -> str:

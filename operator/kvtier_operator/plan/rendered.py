@@ -3,7 +3,7 @@
 
 Another version of the operator may render other pods from the same spec, and a replaced engine costs its memory, its
 start and its place on a node. So the Deployment carries what its pods were made from: the spec, the pod template, and
-the document that the connector reads. `parts.edits.keep_pods` decides whether they stay.
+the document that the connector reads. `parts.edit_impact.keep_pods` decides whether they stay.
 """
 
 from __future__ import annotations
