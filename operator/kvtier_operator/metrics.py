@@ -92,13 +92,13 @@ TIERS: Final = MetricSpec(
 TIER_CONDITION: Final = MetricSpec(
     name="kvtier_tier_condition",
     kind="gauge",
-    help="1 for each condition of each KVCacheTier, with its status and its reason, as of the last list.",
+    help="1 for each condition of each KVCacheTier, with its status and its reason, as of the last count.",
     labels=("namespace", "tier", "condition", "status", "reason"),
 )
 TIER_ENGINES: Final = MetricSpec(
     name="kvtier_tier_engines",
     kind="gauge",
-    help="Engines of each KVCacheTier: wanted (spec.replicas), and ready, as of the last list.",
+    help="Engines of each KVCacheTier: wanted (spec.replicas), and ready, as of the last count.",
     labels=("namespace", "tier", "state"),
 )
 LEADER: Final = MetricSpec(

@@ -189,11 +189,6 @@ def preflight_key(tier: TierRef) -> ObjectKey:
     return ObjectKey(api_version="batch/v1", kind="Job", name=preflight(tier))
 
 
-def service_key(tier: TierRef) -> ObjectKey:
-    """Return the Service in front of the engines."""
-    return ObjectKey(api_version="v1", kind="Service", name=engine(tier))
-
-
 def janitor_key(tier: TierRef) -> ObjectKey:
     """Return the Deployment of the janitor."""
     return ObjectKey(api_version="apps/v1", kind="Deployment", name=janitor(tier))

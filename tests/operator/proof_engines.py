@@ -30,7 +30,7 @@ class ScriptedEngine:
     """Finished beside each of ours."""
     failure: str = ""
     wants_another_key: bool = False
-    counted: EngineCounters = field(default_factory=lambda: EngineCounters(block_tokens=16, has_tier=True))
+    counted: EngineCounters = field(default_factory=lambda: EngineCounters(block_tokens=16))
     loses: str = ""
     """Finds none of what came with it: the name of an adapter, or a picture."""
     is_blind: bool = False

@@ -43,7 +43,6 @@ def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:
         load_rate=4000,
         compute_rate=1000,
         block_tokens=16,
-        has_tier=True,
     )
     assert pod_reports.read_counters("") == EngineCounters()
 

@@ -240,7 +240,7 @@ def test_a_cluster_without_inference_pools_is_told_so_and_serves() -> None:
     assert (told["RoutingReady"]["status"], told["RoutingReady"]["reason"]) == ("False", "PoolKindMissing")
     assert "install the definitions of Gateway API's inference extension" in told["RoutingReady"]["message"]
     assert cluster.look(names.engine_key(REF)) is not None
-    assert cluster.look(names.service_key(REF)) is not None
+    assert cluster.look(ObjectKey(api_version="v1", kind="Service", name=names.engine(REF))) is not None
 
 
 def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:

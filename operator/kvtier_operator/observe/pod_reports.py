@@ -40,8 +40,6 @@ class EngineCounters:
     load_rate: float = 0.0
     compute_rate: float = 0.0
     block_tokens: int = 0
-    has_tier: bool = False
-    """Whether the pod has a tier of ours at all."""
 
 
 def read_counters(text: str) -> EngineCounters:
@@ -76,10 +74,9 @@ def read_counters(text: str) -> EngineCounters:
             sums["computed_hits"] = sums.get("computed_hits", 0.0) + value
     rates = {field: most.pop(field, 0.0) for field in ("load_rate", "compute_rate")}
     return EngineCounters(
-        **{field: value for field, value in sums.items() if field not in {*rates, "active"}},
+        **{field: value for field, value in sums.items() if field not in rates},
         **rates,
         block_tokens=block_tokens,
-        has_tier="active" in sums,
     )
 
 
@@ -94,7 +91,6 @@ _FIELDS = {
     "vllm:num_requests_waiting": "unfinished_requests",
     "vllm:kvtier_disk_load_tokens_per_second": "load_rate",
     "vllm:kvtier_disk_compute_tokens_per_second": "compute_rate",
-    "vllm:kvtier_disk_active": "active",
 }
 
 

@@ -107,8 +107,6 @@ class Checkpoints:
     """Part of the KV of layers with a window that is kept so; what the tiers hold beside full attention."""
     step_tokens: int | None = None
     """Tokens of a prompt that one step computes at most; states are kept at the end of each."""
-    is_set_by_user: bool = False
-    """Whether ``spec.engine.args`` has one of the flags: then none is added."""
 
     def args(self) -> list[str]:
         """Return the flags of vLLM."""
@@ -123,10 +121,9 @@ def choose_checkpoints(
     kv: ModelLayout | KvUnknown, chunking: Chunking, *, args: EngineArgs, config: Mapping[str, Any] | None
 ) -> Checkpoints:
     """Return the places that engines keep."""
-    if isinstance(kv, KvUnknown) or not (kv.has_states or kv.layers.sliding):
+    is_set_by_user = args.has(_INTERVAL_FLAG, _STEP_FLAG)
+    if isinstance(kv, KvUnknown) or is_set_by_user or not (kv.has_states or kv.layers.sliding):
         return Checkpoints()
-    if args.has(_INTERVAL_FLAG, _STEP_FLAG):
-        return Checkpoints(is_set_by_user=True)
     if kv.has_states:
         longest = _longest_prompt(args, config)
         return Checkpoints(step_tokens=STEP_TOKENS if longest is None else min(STEP_TOKENS, longest))
