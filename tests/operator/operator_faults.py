@@ -193,7 +193,9 @@ class _Run:
         """Disturb for so long, and on a busy machine until an operator was killed and a request has failed."""
         began, killed = time.monotonic(), self.killed
         end, next_kill = began + seconds, began + min(self.kill_seconds, seconds)
-        while time.monotonic() < end or self.killed == killed or not self.trouble.has_failed_requests():
+
+        def is_disturbed() -> bool:
+            nonlocal next_kill
             _edit(self.cluster, self.wanted, self.chance, most=self.tiers)
             if self.chance.random() < 0.05:
                 self.trouble.disturb_watches()
@@ -202,7 +204,9 @@ class _Run:
                 self._running = [self._running[1], self._start()]
                 self.killed, next_kill = self.killed + 1, next_kill + self.kill_seconds
             self.revive()
-            time.sleep(0.1)
+            return time.monotonic() >= end and self.killed > killed and self.trouble.has_failed_requests()
+
+        until(is_disturbed, seconds=seconds + 300, pause=0.1)
 
     def change(self, name: str) -> None:
         """Ask for another number of engines."""
@@ -287,9 +291,13 @@ def _without(cluster: BenchCluster, trouble: Trouble, folder: Path, *, name: str
         with suppress(TimeoutError):
             until(lambda: _status(port, "/healthz") == 200, seconds=120)
         cluster.call("POST", TIERS, tier(name))
+
+        def is_done() -> bool:
+            is_told = _is_named(cluster, name, trouble.forbidden) or _is_ready(cluster, name)
+            return is_told and {trouble.forbidden, *_made(cluster, name)} >= NEVER_KEPT_BACK
+
         with suppress(TimeoutError):
-            until(lambda: _is_named(cluster, name, trouble.forbidden) or _is_ready(cluster, name), seconds=seconds)
-        time.sleep(1)
+            until(is_done, seconds=seconds)
         before = {
             "is_alive": process.process.poll() is None,
             "healthz": _status(port, "/healthz"),

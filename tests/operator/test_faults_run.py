@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +59,10 @@ def counts(cluster: BenchCluster) -> dict[str, int]:
 
 def rest(cluster: BenchCluster, quiet_seconds: float = 1.0) -> None:
     """Wait until nothing has been written for a while."""
-    seen = -1
-    while seen != (seen := counts(cluster)["writes"]):
-        time.sleep(quiet_seconds)
+    seen = [-1]
+
+    def is_quiet() -> bool:
+        seen.append(counts(cluster)["writes"])
+        return seen[-1] == seen[-2]
+
+    until(is_quiet, seconds=60, pause=quiet_seconds)
