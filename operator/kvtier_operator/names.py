@@ -66,7 +66,7 @@ CONNECTOR_MOUNT: Final = "/opt/kvtier"
 LORA_MOUNT: Final = "/opt/kvtier-loras"
 COMPILED_MOUNT: Final = "/var/lib/kvtier-compiled"
 SHM_MOUNT: Final = "/dev/shm"  # noqa: S108  the path inside the pod that vLLM maps its CPU tier from
-SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108  an emptyDir of the pod: nobody else can write there
+SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108  an emptyDir of the pod: no other pod can write there
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -20,7 +20,7 @@
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [rbac.authorization.k8s.io]
-  # Of the janitors and routers. Nobody can grant what they may not do: the next rule holds what these roles say.
+  # Of the janitors and routers. A role can grant no more than its author may do: the next rule has the rights of these roles.
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [coordination.k8s.io]

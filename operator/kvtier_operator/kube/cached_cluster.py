@@ -2,7 +2,8 @@
 """A cluster that is read from memory.
 
 One for each reconcile. Before its first write the tier is read anew, so that no reconcile acts for a tier that was
-deleted or edited since. Before an object is made, it is looked for. A reconcile without a change sends no request.
+deleted or edited since. Before an object is made, it is looked for. A reconcile without a change sends no request,
+unless an object of another owner is in the way, or the janitor waits for its Lease.
 """
 
 from __future__ import annotations

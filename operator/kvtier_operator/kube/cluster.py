@@ -39,7 +39,7 @@ class Cluster(Protocol):
         Args:
             manifest: every field we own, and no other.
             over: uid of the object of ours that is to be updated, whose conflicting fields we take; None creates, and
-                takes no field from anybody.
+                takes no field from another manager.
         """
         ...
 

@@ -458,7 +458,7 @@ def _generation_role(digest: str, current: str) -> str:
 
 
 MOST_GENERATIONS: Final = 64
-"""Entries of ``status.generations``; more than anybody keeps."""
+"""Entries of ``status.generations``; more than users keep."""
 
 
 def _counted(janitor: LiveJanitor) -> Usage | None:
