@@ -17,7 +17,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+_SOON_SECONDS: Final = 5.0
 
 
 class OperatorError(Exception):
@@ -29,8 +31,6 @@ class OperatorError(Exception):
 class SpecInvalid(OperatorError):
     """A field of a KVCacheTier cannot be honoured; the author of the resource must change it."""
 
-    retry_after = None
-
     def __init__(self, field: str, message: str) -> None:
         """Remember the path of the field, as the API server writes it, and what to do about it."""
         super().__init__(f"{field}: {message}")
@@ -41,13 +41,16 @@ class SpecInvalid(OperatorError):
 class SettingsInvalid(OperatorError):
     """A variable of the operator's own environment cannot be used."""
 
-    retry_after = None
-
 
 class ClusterError(OperatorError):
     """The API server did not do what it was asked; the message says what that was and how it answered."""
 
-    retry_after = 15.0
+    retry_after: ClassVar[float] = 15.0
+
+    @property
+    def passes_soon(self) -> bool:
+        """Whether trying again may succeed within seconds."""
+        return self.retry_after <= _SOON_SECONDS
 
 
 class ClusterUnavailable(ClusterError):

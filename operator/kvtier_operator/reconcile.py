@@ -8,7 +8,6 @@ order and any number of times; twice is the same as once. Whatever one reconcile
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -132,7 +131,7 @@ def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int 
     )
     _report_deletions(cluster, body, result.deleted, inputs.clock)
     reported = done.progress.failure
-    is_reported = reported is None or not _passes_soon(reported) or attempt >= PATIENCE
+    is_reported = reported is None or not reported.passes_soon or attempt >= PATIENCE
     if done.failure is not None and not is_reported:
         return result
     try:
@@ -282,16 +281,12 @@ def _concluded(progress: Progress, changes: Changes) -> _Done:
         refusal = replace(refusals[0], message="; ".join(messages))
     failures = changes.failures
     # The failure that passes first says when to try again; the one that lasts is reported.
-    soonest = min(failures, key=_patience, default=None)
-    lasting = [each for each in failures if not _passes_soon(each)] or failures
+    soonest = min(failures, key=lambda each: each.retry_after, default=None)
+    lasting = [each for each in failures if not each.passes_soon] or failures
     reported = lasting[0] if lasting else None
     if len(lasting) > 1:
         reported = type(lasting[0])("; ".join(dict.fromkeys(map(str, lasting))))
     return _Done(progress=replace(progress, refusal=refusal, failure=reported), changes=changes, failure=soonest)
-
-
-def _patience(failure: ClusterError) -> float:
-    return math.inf if failure.retry_after is None else failure.retry_after
 
 
 def _requeue_after(progress: Progress, changes: Changes) -> float | None:
@@ -358,7 +353,7 @@ def _report(cluster: Cluster, body: Manifest, progress: Progress, clock: Clock) 
     wanted = status.report(progress, previous, now=now)
     changes = status.changes(previous, wanted)
     failure = progress.failure
-    is_lasting = failure is not None and not _passes_soon(failure)
+    is_lasting = failure is not None and not failure.passes_soon
     if not changes or (failure is not None and _differs_in_words_only(previous, wanted, is_lasting)):
         return
     cluster.patch_status(progress.tier, changes, resource_version=body["metadata"]["resourceVersion"])
@@ -423,7 +418,3 @@ def _event(body: Manifest, tier: TierRef, transition: status.Transition, *, now:
         "lastTimestamp": now,
         "count": 1,
     }
-
-
-def _passes_soon(failure: ClusterError) -> bool:
-    return failure.retry_after is not None and failure.retry_after <= 5  # noqa: PLR2004  seconds

@@ -226,8 +226,7 @@ def _rest(stalled: Problem | None, *, is_paused: bool) -> str:
 def _stalled(progress: Progress, *, blocker: Problem | None, first: Problem | None) -> Problem | None:
     """Return the problem that stays until a person acts; None where the first problem may pass by itself."""
     if progress.failure is not None and blocker is not None:
-        retry_after = progress.failure.retry_after
-        return blocker if retry_after is None or retry_after > _SOON_SECONDS else None
+        return blocker if progress.failure.retry_after > _SOON_SECONDS else None
     if blocker is not None:
         return None if blocker.reason is Reason.CLAIM_MISSING else blocker
     return first if first is not None and first.reason in _LASTING else None

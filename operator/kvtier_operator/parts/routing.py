@@ -282,8 +282,7 @@ def pool_problem(found: ClusterError | Refusal, status: Status) -> Problem:
         message=f"{found}; it is tried again soon, less often each time; nothing else waits for it",
     )
     last = as_before(_ROUTED, status)
-    passes_soon = found.retry_after is not None and found.retry_after <= _SOON_SECONDS
-    return last if last is not None and last.reason is problem.reason and passes_soon else problem
+    return last if last is not None and last.reason is problem.reason and found.passes_soon else problem
 
 
 def document(stage: ReadStage | None, previous: Status) -> dict[str, Any]:
@@ -356,6 +355,5 @@ _OF_MESSAGES: Final = Component(
     remedy="correct spec.routing.router.args, or name an image with vllm-router in spec.routing.router.image",
 )
 
-_SOON_SECONDS: Final = 5.0
 _ROUTED: Final = "RoutingReady"
 ROUTED: Final = ConditionRule(kind=_ROUTED, needs=ReadStage, judge=_judge_routed)

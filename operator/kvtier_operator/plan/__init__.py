@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from kvtier_connector.contract import engine
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.disk_spec import SHARED
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.api.status_schema import PodSizing
 from kvtier_operator.errors import SpecInvalid
@@ -42,8 +43,6 @@ __all__ = [
     "make_unchecked_plan",
     "releases_claim",
 ]
-
-SHARED: Final = "ReadWriteMany"
 
 
 @dataclass(frozen=True, kw_only=True)
