@@ -176,7 +176,7 @@ class _Purging:
             return
         record_purge(self.fs, str(self.root), self.selection)
         # A pass may miss a file that is renamed while its directory is listed, so another follows until none is found.
-        # Partial files do not count: their writers look at the mark before the rename, and remove them.
+        # Partial files do not count: their writers look at the purge log before the rename, and remove them.
         for _ in range(_MOST_PASSES):
             is_clean = self._pass()
             self.progress.finish()

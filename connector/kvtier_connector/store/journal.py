@@ -402,7 +402,7 @@ def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
             fs.release(fd)
         if line in bytes(found[:count]):
             return
-    raise OSError(errno.EIO, "another purge overwrites the mark again and again; try again", path)
+    raise OSError(errno.EIO, "another purge overwrites the purge log again and again; try again", path)
 
 
 def _make(fs: FileSystem, path: str) -> None:
