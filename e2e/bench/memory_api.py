@@ -26,7 +26,9 @@ from aiohttp import web
 from kvtier_localcluster.apiserver.discovery import discovery_document
 from kvtier_localcluster.apiserver.registry.patches import merge_patch
 from kvtier_localcluster.apiserver.requests import RequestTarget, parse_path, verb_of
+from kvtier_localcluster.apiserver.store.api_errors import ApiError
 from kvtier_localcluster.apiserver.store.resources import Registry
+from kvtier_localcluster.apiserver.store.selectors import label_tests
 from kvtier_localcluster.loop_thread import LoopThread
 
 Json = dict[str, Any]
@@ -128,7 +130,7 @@ class MemoryApi(LoopThread):
         target = parse_path(request.path)
         if target is None or self._registry.get(target.group_version, target.plural) is None:
             document = discovery_document(self._registry, request.path)
-            return _status(404, "NotFound") if document is None else _json(json.dumps(document).encode())
+            return _refusal(404, "NotFound") if document is None else _json(json.dumps(document).encode())
         verb = verb_of(request.method, target, request.query)
         shown = verb if verb in {"watch", "list"} else request.method
         self.requests[f"{shown} {target.plural}"] += 1
@@ -144,22 +146,22 @@ class MemoryApi(LoopThread):
             metadata.setdefault("name", f"{metadata.get('generateName', '')}{uuid4().hex[:8]}")
             metadata.setdefault("namespace", key[0])
             if (key[0], metadata["name"]) in self._stored[target.plural]:
-                return _status(409, "AlreadyExists")
+                return _refusal(409, "AlreadyExists")
             return _json(self.write(target.plural, body).text, 201)
         if stored is None and "apply" not in request.content_type:
-            return _status(404, "NotFound")
+            return _refusal(404, "NotFound")
         if verb == "get" and stored is not None:
             return _json(stored.text)
         if verb == "delete":
             self._delete(target.plural, key)
-            return _status(200, "Success")
+            return _json(b'{"kind":"Status","apiVersion":"v1","status":"Success"}')
         return self._change(request, target, stored, body)
 
     def _change(self, request: web.Request, target: RequestTarget, stored: Stored | None, body: Json) -> web.Response:
         before = {} if stored is None else stored.body()
         wanted = (body.get("metadata") or {}).get("resourceVersion")
         if before and wanted not in {None, before["metadata"]["resourceVersion"]}:
-            return _status(409, "Conflict")
+            return _refusal(409, "Conflict")
         if target.subresource == "status":
             body = {"status": body.get("status")}
         is_apply = request.content_type.startswith("application/apply")
@@ -246,14 +248,13 @@ def _key(target: RequestTarget) -> tuple[str, str]:
 
 
 def _matcher(request: web.Request, target: RequestTarget) -> Callable[[Stored, tuple[str, str]], bool]:
-    wanted = [each.partition("=") for each in request.query.get("labelSelector", "").split(",") if each]
+    tests = label_tests(request.query.get("labelSelector", ""))
     is_empty = "fieldSelector" in request.query  # there are no Events here
 
     def matches(stored: Stored, key: tuple[str, str]) -> bool:
         if is_empty or (target.namespace and key[0] != target.namespace):
             return False
-        labels = stored.labels
-        return all(labels.get(label) == value if has_value else label in labels for label, has_value, value in wanted)
+        return all(test(stored.labels) for test in tests)
 
     return matches
 
@@ -277,7 +278,5 @@ def _json(text: bytes, status: int = 200) -> web.Response:
     return web.Response(body=text, status=status, content_type="application/json")
 
 
-def _status(code: int, reason: str) -> web.Response:
-    is_ok = code < 400  # noqa: PLR2004  where errors begin
-    body = {"kind": "Status", "apiVersion": "v1", "status": "Success" if is_ok else "Failure"}
-    return _json(json.dumps({**body, "code": code, "reason": reason, "message": reason}).encode(), code)
+def _refusal(code: int, reason: str) -> web.Response:
+    return _json(json.dumps(ApiError(code, reason, reason).status()).encode(), code)

@@ -33,7 +33,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 NAMESPACE: Final = "default"
 FIRST: Final = "t00000"
 NODE_BYTES: Final = 14_000
-TRUE: Final = "True"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -137,7 +136,7 @@ def settle(api: MemoryApi) -> Callable[[str, Json], None]:
 def ready(address: str) -> Json:
     """Return the status of a pod that serves."""
     conditions = [
-        {"type": kind, "status": TRUE, "lastTransitionTime": "2026-11-01T00:00:00Z"}
+        {"type": kind, "status": "True", "lastTransitionTime": "2026-11-01T00:00:00Z"}
         for kind in ("PodScheduled", "Ready")
     ]
     return {"phase": "Running", "podIP": address, "conditions": conditions}
@@ -166,7 +165,7 @@ def node(number: int) -> Json:
         "spec": {},
         "status": {
             "allocatable": {"cpu": "96", "memory": "1000Gi", "nvidia.com/gpu": "8", "pods": "110"},
-            "conditions": [{"type": "Ready", "status": TRUE}],
+            "conditions": [{"type": "Ready", "status": "True"}],
         },
     }
     image = {"names": [f"registry.example.com/team/image@sha256:{'0' * 64}"], "sizeBytes": 1 << 30}
@@ -254,13 +253,9 @@ def make_first(api: MemoryApi, folder: Path, code: Path) -> dict[str, list[Json]
 def _is_settled(api: MemoryApi) -> bool:
     before = sum(api.requests.values())
     time.sleep(4)
-    deployments = list(api.all("deployments"))
-    return len(deployments) == 2 and _busy(api, before)  # noqa: PLR2004  engine and janitor
-
-
-def _busy(api: MemoryApi, before: int) -> bool:
     renewals = sum(count for what, count in api.requests.items() if what.endswith(" leases"))
-    return sum(api.requests.values()) - before <= renewals
+    is_quiet = sum(api.requests.values()) - before <= renewals
+    return is_quiet and len(list(api.all("deployments"))) == 2  # noqa: PLR2004  engine and janitor
 
 
 def measure(  # noqa: PLR0913  what a run is made of

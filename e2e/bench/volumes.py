@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_UNFINISHED = (".tmp", ".partial")
-
 
 def block_files(directory: Path, *, at_least: int) -> Iterator[os.DirEntry[str]]:
     """Find the finished block files of any backend: those as large as a block's payload."""
@@ -24,7 +22,7 @@ def block_files(directory: Path, *, at_least: int) -> Iterator[os.DirEntry[str]]
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from block_files(Path(entry.path), at_least=at_least)
-        elif not entry.name.endswith(_UNFINISHED):
+        elif not entry.name.endswith((".tmp", ".partial")):
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat(follow_symlinks=False).st_size >= at_least:
                     yield entry
