@@ -30,8 +30,8 @@ def test_lines_and_modules_are_counted_by_folder_without_tests(tmp_path: Path) -
         },
     )
     assert house.packages(tmp_path, ["one"]) == [
-        house.Package("one", "one", 3, 2),
-        house.Package("one", "one/inner", 1, 1),
+        house.Package("one", "one", 3, 2, 0),
+        house.Package("one", "one/inner", 1, 1, 0),
     ]
 
 
