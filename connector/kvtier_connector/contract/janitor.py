@@ -29,7 +29,7 @@ VLLM_FS_LAYOUT = "vllm-fs"
 
 FIXED_FIELDS = (
     "tier", "tier_dir", "lease_name", "lease_namespace", "identity", "http_port", "threads", "events_port",
-    "events_replay_port", "events_topic", "events_integer_hashes", "block_tokens", "layout",
+    "events_topic", "events_integer_hashes", "block_tokens", "layout",
 )  # fmt: skip
 """A change of one of these is honoured by a new process; every other field is honoured by the running one."""
 
@@ -94,8 +94,6 @@ class JanitorConfig:
     """Port of /metrics, /healthz and /usage; 0 takes any that is free."""
     events_port: int = field(default=-1, metadata=documents.ADDED)
     """Where KV events of the volume are published (ZeroMQ, as vLLM's); 0 takes any that is free, -1 publishes none."""
-    events_replay_port: int = field(default=0, metadata=documents.ADDED)
-    """Where they are repeated to who missed some; 0 takes any that is free."""
     events_topic: str = field(default="", metadata=documents.ADDED)
     """Their topic."""
     events_integer_hashes: bool = field(default=True, metadata=documents.ADDED)
@@ -144,7 +142,6 @@ class JanitorConfig:
             ),
             (0 <= self.http_port <= _MOST_PORT, "http_port", f"must be between 0 and {_MOST_PORT}"),
             (-1 <= self.events_port <= _MOST_PORT, "events_port", f"must be between -1 and {_MOST_PORT}"),
-            (0 <= self.events_replay_port <= _MOST_PORT, "events_replay_port", f"must be between 0 and {_MOST_PORT}"),
             (self.block_tokens >= 0, "block_tokens", "must be 0 or more"),
             (
                 self.layout in {BLOCKS_LAYOUT, VLLM_FS_LAYOUT},

@@ -27,12 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elector = make_elector(config)
         publisher = feed = None
         if config.events_port >= 0:
-            publisher = Publisher(
-                host=options.host,
-                port=config.events_port,
-                replay_port=config.events_replay_port,
-                topic=config.events_topic,
-            )
+            publisher = Publisher(host=options.host, port=config.events_port, topic=config.events_topic)
             feed = EventFeed(
                 publisher, tier=config.tier, block_tokens=config.block_tokens, is_integer=config.events_integer_hashes
             )
@@ -45,14 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.stop())
-    parts = [each for each in (server, publisher, elector) if each is not None]
-    for part in parts:
-        part.start()
+    server.start()
+    if elector is not None:
+        elector.start()
     print(f"serving on port {server.port}", flush=True)
     has_ended = loop.run()
     # Only now may another janitor act: this one has ended, or waits in a system call for ever.
-    for part in reversed(parts):
-        part.close()
+    for part in (elector, publisher, server):
+        if part is not None:
+            part.close()
     logging.shutdown()
     if not has_ended:
         # A thread in a system call that never returns would keep the interpreter from ending.

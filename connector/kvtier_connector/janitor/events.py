@@ -7,12 +7,7 @@ blocks since the last AllBlocksCleared are the catalog's blocks of the current g
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -24,23 +19,14 @@ import zmq
 from kvtier_connector.janitor.catalog import Catalog
 from kvtier_connector.store.layout import find_home
 
-logger = logging.getLogger(__name__)
-
 MEDIUM = "STORAGE"
 """vLLM's word for blocks on a volume."""
 REMOTE = "REMOTE"
 """Relative to any engine: all of them read the volume."""
 BATCH = 512
 """Events of one message."""
-BUFFERED = 1000
-"""Messages that can be repeated."""
-_QUEUED = 256
-_FULL_SECONDS = 5.0
-_POLL_MS = 50
 _LINGER_MS = 1000
-_END = (-1).to_bytes(8, "big", signed=True)
-"""Number of the message that ends a repetition."""
-_SUBSCRIBED = 1
+_SUBSCRIBED = b"\x01"
 _REPEAT_SECONDS = 10.0
 """All blocks are published again no more often than this, however many subscribers come and go."""
 
@@ -146,9 +132,7 @@ class EventFeed:
         events = self._changes() if self._is_whole else self._everything()
         self._is_whole = True
         while some := tuple(islice(events, BATCH)):
-            if not self._publisher.send(encode(some, seconds=self._clock())):
-                self._is_whole = False  # the rest would make no sense
-                break
+            self._publisher.send(encode(some, seconds=self._clock()))
         self._stored.clear()
         self._removed.clear()
 
@@ -210,12 +194,10 @@ class EventFeed:
 
 
 class Publisher:
-    """Publishes messages over ZeroMQ as vLLM's engines do: topic, number, payload; and repeats them on request.
+    """Publishes messages over ZeroMQ as vLLM's engines do: topic, number, payload.
 
-    A late subscriber has missed earlier messages: each new subscription is noticed, and all blocks are published again.
-    A subscriber that finds a gap in the numbers asks the second port for the messages from a number on.
-    One thread owns the sockets and `_buffer`; `send` hands messages over through a queue, and `_has_missed` is an event
-    that one sets and the other clears.
+    Each new subscription is noticed, and all blocks are published again: a late subscriber has missed earlier messages.
+    A subscriber that finds a gap in the numbers subscribes again. One thread at a time calls it.
     """
 
     def __init__(
@@ -223,99 +205,40 @@ class Publisher:
         *,
         host: str,
         port: int,
-        replay_port: int,
         topic: str,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind; raises OSError (zmq.ZMQError) where a port is taken. Port 0 takes any free one."""
+        """Bind; raises OSError (zmq.ZMQError) where the port is taken. Port 0 takes any free one."""
         self._topic = topic.encode()
         self._now = now
         self._context = zmq.Context()
-        self._subscribers = self._context.socket(zmq.XPUB)
+        self._socket = self._context.socket(zmq.XPUB)
         # Report subscriptions also of a topic that has a subscriber already.
-        self._subscribers.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self._replay = self._context.socket(zmq.ROUTER)
-        self.port, self.replay_port = (
-            _bind(socket, host, number) for socket, number in ((self._subscribers, port), (self._replay, replay_port))
-        )
-        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=BUFFERED)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        if ":" in host:
+            self._socket.setsockopt(zmq.IPV6, 1)
+        address = f"[{host}]" if ":" in host else host or "*"
+        self._socket.bind(f"tcp://{address}:{port or '*'}")
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._number = 0
-        self._has_missed = threading.Event()
+        self._has_missed = False
         self._repeated_at = -_REPEAT_SECONDS
-        self._thread = threading.Thread(target=self._run, name="kvtier-kv-events", daemon=True)
-
-    def start(self) -> None:
-        """Start to publish."""
-        self._thread.start()
 
     def close(self) -> None:
-        """Publish the queued messages, and stop."""
-        self._queue.put(None)
-        self._thread.join(_FULL_SECONDS)
+        """Send the last messages, and stop."""
         self._context.destroy(linger=_LINGER_MS)
 
-    def send(self, payload: bytes) -> bool:
-        """Queue a message; return whether it will be published."""
-        try:
-            self._queue.put(payload, timeout=_FULL_SECONDS)
-        except queue.Full:
-            logger.warning("KV events of the volume are not taken; all blocks are published again later")
-            self._has_missed.set()
-            return False
-        return True
+    def send(self, payload: bytes) -> None:
+        """Hand a message to ZeroMQ, which drops it for a subscriber that does not keep up."""
+        self._socket.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
+        self._number += 1
 
     def wants_all(self) -> bool:
         """Return, once, whether a subscriber has missed earlier messages."""
-        if not self._has_missed.is_set() or self._now() - self._repeated_at < _REPEAT_SECONDS:
+        while self._socket.poll(0):
+            wish = self._socket.recv()
+            self._has_missed |= wish[:1] == _SUBSCRIBED and self._topic.startswith(wish[1:])
+        if not self._has_missed or self._now() - self._repeated_at < _REPEAT_SECONDS:
             return False
-        self._has_missed.clear()
-        self._repeated_at = self._now()
+        self._has_missed, self._repeated_at = False, self._now()
         return True
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for socket in (self._subscribers, self._replay):
-            poller.register(socket, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll(0 if self._queue.qsize() else _POLL_MS))
-            if self._subscribers in ready:
-                self._subscribe()
-            if self._replay in ready:
-                self._repeat()
-            with contextlib.suppress(queue.Empty):
-                payload = self._queue.get_nowait()
-                if payload is None:
-                    return
-                self._publish(payload)
-
-    def _publish(self, payload: bytes) -> None:
-        self._subscribers.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
-        self._buffer.append((self._number, payload))
-        self._number += 1
-
-    def _subscribe(self) -> None:
-        wish = self._subscribers.recv()
-        if wish[:1] == bytes([_SUBSCRIBED]) and self._topic.startswith(wish[1:]):
-            self._has_missed.set()
-
-    def _repeat(self) -> None:
-        frames = self._replay.recv_multipart()
-        if len(frames) != 3:  # noqa: PLR2004 - sender, nothing, first number
-            return
-        sender, _, asked = frames
-        first = int.from_bytes(asked, "big")
-        if first < self._number and (not self._buffer or first < self._buffer[0][0]):
-            self._has_missed.set()
-        for number, payload in self._buffer:
-            if number >= first:
-                self._replay.send_multipart((sender, b"", self._topic, number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((sender, b"", b"", _END, b""))
-
-
-def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
-    if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
-    address = f"[{host}]" if ":" in host else host or "*"
-    socket.bind(f"tcp://{address}:{port or '*'}")
-    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

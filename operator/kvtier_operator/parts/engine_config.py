@@ -13,7 +13,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.model_spec import ModelSpec
 from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
-from kvtier_operator.parts import claim, connectors, pods
+from kvtier_operator.parts import claim, connectors
 from kvtier_operator.parts.part import Work
 from kvtier_operator.plan import TierPlan, live_text
 
@@ -110,7 +110,6 @@ def _path(source: Mapping[str, Any]) -> str:
 
 
 _ADDRESS = "KVTIER_POD_IP"
-_PORTS = {"kv-events": EVENTS_PORT, "kv-replay": REPLAY_PORT}
 
 
 def events_args(spec: TierSpec) -> list[str]:
@@ -141,14 +140,8 @@ def events_env(spec: TierSpec) -> list[Manifest]:
 
 
 def events_ports(spec: TierSpec) -> list[Manifest]:
-    """Return the ports of a container that publishes."""
+    """Return the ports of an engine that publishes."""
     if spec.kv_events is None:
         return []
-    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _PORTS.items()]
-
-
-def events_service_ports(spec: TierSpec) -> list[Manifest]:
-    """Return the ports of the Service before it."""
-    if spec.kv_events is None:
-        return []
-    return [pods.port(name, number, name) for name, number in _PORTS.items()]
+    ports = {"kv-events": EVENTS_PORT, "kv-replay": REPLAY_PORT}
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]

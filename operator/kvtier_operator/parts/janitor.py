@@ -17,6 +17,7 @@ from kvtier_connector.contract.engine import REPLACED_WEIGHTS
 from kvtier_connector.contract.usage import Usage
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.routing_spec import EVENTS_PORT
 from kvtier_operator.conditions import (
     ConditionRule,
     PlannedStage,
@@ -30,7 +31,7 @@ from kvtier_operator.conditions import (
     unknown,
 )
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts import engine_config, pods
+from kvtier_operator.parts import pods
 from kvtier_operator.parts.part import Component, component_problem
 from kvtier_operator.plan import TierPlan, releases_claim
 from kvtier_operator.plan.janitor_config import JanitorPlan
@@ -82,9 +83,13 @@ def _lease(plan: TierPlan) -> Manifest:
 
 
 def _service(plan: TierPlan) -> Manifest:
-    metrics = pods.port("metrics", contract_janitor.JANITOR_PORT, "metrics")
-    ports = (metrics, *engine_config.events_service_ports(plan.spec))
+    ports = [pods.port(name, port, name) for name, port in _ports(plan).items()]
     return pods.service(plan.tier, names.janitor(plan.tier), _COMPONENT, ports)
+
+
+def _ports(plan: TierPlan) -> dict[str, int]:
+    events = {} if plan.spec.kv_events is None else {"kv-events": EVENTS_PORT}
+    return {"metrics": contract_janitor.JANITOR_PORT, **events}
 
 
 def _deployment(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
@@ -142,10 +147,7 @@ def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "image": janitor_plan.image,
         "command": ["python3", "-m", "kvtier_connector.janitor"],
         "args": ["--config", config_file, f"--host={plan.listen_host}"],
-        "ports": [
-            {"name": "metrics", "containerPort": contract_janitor.JANITOR_PORT, "protocol": "TCP"},
-            *engine_config.events_ports(plan.spec),
-        ],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(plan).items()],
         "resources": {
             "requests": {"cpu": resources.cpu, "memory": resources.memory, "ephemeral-storage": "16Mi"},
             "limits": {"memory": resources.memory},

@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvtier_connector.contract import janitor
 from kvtier_operator import __version__, names
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.routing_spec import EVENTS_PORT, REPLAY_PORT
+from kvtier_operator.api.routing_spec import EVENTS_PORT
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import digest
 
@@ -77,7 +77,6 @@ def _events(spec: TierSpec, tier: TierRef, chunk_tokens: int | None) -> dict[str
         return {}
     return {
         "events_port": EVENTS_PORT,
-        "events_replay_port": REPLAY_PORT,
         # Who reads it takes what stands between the signs for the place of the blocks, and the rest for the model.
         "events_topic": f"kv@{tier.name}-volume@{spec.model.name}",
         "events_integer_hashes": spec.kv_events.block_hashes == "Integers",

@@ -97,11 +97,11 @@ def test_vllm_takes_the_rendered_flag_for_what_it_is_meant() -> None:
 def test_the_janitor_publishes_as_the_engines_do_and_knows_how_long_a_block_is() -> None:
     found = rendered()
     config = janitor.decode(found["config"][janitor.JANITOR_CONFIG_FILE])
-    assert (config.events_port, config.events_replay_port, config.events_integer_hashes) == (5557, 5757, True)
+    assert (config.events_port, config.events_integer_hashes) == (5557, True)
     assert config.events_topic == "kv@llama-volume@meta-llama/Llama-3.1-8B-Instruct"
     assert config.block_tokens == 64
     ports = {port["name"]: port["containerPort"] for port in found["janitor"]["ports"]}
-    assert ports == {"metrics": 9400, "kv-events": 5557, "kv-replay": 5757}
+    assert ports == {"metrics": 9400, "kv-events": 5557}
 
 
 def test_events_without_a_janitor_are_refused_by_name() -> None:
