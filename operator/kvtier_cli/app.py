@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: finds the verb, runs it, and turns its result into an exit code.
+"""The command line: finds the verb, runs it, and turns its result into an exit code. Here are `run` and `version`.
 
 0: fine. 1: the verb found something, or could not do its work; the answer or standard error says what. 2: the command
 line is wrong, and nothing was done.
@@ -12,19 +12,21 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 from click.shell_completion import ShellComplete
 
-from kvtier_cli import client
-from kvtier_cli.output import FOUND, INTERRUPTED
+from kvtier_cli import client, output
+from kvtier_cli.output import FINE, FOUND, INTERRUPTED
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_operator import __version__
 from kvtier_operator.errors import OperatorError
 
 _PLUGIN: Final = "kubectl-kvtier"
+_LAST_PORT: Final = 65_535
 
 
 class Verb(NamedTuple):
@@ -55,8 +57,8 @@ VERBS: Final[Mapping[str, Verb]] = {
     "doctor": Verb(_CLUSTER, "kvtier_cli.doctor:doctor", "check that a cluster has what kvtier needs"),
     "report": Verb(_CLUSTER, "kvtier_cli.report:report", "pack a support bundle without secrets or prompts"),
     "install": Verb(_CLUSTER, "kvtier_cli.install:install", "print the operator, its chart, samples"),
-    "run": Verb(_CLUSTER, "kvtier_cli.run:run", "run the operator until it is told to stop"),
-    "version": Verb(_CLUSTER, "kvtier_cli.run:version", "print the version"),
+    "run": Verb(_CLUSTER, "kvtier_cli.app:run", "run the operator until it is told to stop"),
+    "version": Verb(_CLUSTER, "kvtier_cli.app:version", "print the version"),
 }
 
 
@@ -110,6 +112,53 @@ class Verbs(click.Group):
 @click.version_option(__version__, message="%(version)s")
 def app(**_options: str | None) -> None:
     """Keep the KV cache of vLLM alive on a shared volume."""
+
+
+@click.command(epilog=output.examples("kvtier run --all-namespaces", "kvtier run -n ai --metrics-port 9090"))
+@click.option("-n", "--namespace", "namespaces", multiple=True, help="serve this namespace (may be repeated)")
+@click.option("-A", "--all-namespaces", is_flag=True, help="serve every namespace (the default)")
+@click.option("--liveness", metavar="URL", help="answer the kubelet at http://ADDRESS:PORT, /healthz and /readyz")
+@click.option("--operator-class", metavar="NAME", help="work only on tiers with this spec.operatorClassName")
+@click.option("--leader-elect", is_flag=True, help="wait for the Lease, so that several may run")
+@click.option("--metrics-port", type=click.IntRange(0, _LAST_PORT), help="serve /metrics there; 0 serves none")
+@click.option("--log-format", type=click.Choice(["plain", "full", "json"]), default="full", show_default=True)
+@click.option("-v", "--verbose", is_flag=True, help="also log reads, and tiers that need nothing")
+def run(  # noqa: PLR0913 - options
+    *,
+    namespaces: tuple[str, ...],
+    all_namespaces: bool,
+    liveness: str | None,
+    leader_elect: bool,
+    log_format: str,
+    verbose: bool,
+    **others: Any,
+) -> int:
+    """Run the operator until it receives SIGTERM; KVTIER_ variables of the environment are the defaults."""
+    before = click.get_current_context().find_root().params.get("namespace")
+    namespaces = namespaces or ((before,) if before else ())
+    if namespaces and all_namespaces:
+        raise click.UsageError("--namespace and --all-namespaces: give one of them")
+    # These take seconds to import, which no other verb needs.
+    from kvtier_operator import settings as settings_module  # noqa: PLC0415  takes seconds
+    from kvtier_operator.handlers import run as run_operator  # noqa: PLC0415  takes seconds
+
+    settings = settings_module.parse(os.environ)
+    settings = replace(
+        settings,
+        namespaces=() if all_namespaces else namespaces or settings.namespaces,
+        liveness_endpoint=liveness or settings.liveness_endpoint,
+        leader_elect=leader_elect or settings.leader_elect,
+        **{name: value for name, value in others.items() if value is not None},
+    )
+    return run_operator(settings, log_format=log_format, is_verbose=verbose)
+
+
+@click.command(epilog=output.examples("kvtier version", "kvtier version -o json"))
+@output.output_option()
+def version(*, output_format: str) -> int:
+    """Print the version."""
+    output.show({"version": __version__}, output_format, lambda: f"{__version__}\n")
+    return FINE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

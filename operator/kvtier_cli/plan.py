@@ -17,7 +17,7 @@ import click
 import yaml
 from pydantic.alias_generators import to_camel
 
-from kvtier_cli import client, output
+from kvtier_cli import client, output, trace
 from kvtier_cli.output import FINE, FOUND
 from kvtier_operator import names, parts, quantity
 from kvtier_operator import settings as settings_module
@@ -124,8 +124,10 @@ class Planned(NamedTuple):
     is_fitting: bool = True
 
 
-def plan_file(settings: Settings, file: str, *, config_file: str | None, nodes_file: str | None) -> Planned:
-    """Plan the tiers of a file."""
+def plan_file(
+    settings: Settings, file: str, *, config_file: str | None, nodes_file: str | None, traffic: trace.Options | None
+) -> Planned:
+    """Plan the tiers of a file, or tell what they would serve of recorded traffic."""
     found_nodes = read_nodes(nodes_file)
     config = None if config_file is None else read_config(config_file)
     documents: list[dict[str, Any]] = []
@@ -135,6 +137,11 @@ def plan_file(settings: Settings, file: str, *, config_file: str | None, nodes_f
         snapshot = make_snapshot(tier, found_nodes)
         made = make_unchecked_plan(spec, tier, connector_image=settings.connector_image, snapshot=snapshot)
         capacity = make_capacity(spec, made.decisions, snapshot)
+        if traffic is not None:
+            found = trace.forecast(traffic, spec, capacity)
+            pages.append(f"{tier}, {found.page()}")
+            documents.append({"tier": str(tier), **found.document()})
+            continue
         fits, fits_some = _fit(made, snapshot)
         is_fitting = is_fitting and fits_some
         warning = pods.warning(spec.engine.pod_template)
@@ -282,12 +289,13 @@ _NODES = click.option(
 _MOST_FILES = 2
 
 
-@click.command(epilog=output.examples("kvtier plan tier.yaml", "kvtier plan --diff tier.yaml"))
+@click.command(epilog=output.examples("kvtier plan tier.yaml --trace requests.jsonl", "kvtier plan --diff tier.yaml"))
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=_FILE)
 @click.option(
     "--diff", "is_diff", is_flag=True, help="show the cost of replacing OLD by NEW, or the cluster's tier by one FILE"
 )
 @click.option("--config", type=_FILE, help="the model's config.json, if kvtier does not know the model")
+@trace.options
 @_NODES
 @output.output_option()
 @client.cluster_options
@@ -299,19 +307,23 @@ def plan(  # noqa: PLR0913 - options
     nodes: str | None,
     output_format: str,
     where: client.Where,
+    **traffic: Any,
 ) -> int:
-    """Show the sizes of a tier, each with its sum; or with --diff the cost of an edit.
+    """Show the sizes of a tier, each with its sum; the cost of an edit; or what the tier would serve of traffic.
 
     FILE is YAML with KVCacheTier resources, - for standard input. Exit code 1: no node can hold an engine.
     """
     if len(files) > (_MOST_FILES if is_diff else 1):
         one = "takes one FILE; to compare two, add --diff"
         raise click.UsageError("takes OLD and NEW, or one FILE to compare with the cluster" if is_diff else one)
+    replayed = trace.parse_options(**traffic)
+    if replayed is not None and is_diff:
+        raise click.UsageError("--trace and --diff: give one of them")
     settings = settings_module.parse(os.environ)
     planned = (
         compare(settings, files, where, nodes_file=nodes)
         if is_diff
-        else plan_file(settings, files[0], config_file=config, nodes_file=nodes)
+        else plan_file(settings, files[0], config_file=config, nodes_file=nodes, traffic=replayed)
     )
     output.show(planned.documents, output_format, lambda: planned.page)
     return FINE if planned.is_fitting else FOUND

@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of ``plan --trace``: how much of recorded traffic each tier of an engine would serve, and how fast.
+
+Every tier is simulated by itself: it holds the blocks that were used last. Requests go to the replicas in turn. Each
+replica has accelerators and host memory of its own, and all share the volume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import statistics
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvtier_cli import output, warm
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.status_schema import Capacity
+from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.plan import chunks
+from kvtier_operator.plan.decisions import kv_of
+from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout
+from kvtier_operator.quantity import show_bytes
+
+MOONCAKE_TOKENS: Final = 512
+"""Tokens of a block in Mooncake's traces."""
+
+BYTES_PER_TOKEN: Final = 4
+"""Bytes of text that count as a token: the model's tokenizer is not at hand."""
+
+VOLUMES: Final = (1 << 39, 1 << 40, 1 << 41, 1 << 42)
+"""Sizes of volumes that every page shows, in bytes, beside the tier's own."""
+
+RATES: Final = (1.0, 4.0, 16.0)
+"""Rates of volumes that every page shows, in GB/s."""
+
+_CURVE: Final = 24
+"""Sizes of volumes in the picture."""
+_MINUTE: Final = 60.0
+_HOST: Final = "host memory"
+_VOLUME: Final = "volume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of ``plan --trace``."""
+
+    trace: Path
+    rate: tuple[float, ...]
+    """GB/s of volumes; empty for a usual choice."""
+    prefill_rate: float | None
+    """Prompt tokens that one engine computes in a second."""
+    picture: Path | None
+
+
+def options(function: output.Function) -> output.Function:
+    """Give a verb the options of a trace, which `parse_options` takes."""
+    positive = click.FloatRange(min=0, min_open=True)
+    picture, file = (click.Path(exists=exists, dir_okay=False, path_type=Path) for exists in (False, True))
+    described: list[tuple[str, dict[str, Any]]] = [
+        ("--picture", {"type": picture, "help": "draw it over the volume's size, with --trace"}),
+        ("--prefill-rate", {"type": positive, "help": "prompt tokens/s that one engine computes, with --trace"}),
+        ("--rate", {"type": positive, "multiple": True, "help": "GB/s of the volume, with --trace (may be repeated)"}),
+        ("--trace", {"type": file, "help": "show what of this traffic each tier would serve: Mooncake's or prompts"}),
+    ]
+    for name, words in described:
+        function = click.option(name, **words)(function)
+    return function
+
+
+def parse_options(*, trace: Path | None, **others: Any) -> Options | None:
+    """Return the options; None where no trace is given.
+
+    Raises:
+        UsageError: there is one of the others without a trace.
+    """
+    if trace is None and any(others.values()):
+        raise click.UsageError("--rate, --prefill-rate and --picture go with --trace FILE")
+    return None if trace is None else Options(trace=trace, **others)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a trace."""
+
+    seconds: float | None
+    """Time since the first request; None where the trace has no times."""
+    tokens: int
+    """Of its prompt."""
+    blocks: tuple[Hashable, ...]
+    """Names of its blocks that can be found again: whole ones, for vLLM computes the last token of each prompt."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Recorded requests in their order."""
+
+    requests: Sequence[Request]
+    block_tokens: int
+    is_estimated: bool
+    """The tokens were estimated from the length of texts."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(each.tokens for each in self.requests)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time from the first request to the last one; None where the trace has no times."""
+        times = [each.seconds for each in self.requests if each.seconds is not None]
+        return max(times) - min(times) if len(times) == len(self.requests) and max(times) > min(times) else None
+
+
+class BlockCache:
+    """As many blocks as fit. Those used longest ago are evicted first, ends of prompts before their beginnings."""
+
+    def __init__(self, blocks: int, *, least_uses: int = 1) -> None:
+        """Start empty.
+
+        Args:
+            blocks: how many blocks fit.
+            least_uses: keep a block from this many-th use on.
+        """
+        self._limit = blocks
+        self._least = least_uses
+        self._held: OrderedDict[Hashable, None] = OrderedDict()
+        self._uses = Counter[Hashable]()
+
+    def serve(self, blocks: Sequence[Hashable]) -> int:
+        """Return how many blocks from the beginning of a prompt are here, and use all of its blocks."""
+        found = sum(1 for _ in itertools.takewhile(self._held.__contains__, blocks))
+        if self._least > 1:
+            self._uses.update(blocks)
+            blocks = [each for each in blocks if self._uses[each] >= self._least]
+        for block in reversed(blocks):
+            self._held[block] = None
+            self._held.move_to_end(block)
+        while len(self._held) > self._limit:
+            self._held.popitem(last=False)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSizes:
+    """Sizes of a tier, as far as a simulation needs them."""
+
+    spec: TierSpec
+    capacity: Capacity
+    layout: ModelLayout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedTier:
+    """Tokens of each request that a tier had, or a tier above it, in the order of the trace."""
+
+    name: str
+    size_bytes: int | None
+    """Bytes of the tier; None for one without a limit."""
+    tokens: Sequence[int]
+
+
+def read(file: Path, *, block_tokens: int) -> Trace:
+    """Read a trace in Mooncake's format, or prompts as ``kvtier warm`` takes them.
+
+    Args:
+        file: one JSON value a line.
+        block_tokens: tokens of a block of prompts; Mooncake's format has its own.
+
+    Raises:
+        UsageError: a line is neither; the message has its number and never its text.
+    """
+    try:
+        with file.open(encoding="utf-8") as lines:
+            first = next((line for line in lines if line.strip()), "")
+    except UnicodeDecodeError:
+        first = ""  # compressed, or no text, which the reader of prompts says
+    if '"hash_ids"' in first:
+        return Trace(list(_mooncake(file)), MOONCAKE_TOKENS, is_estimated=False)
+    requests = [_of_prompt(prompt.body, block_tokens) for prompt in warm.read(file)]
+    if not requests:
+        raise click.UsageError(f"{file}: holds no request")
+    return Trace(requests, block_tokens, is_estimated=True)
+
+
+def _mooncake(file: Path) -> Iterator[Request]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+                tokens, names = int(found["input_length"]), found["hash_ids"]
+                seconds = float(found["timestamp"]) / 1000
+                blocks = tuple(names[: max(0, tokens - 1) // MOONCAKE_TOKENS])
+                hash(blocks)
+            except (ValueError, LookupError, TypeError) as error:
+                fields = "timestamp (ms), input_length (tokens) and hash_ids (a list of numbers)"
+                raise click.UsageError(f"{file}: line {number}: must have {fields} as Mooncake's traces do") from error
+            yield Request(seconds, tokens, blocks)
+
+
+def _of_prompt(body: Mapping[str, Any], block_tokens: int) -> Request:
+    content = body.get("messages") or body["prompt"]
+    if isinstance(content, list) and all(isinstance(each, int) for each in content):
+        text, width = b"".join(each.to_bytes(8, "little", signed=True) for each in content), 8
+    else:
+        text = (content if isinstance(content, str) else json.dumps(content)).encode()
+        width = BYTES_PER_TOKEN
+    size = block_tokens * width
+    # The name of a block says all that is before it, as the engine's does.
+    chain = hashlib.blake2b(f"{body.get('model', '')}\0".encode(), digest_size=16)
+    blocks = []
+    for start in range(0, len(text) - width + 1 - size, size):
+        chain.update(text[start : start + size])
+        blocks.append(chain.digest())
+    return Request(None, max(1, len(text) // width), tuple(blocks))
+
+
+def simulate(trace: Trace, sizes: TierSizes, *, volumes: Iterable[int]) -> list[SimulatedTier]:
+    """Return what each tier would serve: accelerators, host memory, volumes by size, and one without a limit."""
+    spec, capacity, layout, per_block = sizes.spec, sizes.capacity, sizes.layout, trace.block_tokens
+    above: list[tuple[str, int | None, int]] = []
+    if capacity.device_kv_tokens is not None:
+        above.append(("accelerators", capacity.device_kv_bytes, capacity.device_kv_tokens))
+    above.append((_HOST, (capacity.cpu_tokens or 0) * layout.token_bytes, capacity.cpu_tokens or 0))
+    best = [0] * len(trace.requests)
+    found = []
+    for name, size, tokens in above:
+        caches = [BlockCache(tokens // per_block) for _ in range(max(1, spec.replicas))]
+        best = _serve(trace, caches, best)
+        found.append(SimulatedTier(name=name, size_bytes=size, tokens=best))
+    if spec.connector.uses_volume:
+        for size in volumes:
+            held = chunks.held_tokens(size, layout, chunk_tokens=capacity.chunk_tokens or per_block, on_disk=True)
+            cache = BlockCache(held // per_block, least_uses=spec.disk.admission.min_reuse)
+            got = _serve(trace, [cache], best, least=spec.disk.admission.min_tokens)
+            found.append(SimulatedTier(name=_VOLUME, size_bytes=size, tokens=got))
+    unlimited = _serve(trace, [BlockCache(1 << 62)], best)
+    return [*found, SimulatedTier(name="any size", size_bytes=None, tokens=unlimited)]
+
+
+def _serve(trace: Trace, caches: Sequence[BlockCache], above: Sequence[int], *, least: int = 0) -> list[int]:
+    """Return tokens of each request that caches have, each in its turn; at least what the tiers above have."""
+    served = []
+    for request, cache, had in zip(trace.requests, itertools.cycle(caches), above, strict=False):
+        found = cache.serve(request.blocks) * trace.block_tokens
+        served.append(found if found - had >= max(1, least) else had)
+    return served
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Seconds in which a volume of some rate gives the tokens that it serves."""
+
+    rate: float
+    """GB/s."""
+    tokens_per_second: float
+    """That it gives: loading pays where the engine computes fewer."""
+    mean_seconds: float
+    """To read the tokens of a request, on average over those that read any."""
+    long_seconds: float
+    """The same at the 99th percentile."""
+    busy: float | None
+    """Share of the trace's time that the volume reads; None where the trace has no times."""
+    computing_seconds: float | None = None
+    """On average to compute the same tokens, where the engine's rate is given."""
+    split_seconds: float | None = None
+    """On average where head and tail are computed and read at once."""
+
+
+def paces(
+    read: Sequence[int], token_bytes: int, *, seconds: float | None, rates: Iterable[float], prefill_rate: float | None
+) -> list[Pace]:
+    """Return what rates of a volume make of the tokens that requests read from it.
+
+    Args:
+        read: tokens of each request that reads any.
+        token_bytes: KV of a token.
+        seconds: length of the trace, if it has times.
+        rates: GB/s of volumes.
+        prefill_rate: prompt tokens that an engine computes in a second, if that is known.
+    """
+    if not read:
+        return []
+    mean, long = statistics.fmean(read), sorted(read)[math.ceil(0.99 * len(read)) - 1]
+    found = []
+    for rate in rates:
+        pace = rate * 1e9 / token_bytes
+        found.append(
+            Pace(
+                rate=rate,
+                tokens_per_second=pace,
+                mean_seconds=mean / pace,
+                long_seconds=long / pace,
+                busy=None if seconds is None else sum(read) / pace / seconds,
+                computing_seconds=None if prefill_rate is None else mean / prefill_rate,
+                split_seconds=None if prefill_rate is None else mean / (pace + prefill_rate),
+            )
+        )
+    return found
+
+
+def busiest_minute(trace: Trace, read: Iterable[int]) -> float:
+    """Return the tokens per second that are read in the minute that reads most."""
+    minutes = Counter[int]()
+    for request, tokens in zip(trace.requests, read, strict=True):
+        minutes[int((request.seconds or 0.0) // _MINUTE)] += tokens
+    return max(minutes.values()) / _MINUTE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Tokens of a trace that each tier would serve."""
+
+    file: str
+    trace: Trace
+    replicas: int
+    tiers: Sequence[SimulatedTier]
+    paces: Sequence[Pace]
+    busiest: float | None
+    """GB/s that its busiest minute asks of the volume; None where the trace has no times."""
+    own_bytes: int | None
+    """Size of the tier's own volume, whose rates are shown."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        rows = zip(self.tiers, self._shares(), strict=True)
+        return {
+            "trace": self.file,
+            "requests": len(self.trace.requests),
+            "promptTokens": self.trace.tokens,
+            "isEstimated": self.trace.is_estimated,
+            "seconds": self.trace.seconds,
+            "served": [{"tier": each.name, "bytes": each.size_bytes, "share": round(of, 4)} for each, of in rows],
+            "volumeBytes": self.own_bytes,
+            "busiestMinuteGBs": None if self.busiest is None else round(self.busiest, 3),
+            "rates": [
+                {
+                    "rateGBs": each.rate,
+                    "tokensPerSecond": round(each.tokens_per_second),
+                    "meanSeconds": round(each.mean_seconds, 3),
+                    "p99Seconds": round(each.long_seconds, 3),
+                    "busyShare": None if each.busy is None else round(each.busy, 3),
+                    "computingSeconds": None if each.computing_seconds is None else round(each.computing_seconds, 3),
+                    "splitSeconds": None if each.split_seconds is None else round(each.split_seconds, 3),
+                }
+                for each in self.paces
+            ],
+        }
+
+    def page(self) -> str:
+        """Return the text for people."""
+        trace = self.trace
+        about = f"{len(trace.requests):,} requests, {trace.tokens:,} prompt tokens"
+        if trace.seconds is not None:
+            about += f" in {output.duration(trace.seconds)}"
+        lines = [f"{self.file}: {about}"]
+        if self.replicas > 1:
+            lines.append(f"requests go to the {self.replicas} replicas in turn; all share the volume")
+        if trace.is_estimated:
+            lines.append(f"a token is {BYTES_PER_TOKEN} bytes of text here; requests are taken in the file's order")
+        rows = [("SERVED BY", "SIZE", "OF ALL TOKENS", "MORE THAN ABOVE IT")]
+        rows += [
+            (
+                each.name,
+                "" if each.size_bytes is None else show_bytes(each.size_bytes),
+                f"{share:.1%}",
+                "" if more is None else f"+{more:.1%}",
+            )
+            for each, share, more in zip(self.tiers, self._shares(), self._gains(), strict=True)
+        ]
+        lines += ["", output.columns(rows)]
+        if self.paces and self.own_bytes is not None:
+            lines.append(self._pace_page(show_bytes(self.own_bytes)))
+        return "\n".join(lines)
+
+    def _pace_page(self, size: str) -> str:
+        has_computing = self.paces[0].computing_seconds is not None
+        rows = [
+            ("VOLUME GIVES", "TOKENS/S", "READS", "MEAN HIT", "P99", *(("COMPUTED", "BOTH AT ONCE") * has_computing))
+        ]
+        for each in self.paces:
+            busy = "" if each.busy is None else f"{each.busy:.0%} of the time"
+            row = [f"{each.rate:g} GB/s", f"{each.tokens_per_second:,.0f}", busy]
+            times = [each.mean_seconds, each.long_seconds, each.computing_seconds, each.split_seconds]
+            rows.append((*row, *(f"{value:.2f} s" for value in times if value is not None)))
+        asks = "" if self.busiest is None else f"; the busiest minute asks for {self.busiest:.2g} GB/s"
+        pays = "" if has_computing else "Reading is quicker where one engine computes fewer tokens a second.\n"
+        return f"Volume of {size}{asks}\n{output.columns(rows)}{pays}"
+
+    def _shares(self) -> list[float]:
+        return [sum(each.tokens) / self.trace.tokens for each in self.tiers]
+
+    def _gains(self) -> list[float | None]:
+        """Return what each tier serves beyond the last one that is no volume; None for the first."""
+        gains: list[float | None] = []
+        base = None
+        for each, share in zip(self.tiers, self._shares(), strict=True):
+            gains.append(None if base is None else share - base)
+            if each.name != _VOLUME:
+                base = share
+        return gains
+
+
+def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
+    """Read a trace, simulate the tiers, and draw the picture if one is wanted.
+
+    Raises:
+        SpecInvalid: the bytes of a token are unknown.
+    """
+    layout = kv_of(spec)
+    if isinstance(layout, KvUnknown):
+        remedy = "give the model's config.json with --config"
+        raise SpecInvalid("spec.model", f"the KV bytes of a token are unknown ({layout.why}): {remedy}")
+    sizes = TierSizes(spec=spec, capacity=capacity, layout=layout)
+    trace = read(given.trace, block_tokens=capacity.chunk_tokens or MOONCAKE_TOKENS)
+    own = capacity.disk_bytes if spec.connector.uses_volume else None
+    tiers = simulate(trace, sizes, volumes=sorted({*VOLUMES, *(() if own is None else (own,))}))
+    host = next(each for each in tiers if each.name == _HOST)
+    volume = next((each for each in tiers if each.name == _VOLUME and each.size_bytes == own), host)
+    loaded = [got - had for got, had in zip(volume.tokens, host.tokens, strict=True)]
+    found = Forecast(
+        file=str(given.trace),
+        trace=trace,
+        replicas=spec.replicas,
+        tiers=tiers,
+        paces=paces(
+            [tokens for tokens in loaded if tokens],
+            layout.token_bytes,
+            seconds=trace.seconds,
+            rates=given.rate or RATES,
+            prefill_rate=given.prefill_rate,
+        ),
+        busiest=None if trace.seconds is None else busiest_minute(trace, loaded) * layout.token_bytes / 1e9,
+        own_bytes=own,
+    )
+    if given.picture is not None:
+        draw(given.picture, found, sizes)
+    return found
+
+
+def draw(path: Path, found: Forecast, sizes: TierSizes) -> None:
+    """Draw the share of tokens that is served over the size of the volume.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file's suffix is no kind of picture.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  an option of one verb
+    except ModuleNotFoundError as error:
+        raise click.UsageError("--picture needs matplotlib: pip install matplotlib") from error
+    trace, largest = found.trace, max(each.size_bytes or 0 for each in found.tiers)
+    curve = simulate(trace, sizes, volumes=[largest * step // _CURVE for step in range(1, _CURVE + 1)])
+    shares = {each: 100 * sum(each.tokens) / trace.tokens for each in curve}
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    points = [(0.0, shares[next(each for each in curve if each.name == _HOST)])]
+    points += [((each.size_bytes or 0) / (1 << 40), share) for each, share in shares.items() if each.name == _VOLUME]
+    axes.plot(*zip(*points, strict=True), color="#1a73e8", label="with a volume of this size")
+    fixed = [each for each in curve if each.name != _VOLUME]
+    for each, colour in zip(fixed, ("#e8710a", "#9334e6", "#5f6368")[-len(fixed) :], strict=True):
+        size = "ceiling: every block kept" if each.size_bytes is None else f"{each.name}, {show_bytes(each.size_bytes)}"
+        axes.axhline(shares[each], linestyle="--", color=colour, label=size)
+    axes.set(xlabel="size of the volume, TiB", ylabel="prompt tokens served, %", xlim=(0, None), ylim=(0, 100))
+    axes.set_title(f"{Path(found.file).name}: what tiers serve of {trace.tokens / 1e6:,.1f} million prompt tokens")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=110)
+    except ValueError as error:
+        raise click.UsageError(f"--picture {path}: {error}; name it .svg or .png") from error

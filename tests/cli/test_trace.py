@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvtier plan --trace``: shares of recorded traffic that tiers would serve, counted by hand here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier_cli.app import main
+
+TOKEN_BYTES = 131_072
+"""KV of a token of this model."""
+CHUNK_TOKENS = 64
+"""Of one file; 8 MiB and a header of 4 KiB."""
+
+
+def tier(folder: Path, **spec: Any) -> str:
+    """Write a tier whose host memory holds 1,024 tokens and its accelerators none."""
+    spec = {
+        "model": {"name": "meta-llama/Llama-3.1-8B-Instruct"},
+        "engine": {"accelerator": {"memory": "16Gi"}},
+        "cpu": {"size": "128Mi"},
+        "volume": {"claim": {"size": "10Gi"}},
+        **spec,
+    }
+    body = {"apiVersion": "kvtier.dev/v1alpha1", "kind": "KVCacheTier", "metadata": {"name": "llama"}, "spec": spec}
+    (folder / "tier.yaml").write_text(yaml.safe_dump(body))
+    return str(folder / "tier.yaml")
+
+
+def trace(folder: Path, rows: Sequence[Any]) -> str:
+    """Write one JSON value a line."""
+    (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "trace.jsonl")
+
+
+def asked(milliseconds: int, *names: int) -> dict[str, Any]:
+    """Return a request of Mooncake's format with whole blocks of 512 tokens and one token behind them."""
+    tokens = {"input_length": 512 * len(names) + 1, "output_length": 1}
+    return {"timestamp": milliseconds, **tokens, "hash_ids": [*names, 0]}
+
+
+def plan(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Run ``kvtier plan -o json`` and return its one document."""
+    assert main(["plan", *arguments, "-o", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    return dict(found)
+
+
+def shares(found: dict[str, Any]) -> dict[tuple[str, int | None], float]:
+    """Return the share of all tokens by tier and size."""
+    return {(each["tier"], each["bytes"]): each["share"] for each in found["served"]}
+
+
+ROUND = [asked(0, 1, 2), asked(1000, 3, 4), asked(60_000, 1, 2), asked(61_000, 3, 4, 5)]
+"""4 prompts of 4,612 tokens; host memory holds two blocks, so it never has one again: 2,048 tokens are elsewhere."""
+
+
+def test_a_volume_serves_what_host_memory_has_evicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tier(tmp_path), "--trace", trace(tmp_path, ROUND), capsys=capsys)
+    served = shares(found)
+    assert served["host memory", 128 << 20] == 0
+    assert served["volume", 10 << 30] == served["any size", None] == round(2048 / 4612, 4)
+    assert found["requests"] == 4
+    assert found["promptTokens"] == 4612
+    assert found["seconds"] == 61
+    # The second minute reads 2,048 tokens of 128 KiB.
+    assert found["busiestMinuteGBs"] == round(2048 * TOKEN_BYTES / 60 / 1e9, 3)
+
+
+def test_replicas_share_the_volume_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = trace(tmp_path, [asked(0, 1, 2), asked(1, 1, 2), asked(2, 1, 2)])
+    alone = shares(plan(tier(tmp_path), "--trace", rows, capsys=capsys))
+    two = shares(plan(tier(tmp_path, replicas=2), "--trace", rows, capsys=capsys))
+    assert alone["host memory", 128 << 20] == alone["any size", None] == round(2048 / 3075, 4)
+    assert two["host memory", 128 << 20] == round(1024 / 3075, 4)
+    assert two["volume", 10 << 30] == round(2048 / 3075, 4)
+
+
+@pytest.mark.parametrize(
+    ("admission", "expected"),
+    [({"minTokens": 1024}, 2048), ({"minTokens": 1025}, 0), ({"minReuse": 2}, 1024), ({"minReuse": 3}, 0)],
+)
+def test_admission_decides_what_is_on_the_volume(
+    admission: dict[str, int], expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [asked(0, 1, 2), asked(1, 3, 4), asked(2, 1, 2), asked(3, 3, 4), asked(4, 1, 2)]
+    if "minTokens" in admission:
+        rows = rows[:4]
+    file = trace(tmp_path, rows)
+    served = shares(plan(tier(tmp_path, disk={"admission": admission}), "--trace", file, capsys=capsys))
+    assert served["volume", 10 << 30] == round(expected / sum(row["input_length"] for row in rows), 4)
+
+
+def test_a_volume_that_is_too_small_keeps_beginnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # 768 MiB hold 95 files of 64 tokens: 11 blocks of the trace.
+    small = tier(tmp_path, volume={"claim": {"size": "768Mi"}})
+    prompt = asked(0, *range(100, 116))
+    served = shares(plan(small, "--trace", trace(tmp_path, [prompt, {**prompt, "timestamp": 1}]), capsys=capsys))
+    assert served["volume", 768 << 20] == round(11 * 512 / (2 * 8193), 4)
+
+
+def test_rates_are_told_in_tokens_and_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--rate", "1.31072", "--prefill-rate", "30000")
+    (rate,) = plan(tier(tmp_path), "--trace", trace(tmp_path, ROUND), *options, capsys=capsys)["rates"]
+    assert rate == {
+        "rateGBs": 1.31072,
+        "tokensPerSecond": 10_000,
+        "meanSeconds": 0.102,
+        "p99Seconds": 0.102,
+        "busyShare": round(2048 / 10_000 / 61, 3),
+        "computingSeconds": 0.034,
+        "splitSeconds": 0.026,
+    }
+
+
+def test_prompts_share_what_their_texts_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = "x" * (4 * CHUNK_TOKENS * 10)
+    rows = [{"prompt": common + "a" * 400}, "other", {"prompt": common + "b" * 400}]
+    found = plan(tier(tmp_path), "--trace", trace(tmp_path, rows), capsys=capsys)
+    assert found["isEstimated"]
+    assert found["seconds"] is None
+    assert shares(found)["any size", None] == round(10 * CHUNK_TOKENS / found["promptTokens"], 4)
+    other_model = [{"model": "one", "prompt": common}, {"model": "two", "prompt": common}]
+    assert shares(plan(tier(tmp_path), "--trace", trace(tmp_path, other_model), capsys=capsys))["any size", None] == 0
+
+
+def test_the_page_names_each_tier_once_and_the_picture_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "trace.png"
+    assert main(["plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), "--picture", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("trace.jsonl: 4 requests, 4,612 prompt tokens in 1.0 min")
+    tiers = [line.split("  ")[0] for line in lines if line.endswith("%")]
+    assert tiers == ["accelerators", "host memory", *5 * ["volume"], "any size"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"hash_ids": [1]}], "line 1: must have timestamp (ms), input_length (tokens) and hash_ids"),
+        ([asked(0, 1), {**asked(0, 1), "hash_ids": [[1], 2]}], "line 2: must have timestamp (ms)"),
+        ([{"secret": "text"}], 'line 1: must have one of "messages" and "prompt"'),
+        ([], "holds no request"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_line(
+    rows: list[Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", tier(tmp_path), "--trace", trace(tmp_path, rows)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "text" not in error.replace("quoted text", "")
+
+
+@pytest.mark.parametrize("option", [["--rate", "4"], ["--prefill-rate", "9"], ["--picture", "a.svg"]])
+def test_options_of_a_trace_need_one(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", tier(tmp_path), *option]) == 2
+    assert "go with --trace FILE" in capsys.readouterr().err
