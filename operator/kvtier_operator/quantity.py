@@ -7,6 +7,7 @@ Follows ``k8s.io/apimachinery/pkg/api/resource``: binary and decimal suffixes, e
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from fractions import Fraction
@@ -27,6 +28,7 @@ _THREE_DIGITS = 100
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 
 
+@functools.lru_cache(maxsize=4096)
 def parse_quantity(text: str) -> Fraction:
     """Return the exact value of a quantity.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 from kvtier_connector.contract.usage import Usage as VolumeUsage
 from kvtier_operator.errors import ClusterError
@@ -194,6 +195,26 @@ class Node:
     """Everything countable that it offers: devices by the name of their resource."""
 
 
+@dataclass(frozen=True)
+class NodeGroup:
+    """The nodes that take pods of one placement."""
+
+    nodes: tuple[Node, ...]
+
+    @cached_property
+    def device_bytes(self) -> int | None:
+        """The least memory of one device, of all nodes that say it by their label; None where none does."""
+        labels = (node.labels.get(DEVICE_MEMORY_LABEL, "") for node in self.nodes)
+        sizes = (int(label) << 20 for label in labels if label.isascii() and label.isdecimal() and len(label) < _LONG)
+        return min(sizes, default=None)
+
+
+DEVICE_MEMORY_LABEL: Final = "nvidia.com/gpu.memory"
+"""MiB of one device, as NVIDIA's feature discovery writes it."""
+
+_LONG: Final = 12
+
+
 @dataclass(frozen=True, kw_only=True)
 class PodUsage:
     """The requests of one pod on its node."""
@@ -213,7 +234,7 @@ class Nodes:
     nodes: tuple[Node, ...]
     usage: tuple[PodUsage, ...] | None = None
     """None where the pods were not read."""
-    matches: dict[str, tuple[Node, ...]] = field(default_factory=dict, compare=False, repr=False)
+    matches: dict[str, NodeGroup] = field(default_factory=dict, compare=False, repr=False)
     """Those that take pods of some placement, once found: thousands of tiers ask the same of thousands of nodes."""
 
 

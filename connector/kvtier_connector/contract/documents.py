@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
@@ -45,12 +45,11 @@ A pod of an earlier release refuses a field that it does not know, and behaves a
 
 def encode(record: Document, *, version: int) -> str:
     """Return the document as canonical JSON: the same record gives the same bytes; see `ADDED`."""
-    unsaid = {
-        each.name
+    said = {
+        each.name: value
         for each in fields(record)
-        if "kvtier_added" in each.metadata and getattr(record, each.name) == each.default
+        if (value := getattr(record, each.name)) != each.default or "kvtier_added" not in each.metadata
     }
-    said = {name: value for name, value in asdict(record).items() if name not in unsaid}
     return encode_object({"version": version, **said})
 
 

@@ -307,6 +307,10 @@ class ApiModel(BaseModel):
         _with_rules(handler.resolve_ref_schema(reference), cls.rules, cls)
         return reference
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Return itself: nothing changes it, and each tier would get copies of all defaults otherwise."""
+        return self
+
     def to_manifest(self) -> dict[str, Any]:
         """Return the object as it stands in a manifest: camelCase, without what was left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)

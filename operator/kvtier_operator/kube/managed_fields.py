@@ -39,43 +39,57 @@ def _ours(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _stands(wanted: Any, live: Any, fields: Mapping[str, Any]) -> bool:
     """Tell whether everything wanted is there and ours, and nothing else is ours; others may have added to it.
 
+    Loops, and no generators: a start compares a thousand values of each tier.
+
     Args:
         wanted: the object as we apply it, or a part of it.
         live: the same part, as it is.
         fields: our fields in it; empty for a map or list that the API server takes for one value. Such a value is not
             ours once another writer has changed it, and has no field beside those that we apply.
     """
-    if not isinstance(wanted, dict | list):
+    if not isinstance(wanted, (dict, list)):
         # The API server leaves out what says nothing.
         return bool(live == wanted) or (live is None and wanted in {"", False}) or _is_same_amount(live, wanted)
     if live is None or (not fields and (not wanted or live == wanted)):
         return not wanted or live is not None
-    if isinstance(wanted, dict):
-        ours = {step[2:] for step in fields if step[:2] == "f:"} if fields else live.keys() - _DEFAULTED
-        return ours <= wanted.keys() and all(
-            _stands_in(fields, name, value, live.get(name)) for name, value in wanted.items()
-        )
-    steps = [step for step in fields if step[:2] == "k:"]
-    if len(steps or live) != len(wanted):
+    return (_stands_in_list if isinstance(wanted, list) else _stands_in_object)(wanted, live, fields)
+
+
+def _stands_in_object(wanted: Any, live: Any, fields: Mapping[str, Any]) -> bool:
+    """Tell the same of an object."""
+    for step in fields:
+        if step[:2] == "f:" and step[2:] not in wanted:
+            return False
+    if not fields and live.keys() - _DEFAULTED - wanted.keys():
         return False
-    if not steps:
-        return all(_stands(each, there, {}) for each, there in zip(wanted, live, strict=True))
-    found = ((_find(wanted, keys), _find(live, keys), step) for step in steps if (keys := _keys(step[2:])))
-    return all(each is not None and _stands(each, there, fields[step]) for each, there, step in found)
+    for name, value in wanted.items():
+        there = live.get(name)
+        if isinstance(value, (dict, list)):
+            inner = fields.get(f"f:{name}")
+            if (inner is None and fields and value) or not _stands(value, there, inner or {}):
+                return False
+        elif value != there and not _stands(value, there, {}):
+            return False
+    return True
 
 
 _DEFAULTED: Final = frozenset({"apiGroup", "apiVersion", "divisor", "expirationSeconds"})
 """Fields that the API server fills in within such values: of subjects, references to fields and tokens."""
 
 
-def _stands_in(fields: Mapping[str, Any], name: str, wanted: Any, live: Any) -> bool:
-    """Tell the same of one field."""
-    if not isinstance(wanted, dict | list):
-        return bool(wanted == live) or _stands(wanted, live, {})
-    inner = fields.get(f"f:{name}")
-    if inner is None and fields and wanted:
+def _stands_in_list(wanted: Any, live: Any, fields: Mapping[str, Any]) -> bool:
+    """Tell the same of a list, whose items are told apart by their keys if they have fields."""
+    steps = [step for step in fields if step[:2] == "k:"]
+    if len(steps or live) != len(wanted):
         return False
-    return _stands(wanted, live, inner or {})
+    if not steps:
+        return all(_stands(each, there, {}) for each, there in zip(wanted, live, strict=True))
+    for step in steps:
+        keys = _keys(step[2:])
+        each = _find(wanted, keys)
+        if each is None or not _stands(each, _find(live, keys), fields[step]):
+            return False
+    return True
 
 
 def _is_same_amount(live: Any, wanted: Any) -> bool:
@@ -90,7 +104,10 @@ def _is_same_amount(live: Any, wanted: Any) -> bool:
 
 def _find(items: list[Any], keys: Mapping[str, Any]) -> Any:
     """Return the item of a list with these keys; a key that is left out has its default, which is not known here."""
-    same = (each for each in items if keys.items() <= each.items())
-    return next(same, None) or next(
-        (each for each in items if all(each.get(name, value) == value for name, value in keys.items())), None
-    )
+    for each in items:
+        if keys.items() <= each.items():
+            return each
+    for each in items:
+        if all(each.get(name, value) == value for name, value in keys.items()):
+            return each
+    return None

@@ -89,8 +89,8 @@ def drift(plan: TierPlan) -> tuple[str, ...]:
     """Return what this operator would change in the pods at their next restart, in words; empty for nothing."""
     if plan.rendered is None or plan.desired is None:
         return ()
-    now = template_of(replace(plan.desired, listen_host=plan.listen_host))
-    found = list(_differences(plan.rendered.template, json.loads(json.dumps(now))))
+    before, now = plan.rendered.template, template_of(replace(plan.desired, listen_host=plan.listen_host))
+    found = [] if before == now else list(_differences(before, json.loads(json.dumps(now))))
     starts_anew = plan.desired.generation.digest != plan.generation.digest
     return (*found, *(("the cache generation, which starts empty",) if starts_anew else ()))
 

@@ -8,6 +8,7 @@ made for, and stands until one of them changes.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,20 +89,31 @@ def read(text: str) -> Kept:
 
 def kv_of(spec: TierSpec) -> ModelLayout | KvUnknown:
     """Return what a token of this tier takes, by its own config or the table of models."""
-    engine = spec.engine
-    layout = EngineLayout(
-        args=engine_args.read(engine.args),
+    engine, given = spec.engine, spec.model.config
+    return _layout(
+        spec.model.name,
+        None if given is None else json.dumps(given),
+        engine.args,
         tensor_parallel=engine.tensor_parallel,
         is_cpu_build=engine.accelerator.resource == NO_ACCELERATOR,
         is_canonical=spec.disk.canonical_layout,
     )
-    config = config_of(spec)
-    if config is None:
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(name: str, config: str | None, args: tuple[str, ...], **engine: Any) -> ModelLayout | KvUnknown:
+    """Return the layout of a model, once for all tiers that serve it alike."""
+    model = models.known(name)
+    if config is not None:
+        found = json.loads(config)
+    elif model is not None:
+        found = model.config
+    else:
         return KvUnknown(
-            why=f"{spec.model.name} is not in the table of known models: paste its config.json, or the fields about "
+            why=f"{name} is not in the table of known models: paste its config.json, or the fields about "
             "layers and heads, into spec.model.config"
         )
-    return make_model_layout(config, layout)
+    return make_model_layout(found, EngineLayout(args=engine_args.read(args), **engine))
 
 
 def checkpoints_of(spec: TierSpec, chunking: Chunking) -> Checkpoints:

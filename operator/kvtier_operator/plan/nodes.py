@@ -21,16 +21,17 @@ from kvtier_operator.plan import digest, engine_args
 from kvtier_operator.plan.decisions import Kept
 from kvtier_operator.plan.sizing import SHM_OVERHEAD_BYTES, make_io_worker_bytes
 from kvtier_operator.quantity import show_bytes
-from kvtier_operator.snapshot import Node, Nodes, PodUsage
+from kvtier_operator.snapshot import Node, NodeGroup, Nodes, PodUsage
 
 _KEEPS_AWAY: Final = frozenset({"NoSchedule", "NoExecute"})
-
-DEVICE_MEMORY_LABEL: Final = "nvidia.com/gpu.memory"
-"""MiB of one device, as NVIDIA's feature discovery writes it."""
 
 
 def matching(spec: TierSpec, nodes: Nodes) -> tuple[Node, ...]:
     """Return the nodes that the pods of a spec may run on, were they empty."""
+    return _group(spec, nodes).nodes
+
+
+def _group(spec: TierSpec, nodes: Nodes) -> NodeGroup:
     template, plugin, wanted = spec.engine.pod_template, spec.engine.accelerator.of_plugin, countables(spec)
     placement = (template.node_selector, template.affinity, template.tolerations, sorted(plugin), wanted)
     key = json.dumps(placement, sort_keys=True)
@@ -38,7 +39,7 @@ def matching(spec: TierSpec, nodes: Nodes) -> tuple[Node, ...]:
     if found is None:
         if len(nodes.matches) >= _MOST_PLACEMENTS:
             nodes.matches.clear()
-        found = nodes.matches[key] = tuple(node for node in nodes.nodes if _may_run_on(spec, node, wanted))
+        found = nodes.matches[key] = NodeGroup(tuple(node for node in nodes.nodes if _may_run_on(spec, node, wanted)))
     return found
 
 
@@ -120,12 +121,7 @@ def device_memory(spec: TierSpec, nodes: Nodes | None) -> int | None:
         return spec.engine.accelerator.memory_bytes
     if nodes is None or spec.engine.accelerator.resource == NO_ACCELERATOR:
         return None
-    labels = [node.labels.get(DEVICE_MEMORY_LABEL, "") for node in matching(spec, nodes)]
-    sizes = [int(label) << 20 for label in labels if label.isascii() and label.isdecimal() and len(label) < _LONG]
-    return min(sizes, default=None)
-
-
-_LONG: Final = 12
+    return _group(spec, nodes).device_bytes
 
 
 def _left(spec: TierSpec, tier: TierName | TierRef, node: Node, usage: Iterable[PodUsage]) -> tuple[int, int]:
