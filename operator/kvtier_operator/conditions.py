@@ -8,7 +8,7 @@ A condition names the stage that it needs; where a reconcile did not get so far,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier_operator import names
@@ -25,12 +25,13 @@ Status = Mapping[str, Any]
 """The status of a tier, as it was last written."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """Why a condition is not met. `is_known` false means that it cannot be told yet."""
 
     reason: Reason
     message: str
+    _: KW_ONLY
     is_known: bool = True
     is_met: bool = False
     """The condition is met, and the message says more about it."""

@@ -80,14 +80,15 @@ def report(progress: Progress, previous: Status, *, now: str) -> dict[str, Any]:
     is_paused = spec is not None and spec.paused
     stalled = _stalled(progress, blocker=blocker, first=first)
     moving = first if stalled is None and not is_paused else None
-    paused = Problem(reason=Reason.PAUSED, message=Reason.PAUSED.doc, is_met=True)
     judged |= {
         "Ready": first or met(Reason.READY, _ready_text(spec)),
-        "Paused": paused if is_paused else _no(Reason.ACTIVE, Reason.ACTIVE.doc),
-        "Reconciling": _no(Reason.IDLE, _rest(stalled, is_paused=is_paused))
+        "Paused": met(Reason.PAUSED, "spec.paused or the annotation kvtier.dev/paused is true: nothing is changed.")
+        if is_paused
+        else Problem(Reason.ACTIVE, "The operator acts on changes."),
+        "Reconciling": Problem(Reason.IDLE, _rest(stalled, is_paused=is_paused))
         if moving is None
         else met(Reason.PROGRESSING, moving.message),
-        "Stalled": _no(Reason.NOT_STALLED, Reason.NOT_STALLED.doc)
+        "Stalled": Problem(Reason.NOT_STALLED, "No problem is known that stays until a person acts.")
         if stalled is None
         else met(stalled.reason, stalled.message),
     }
@@ -196,12 +197,12 @@ def _blocker(progress: Progress) -> Problem | None:
     refusal, failure = progress.refusal, progress.failure
     if progress.invalid is not None:
         runs = "" if progress.spec is None else "; engines stay as they are, and fields that replace none are followed"
-        return Problem(reason=Reason.SPEC_INVALID, message=f"{progress.invalid}{runs}")
+        return Problem(Reason.SPEC_INVALID, f"{progress.invalid}{runs}")
     if refusal is not None:
         also = "" if failure is None else f"; {failure}"
-        return Problem(reason=refusal.reason, message=refusal.message + also)
+        return Problem(refusal.reason, refusal.message + also)
     if failure is not None:
-        return Problem(reason=Reason.APPLY_FAILED, message=str(failure))
+        return Problem(Reason.APPLY_FAILED, str(failure))
     return None
 
 
@@ -253,11 +254,6 @@ _SOON_SECONDS: Final = 30.0
 def _condition(kind: str, problem: Problem) -> dict[str, Any]:
     status = "True" if problem.is_met else "False" if problem.is_known else "Unknown"
     return {"type": kind, "status": status, "reason": problem.reason.value, "message": problem.message}
-
-
-def _no(reason: Reason, message: str) -> Problem:
-    """Return what is said of a condition that is True only while something out of the ordinary holds."""
-    return Problem(reason=reason, message=message)
 
 
 def _timed(

@@ -11,6 +11,7 @@ from typing import Any
 import kubernetes_schemas
 import pytest
 import yaml
+from conditions_page import COMMON, PAGE, SECTIONS
 
 from kvtier_localcluster.apiserver.admission.cel import rule_problems
 from kvtier_localcluster.apiserver.admission.cel_cost import DEFINITION_LIMIT, RULE_LIMIT, costs
@@ -18,7 +19,7 @@ from kvtier_localcluster.apiserver.admission.crd_schema import set_defaults
 from kvtier_localcluster.apiserver.admission.structural import structural_problems
 from kvtier_operator import names
 from kvtier_operator.api import crd, parse
-from kvtier_operator.api.reasons import CONDITIONS, REASONS, REMEDIES, Reason
+from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.api.tier_spec import LONGEST_NAME
 from kvtier_operator.parts import PARTS
 
@@ -135,13 +136,12 @@ def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any]
 
 
 def test_every_condition_and_every_reason_has_its_place_on_the_page() -> None:
-    assert REASONS.keys() == CONDITIONS.keys() > {each.kind for part in PARTS for each in part.conditions}
-    placed = {reason for group in REASONS.values() for reason in group}
-    assert placed | {Reason.NOT_CHECKED, Reason.NOT_APPLICABLE} == set(Reason)
-    assert set(REMEDIES) <= placed
-    page = crd.generate()["docs/conditions.md"]
-    assert all(each.doc in page for each in Reason)
-    assert all(remedy in page for remedy in REMEDIES.values())
+    assert tuple(SECTIONS) == CONDITIONS
+    assert {each.kind for part in PARTS for each in part.conditions} < set(CONDITIONS)
+    placed = {reason for group in SECTIONS.values() for reason in group}
+    assert placed | set(COMMON) == {each.value for each in Reason}
+    assert all(f"`{each}`: " in PAGE for each in COMMON)
+    assert all(meaning.endswith(".") for group in SECTIONS.values() for meaning, _ in group.values())
 
 
 def test_the_reference_has_a_row_for_every_field(schema: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate the CustomResourceDefinition, its reference page and the page of conditions from the models of the API.
+"""Generate the CustomResourceDefinition and its reference page from the models of the API.
 
 ``python -m kvtier_operator.api.crd --write`` writes the files, ``--check`` exits with 1 when one is stale. Only `main`
 touches files.
@@ -17,7 +17,6 @@ import yaml
 
 from kvtier_connector.contract import generated_page
 from kvtier_operator import names
-from kvtier_operator.api.reasons import CONDITIONS, REASONS, REMEDIES, Reason
 from kvtier_operator.api.rules import ApiModel
 from kvtier_operator.api.status_schema import TierStatus
 from kvtier_operator.api.tier_spec import BLOCKS_OF_ANOTHER, NAME_FITS_CHILDREN, TierSpec
@@ -59,37 +58,6 @@ the `Ready` condition where a cluster has an older definition.
 |---|---|---|
 """
 
-_WATCHED: Final = (
-    ("whether requests are answered, for alerts", "`Available`: True while one engine serves, in rollouts, too"),
-    ("whether all is well and a rollout is through", "`Ready`: False from an edit of the engines until all run it"),
-    ("how many engines serve", "`EnginesReady`, `status.readyReplicas`"),
-    ("whether a janitor clears the volume", "`JanitorHealthy`"),
-    ("whether tiers on one claim may take more than it holds", "the reason of `ClaimShared`: `BudgetsOverlap`"),
-    ("whether engines wait for a restart: the operator was upgraded, or their pods were edited", "`UpToDate`"),
-)
-
-_CONDITIONS: Final = """\
-<!-- SPDX-License-Identifier: Apache-2.0 -->
-<!-- Written by python -m kvtier_operator.api.crd --write; do not edit. -->
-# Conditions, and what to do about them
-
-`kubectl describe kvt NAME` shows them; `kubectl wait --for=condition=Ready kvt/NAME` waits for the summary. The message
-of a condition names the pod, the field or the object, and the remedy; this page says what each reason stands for.
-
-| You want to know | Watch |
-|---|---|
-{watched}
-`Ready` takes its reason from the first problem below. A dead janitor is one, for then nothing clears the volume.
-Scaling a tier up that was ready, or replacing an engine whose node was lost, is none. The conditions `Available`,
-`UpToDate`, `ClaimShared` and `DiskEffective` do not take it away. The status `Unknown` means that it cannot be told
-yet, and is no problem by itself. Flux reads `Reconciling` and `Stalled` (kstatus), and so
-does Argo CD [once it was taught](install.md#argo-cd-and-flux): a tier that is `Stalled` waits for a person to act.
-
-Two annotations on the resource act at once. A new value of `kvtier.dev/restart` replaces every engine once; the new
-ones are as a newer operator renders them. The annotation `kvtier.dev/paused: "true"` stops every change, like
-`spec.paused`.
-"""
-
 _COLUMNS: Final = """
 ## Columns of `kubectl get`
 
@@ -111,17 +79,6 @@ def render_page(crd: Schema) -> str:
     for column in version["additionalPrinterColumns"]:
         shown = "with `-o wide`" if column.get("priority") else "always"
         parts.append(_row(column["name"], f"`{column['jsonPath']}`", shown))
-    return "".join(parts)
-
-
-def render_conditions() -> str:
-    """Return the page of conditions in Markdown."""
-    parts = [_CONDITIONS.replace("{watched}", "".join(_row(*each) for each in _WATCHED))]
-    for kind, claim in CONDITIONS.items():
-        parts.append(f"\n## {kind}\n\n{claim}\n\n| Reason | Meaning | What to do |\n|---|---|---|\n")
-        parts += [_row(f"`{each.value}`", each.doc, REMEDIES.get(each, "")) for each in REASONS[kind]]
-    common = ", ".join(f"`{each.value}`: {each.doc}" for each in (Reason.NOT_CHECKED, Reason.NOT_APPLICABLE))
-    parts.append(f"\nAny condition can also be Unknown with {common}\n")
     return "".join(parts)
 
 
@@ -276,7 +233,6 @@ def generate() -> dict[str, str]:
     return {
         "crds/kvcachetier.yaml": render(crd),
         "crds/API.md": render_page(crd),
-        "docs/conditions.md": render_conditions(),
     }
 
 

@@ -140,7 +140,7 @@ def refuse_foreign(manifests: tuple[Manifest, ...], snapshot: Snapshot) -> Refus
         return None
     found = ", ".join(str(key) for key in in_the_way)
     return Refusal(
-        reason=Reason.OBJECT_NOT_OURS,
-        message=f"{found} in namespace {snapshot.tier.namespace} already exists and does not belong to this tier; it "
+        Reason.OBJECT_NOT_OURS,
+        f"{found} in namespace {snapshot.tier.namespace} already exists and does not belong to this tier; it "
         "is left as it is: delete or rename it, or create the tier under another name",
     )

@@ -74,8 +74,8 @@ def _is_orphaned(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
         why = f"the tier {owner} has no janitor"
         remedy = "set its spec.janitor.enabled to true and give it a connector that a janitor clears"
     return Problem(
-        reason=Reason.JANITOR_MISSING,
-        message=f"spec.connector.hybrid.nixl.blocksOf: {why}, so these engines get no permit and store nothing: "
+        Reason.JANITOR_MISSING,
+        f"spec.connector.hybrid.nixl.blocksOf: {why}, so these engines get no permit and store nothing: "
         f"{remedy}, or leave the field out",
     )
 

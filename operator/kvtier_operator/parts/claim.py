@@ -77,14 +77,14 @@ def _refuse_existing(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
     live, name = snapshot.claim, spec.volume.existing_claim
     if live is None:
         return Refusal(
-            reason=Reason.CLAIM_MISSING,
-            message=f"spec.volume.existingClaim: no PersistentVolumeClaim {name!r} in namespace "
+            Reason.CLAIM_MISSING,
+            f"spec.volume.existingClaim: no PersistentVolumeClaim {name!r} in namespace "
             f"{snapshot.tier.namespace}: create it, or let the operator make one with spec.volume.claim",
         )
     if spec.replicas > 1 and SHARED not in live.access_modes:
         return Refusal(
-            reason=Reason.CLAIM_NOT_SHARED,
-            message=f"spec.volume.existingClaim: {name!r} is {', '.join(live.access_modes) or 'without access modes'}, "
+            Reason.CLAIM_NOT_SHARED,
+            f"spec.volume.existingClaim: {name!r} is {', '.join(live.access_modes) or 'without access modes'}, "
             f"and {spec.replicas} replicas need {SHARED}: set spec.replicas to 1 or use a {SHARED} claim",
         )
     return None
@@ -103,14 +103,14 @@ def _refuse_change(spec: TierSpec, live: LiveClaim) -> Refusal | None:
     ]
     if differing:
         return Refusal(
-            reason=Reason.CLAIM_IMMUTABLE,
-            message=f"spec.volume.claim: the claim {live.name!r} exists and its {'; '.join(differing)}; Kubernetes "
+            Reason.CLAIM_IMMUTABLE,
+            f"spec.volume.claim: the claim {live.name!r} exists and its {'; '.join(differing)}; Kubernetes "
             "cannot change that: restore the old value, or move to another claim with spec.volume.existingClaim",
         )
     if wanted.size_bytes < live.requested_bytes:
         return Refusal(
-            reason=Reason.CLAIM_CANNOT_SHRINK,
-            message=f"spec.volume.claim.size: {wanted.size} is less than the "
+            Reason.CLAIM_CANNOT_SHRINK,
+            f"spec.volume.claim.size: {wanted.size} is less than the "
             f"{quantity.format_bytes(live.requested_bytes)} that claim {live.name!r} has, and a claim cannot "
             "shrink. Set that size, or limit spec.disk.budget.maxBytes; the claim stays as it is, and is used",
         )
@@ -121,7 +121,7 @@ def claim_exists(stage: PlannedStage) -> Problem | None:
     """There is a claim, and it was not deleted."""
     if stage.snapshot.claim is None:
         name = stage.spec.volume.existing_claim or names.claim(stage.snapshot.tier)
-        return Problem(reason=Reason.CLAIM_MISSING, message=f"PersistentVolumeClaim/{name} does not exist yet")
+        return Problem(Reason.CLAIM_MISSING, f"PersistentVolumeClaim/{name} does not exist yet")
     if stage.snapshot.claim.is_terminating:
         name = stage.snapshot.claim.name
         remedy = (
@@ -131,8 +131,7 @@ def claim_exists(stage: PlannedStage) -> Problem | None:
             else "back up what you need, then set spec.replicas to 0, which stops the janitor and the preflight, too"
         )
         return Problem(
-            reason=Reason.CLAIM_TERMINATING,
-            message=f"PersistentVolumeClaim/{name} was deleted and goes when no pod uses it: {remedy}",
+            Reason.CLAIM_TERMINATING, f"PersistentVolumeClaim/{name} was deleted and goes when no pod uses it: {remedy}"
         )
     return None
 
@@ -144,13 +143,13 @@ def claim_is_bound(stage: PlannedStage) -> Problem | None:
         return None
     if claim.phase == "Lost":
         return Problem(
-            reason=Reason.CLAIM_LOST,
-            message=f"the volume of PersistentVolumeClaim/{claim.name} is gone: delete the claim so that a new one can "
+            Reason.CLAIM_LOST,
+            f"the volume of PersistentVolumeClaim/{claim.name} is gone: delete the claim so that a new one can "
             "be made; what was cached is lost",
         )
     return Problem(
-        reason=Reason.CLAIM_PENDING,
-        message=f"PersistentVolumeClaim/{claim.name} (storage class {claim.storage_class_name or 'by default'}) is "
+        Reason.CLAIM_PENDING,
+        f"PersistentVolumeClaim/{claim.name} (storage class {claim.storage_class_name or 'by default'}) is "
         f"{claim.phase}: `kubectl describe pvc {claim.name}` says why; a class with WaitForFirstConsumer binds when "
         "the first engine is scheduled",
     )
@@ -168,10 +167,8 @@ def claim_has_its_size(stage: PlannedStage) -> Problem | None:
         if "FileSystemResizePending" in claim.resizing
         else f"`kubectl describe pvc {claim.name}` shows how far it is"
     )
-    return Problem(
-        reason=Reason.CLAIM_EXPANDING,
-        message=f"the claim is bound; it grows from {has} to {wants}{quoted(claim.resizing)}; {remedy}",
-        is_met=True,
+    return met(
+        Reason.CLAIM_EXPANDING, f"the claim is bound; it grows from {has} to {wants}{quoted(claim.resizing)}; {remedy}"
     )
 
 
@@ -183,7 +180,7 @@ def claim_is_shared(spec: TierSpec, snapshot: Snapshot) -> Problem:
     found, wanted = snapshot.claim, spec.volume.claim
     name = spec.volume.existing_claim or names.claim(snapshot.tier)
     if not snapshot.neighbours:
-        return Problem(reason=Reason.CLAIM_ALONE, message=f"no other tier is on claim {name}")
+        return Problem(Reason.CLAIM_ALONE, f"no other tier is on claim {name}")
     budgets = {each.name: each.max_bytes for each in snapshot.neighbours}
     budgets[snapshot.tier.name] = spec.disk.budget.max_bytes
     others = listed([f"{each} ({_size(budgets[each])})" for each in budgets if each != snapshot.tier.name])

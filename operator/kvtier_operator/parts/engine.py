@@ -367,14 +367,14 @@ def _judge(stage: PlannedStage, _previous: Status) -> Problem:
     release = _release_of(image) if stage.spec.connector.is_ours else None
     if release is not None and release not in SUPPORTED_VLLM:
         return Problem(
-            reason=Reason.VLLM_UNSUPPORTED,
-            message=f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
+            Reason.VLLM_UNSUPPORTED,
+            f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
             f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
         )
     if changed := drift(stage.plan):
         return Problem(
-            reason=Reason.ENGINES_OUTDATED,
-            message=f"engines are as an earlier operator made them, and this one would change "
+            Reason.ENGINES_OUTDATED,
+            f"engines are as an earlier operator made them, and this one would change "
             f"{listed(changed)}: {restart} replaces them, one at a time; so does the next edit of the spec",
         )
     engines = stage.snapshot.engines

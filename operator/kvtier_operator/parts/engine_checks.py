@@ -15,7 +15,7 @@ from typing import Final
 from kvtier_operator import names, quantity
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import PodSizing
-from kvtier_operator.conditions import Check, PlannedStage, Problem, Status, checked, listed, met, quoted
+from kvtier_operator.conditions import Check, PlannedStage, Problem, Status, checked, listed, met, quoted, unknown
 from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import nodes
 from kvtier_operator.plan import nodes as shares
@@ -31,7 +31,7 @@ def engines_are_wanted(stage: PlannedStage) -> Problem | None:
     """There is something to find a node for: a tier scaled to nothing may have let its nodes go."""
     if stage.spec.replicas > 0 or _alive(stage.snapshot):
         return None
-    return Problem(reason=Reason.NO_ENGINES, message="spec.replicas is 0: nothing needs a node", is_known=False)
+    return unknown(Reason.NO_ENGINES, "spec.replicas is 0: nothing needs a node")
 
 
 def a_share_was_taken_of_a_node(stage: PlannedStage) -> Problem | None:
@@ -40,8 +40,8 @@ def a_share_was_taken_of_a_node(stage: PlannedStage) -> Problem | None:
     if assumed is None:
         return None
     return Problem(
-        reason=assumed.reason,
-        message=f"{assumed.message}; until then an engine asks for {quantity.show_bytes(stage.sizing.cpu_bytes)}, "
+        assumed.reason,
+        f"{assumed.message}; until then an engine asks for {quantity.show_bytes(stage.sizing.cpu_bytes)}, "
         "so that its pod waits and an autoscaler adds a node",
     )
 
@@ -54,8 +54,8 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
     matching = nodes.matching(spec, found)
     if not matching:
         return Problem(
-            reason=Reason.NO_NODE_MATCHES,
-            message=f"none of {len(found.nodes)} nodes takes the engines ({shares.wanted_text(spec)}): correct "
+            Reason.NO_NODE_MATCHES,
+            f"none of {len(found.nodes)} nodes takes the engines ({shares.wanted_text(spec)}): correct "
             "spec.engine.podTemplate or spec.engine.accelerator, or add such a node; if nodes are added on demand, "
             "this passes",
         )
@@ -65,8 +65,8 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
         return None
     largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
     return Problem(
-        reason=Reason.DOES_NOT_FIT,
-        message=f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(stage.sizing, beside)}) and "
+        Reason.DOES_NOT_FIT,
+        f"an engine needs {quantity.show_bytes(memory)} of memory ({_sum(stage.sizing, beside)}) and "
         f"{millis / 1000:g} CPUs. The largest of {len(matching)} matching nodes, {largest.name}, has "
         f"{quantity.show_bytes(largest.memory_bytes)} and {largest.cpu_millis / 1000:g}: lower spec.cpu.size to at "
         f"most {quantity.show_bytes(_most_cpu_bytes(stage.sizing, largest.memory_bytes - beside))}, or "
@@ -101,8 +101,8 @@ def engines_fit(stage: PlannedStage) -> Problem | None:
     device = stage.spec.engine.accelerator.resource
     if f"Insufficient {device}" in short.scheduling_message:
         return Problem(
-            reason=Reason.DEVICE_MISSING,
-            message=f"pod {short.name} needs {stage.spec.engine.accelerator.per_pod} {device} on one node: "
+            Reason.DEVICE_MISSING,
+            f"pod {short.name} needs {stage.spec.engine.accelerator.per_pod} {device} on one node: "
             f"{short.scheduling_message}; add such a node, check that its device plugin runs, or lower "
             "spec.engine.accelerator.perPod or spec.replicas",
         )
@@ -113,8 +113,8 @@ def engines_fit(stage: PlannedStage) -> Problem | None:
         *(f"{count} {resource}" for resource, count in engine.accelerator.of_plugin.items()),
     ]
     return Problem(
-        reason=Reason.DOES_NOT_FIT,
-        message=f"pod {short.name} needs {', '.join(asked[:-1])} and {asked[-1]}: {short.scheduling_message}; lower "
+        Reason.DOES_NOT_FIT,
+        f"pod {short.name} needs {', '.join(asked[:-1])} and {asked[-1]}: {short.scheduling_message}; lower "
         "spec.cpu.size, spec.engine.memory or spec.replicas, or add a node",
     )
 
@@ -123,7 +123,7 @@ def engines_were_scheduled(stage: PlannedStage) -> Problem | None:
     """At least one engine tells whether the sizes fit."""
     if any(pod.is_scheduled for pod in _alive(stage.snapshot)):
         return None
-    return Problem(reason=Reason.NO_ENGINES, message="no engine has been scheduled yet", is_known=False)
+    return unknown(Reason.NO_ENGINES, "no engine has been scheduled yet")
 
 
 def pods_can_be_created(stage: PlannedStage) -> Problem | None:
@@ -132,13 +132,13 @@ def pods_can_be_created(stage: PlannedStage) -> Problem | None:
         return None
     if "RuntimeClass" in stage.snapshot.engines.problem:
         return Problem(
-            reason=Reason.RUNTIME_CLASS_MISSING,
-            message=f"engine pods cannot be created: {stage.snapshot.engines.problem}; correct "
+            Reason.RUNTIME_CLASS_MISSING,
+            f"engine pods cannot be created: {stage.snapshot.engines.problem}; correct "
             "spec.engine.podTemplate.runtimeClassName, or create that RuntimeClass",
         )
     return Problem(
-        reason=Reason.PODS_REFUSED,
-        message=f"engine pods cannot be created: {stage.snapshot.engines.problem}; raise the quota, or change what was "
+        Reason.PODS_REFUSED,
+        f"engine pods cannot be created: {stage.snapshot.engines.problem}; raise the quota, or change what was "
         "refused in spec.engine.podTemplate",
     )
 
@@ -170,8 +170,8 @@ def images_are_pulled(_stage: PlannedStage, pod: Pod, container: ContainerStatus
     if container.waiting_reason not in {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}:
         return None
     return Problem(
-        reason=Reason.IMAGE_PULL_FAILED,
-        message=f"pod {pod.name} cannot pull {container.image} ({container.waiting_reason}"
+        Reason.IMAGE_PULL_FAILED,
+        f"pod {pod.name} cannot pull {container.image} ({container.waiting_reason}"
         f"{quoted(container.waiting_message)}): correct {_IMAGES.get(container.name, _ADDED)}, or give "
         "a pull secret in spec.engine.podTemplate.imagePullSecrets",
     )
@@ -183,8 +183,8 @@ def references_resolve(_stage: PlannedStage, pod: Pod, container: ContainerStatu
     if container.waiting_reason not in {"CreateContainerConfigError", "CreateContainerError"}:
         return None
     return Problem(
-        reason=Reason.CONFIG_MISSING,
-        message=f"container {container.name} of pod {pod.name} cannot be created"
+        Reason.CONFIG_MISSING,
+        f"container {container.name} of pod {pod.name} cannot be created"
         f"{quoted(container.waiting_message)}: create the object it names, or correct "
         "spec.model.tokenSecretRef or spec.engine.env",
     )
@@ -196,8 +196,8 @@ def connector_is_installed(_stage: PlannedStage, pod: Pod, container: ContainerS
     if container.name != names.INSTALL_CONTAINER or not container.exit_code:
         return None
     return Problem(
-        reason=Reason.INSTALL_FAILED,
-        message=f"the connector could not be installed in pod {pod.name} (exit code {container.exit_code}): "
+        Reason.INSTALL_FAILED,
+        f"the connector could not be installed in pod {pod.name} (exit code {container.exit_code}): "
         f"`kubectl logs {pod.name} -c {container.name}` says why",
     )
 
@@ -209,14 +209,13 @@ def engines_have_memory(stage: PlannedStage, pod: Pod, container: ContainerStatu
         return None
     if container.name not in _IMAGES:
         return Problem(
-            reason=Reason.OUT_OF_MEMORY,
-            message=f"container {container.name} of pod {pod.name} was killed at its limit of memory: raise it in "
-            f"{_ADDED}",
+            Reason.OUT_OF_MEMORY,
+            f"container {container.name} of pod {pod.name} was killed at its limit of memory: raise it in {_ADDED}",
         )
     limit = quantity.format_bytes(stage.sizing.memory_bytes)
     return Problem(
-        reason=Reason.OUT_OF_MEMORY,
-        message=f"container {container.name} of pod {pod.name} was killed at {limit} of memory "
+        Reason.OUT_OF_MEMORY,
+        f"container {container.name} of pod {pod.name} was killed at {limit} of memory "
         f"(spec.engine.memory {stage.spec.engine.memory} and the shared memory of the CPU tier): raise "
         "spec.engine.memory, or lower spec.cpu.size",
     )
@@ -234,12 +233,9 @@ def _crash(pod: Pod, container: ContainerStatus) -> Problem:
     ended = f"the engine of pod {pod.name} ended with exit code {container.exit_code}"
     log = f"`kubectl logs {pod.name} -c {container.name} --previous`"
     if cause is None:
-        return Problem(
-            reason=Reason.ENGINE_CRASHED,
-            message=f"{ended} and was restarted {container.restarts} times: {log} says why",
-        )
+        return Problem(Reason.ENGINE_CRASHED, f"{ended} and was restarted {container.restarts} times: {log} says why")
     quote = f' ("{cause.quote}")' if cause.quote else ""
-    return Problem(reason=cause.reason, message=f"{ended}{quote}: {cause.remedy}; {log} says more")
+    return Problem(cause.reason, f"{ended}{quote}: {cause.remedy}; {log} says more")
 
 
 @_of_containers
@@ -248,8 +244,8 @@ def added_containers_stay_up(_stage: PlannedStage, pod: Pod, container: Containe
     if container.name in _IMAGES or not (container.waiting_reason == "CrashLoopBackOff" or container.exit_code):
         return None
     return Problem(
-        reason=Reason.CONTAINER_CRASHED,
-        message=f"container {container.name} of pod {pod.name} ended with exit code {container.exit_code}"
+        Reason.CONTAINER_CRASHED,
+        f"container {container.name} of pod {pod.name} ended with exit code {container.exit_code}"
         f"{quoted(container.exit_message[-200:])}: correct it in {_ADDED}; `kubectl logs {pod.name} -c "
         f"{container.name} --previous` says more",
     )
@@ -262,7 +258,7 @@ def volumes_are_mounted(stage: PlannedStage) -> Problem | None:
             if (missing := _missing_key(stage, pod)) is not None:
                 return missing
             reason, remedy = crash_causes.explain_mount(pod.mount_problem)
-            return Problem(reason=reason, message=f"pod {pod.name} cannot start: {pod.mount_problem}; {remedy}")
+            return Problem(reason, f"pod {pod.name} cannot start: {pod.mount_problem}; {remedy}")
     return None
 
 
@@ -273,8 +269,8 @@ def _missing_key(stage: PlannedStage, pod: Pod) -> Problem | None:
         return None
     name, entry = encryption.secret_name, encryption.active_key
     return Problem(
-        reason=Reason.KEY_MISSING,
-        message=f"pod {pod.name} cannot start: Secret {name} of spec.disk.encryption.secretName does not exist: "
+        Reason.KEY_MISSING,
+        f"pod {pod.name} cannot start: Secret {name} of spec.disk.encryption.secretName does not exist: "
         f"`kubectl create secret generic {name} -n {stage.tier.namespace} "
         f'--from-literal={entry}="$(openssl rand -base64 32)"` makes one with a new key',
     )
@@ -285,8 +281,8 @@ def engines_are_scheduled(stage: PlannedStage) -> Problem | None:
     for pod in _alive(stage.snapshot):
         if pod.is_scheduled is False:
             return Problem(
-                reason=Reason.NOT_SCHEDULED,
-                message=f"no node takes pod {pod.name}{quoted(pod.scheduling_message)}: change "
+                Reason.NOT_SCHEDULED,
+                f"no node takes pod {pod.name}{quoted(pod.scheduling_message)}: change "
                 "spec.engine.podTemplate (nodeSelector, tolerations, affinity) or add a node",
             )
     return None
@@ -297,8 +293,8 @@ def rollout_progresses(stage: PlannedStage) -> Problem | None:
     if not stage.snapshot.engines.is_stalled:
         return None
     return Problem(
-        reason=Reason.ROLLOUT_STALLED,
-        message=f"new engines did not become ready in time: `kubectl logs "
+        Reason.ROLLOUT_STALLED,
+        f"new engines did not become ready in time: `kubectl logs "
         f"deployment/{names.engine(stage.snapshot.tier)}` and `kubectl describe pods` say why",
     )
 
@@ -316,8 +312,7 @@ def engines_are_ready(stage: PlannedStage) -> Problem | None:
     if not awaited and engines.ready == engines.updated == engines.replicas == wanted:
         return None
     return Problem(
-        reason=Reason.ENGINES_STARTING,
-        message=", ".join(awaited) or f"{wanted} engines are ready, and others are yet to end",
+        Reason.ENGINES_STARTING, ", ".join(awaited) or f"{wanted} engines are ready, and others are yet to end"
     )
 
 
@@ -329,13 +324,13 @@ def seeds_agree(stage: PlannedStage) -> Problem | None:
     if strays:
         found = listed([f"{pod.name} ({pod.hash_seed}, {pod.hash_algorithm})" for pod in strays])
         return Problem(
-            reason=Reason.SEEDS_DIFFER,
-            message=f"not hashing with seed {stage.spec.hash.seed!r} and {stage.spec.hash.algorithm}: {found}. "
+            Reason.SEEDS_DIFFER,
+            f"not hashing with seed {stage.spec.hash.seed!r} and {stage.spec.hash.algorithm}: {found}. "
             "These engines and the others do not find each other's blocks. The rollout replaces them; if they stay, "
             "something else sets PYTHONHASHSEED in these pods",
         )
     if not alive:
-        return Problem(reason=Reason.NO_ENGINES, message="no engine runs", is_known=False)
+        return unknown(Reason.NO_ENGINES, "no engine runs")
     return None
 
 

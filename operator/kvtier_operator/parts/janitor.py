@@ -196,8 +196,8 @@ def _judge_janitor(stage: ReadStage, previous: Status) -> Problem:
         return dead
     if found.is_overdue:
         return Problem(
-            reason=Reason.JANITOR_FAILING,
-            message="no pod of the janitor is ready for minutes now, so the volume is not cleared: `kubectl describe "
+            Reason.JANITOR_FAILING,
+            "no pod of the janitor is ready for minutes now, so the volume is not cleared: `kubectl describe "
             f"deployment/{name}` and `kubectl logs deployment/{name}` say why",
         )
     if found.usage is None and found.is_awaited and (last := as_before(_HEALTHY, previous)) is not None:
@@ -215,8 +215,8 @@ def _judge_janitor(stage: ReadStage, previous: Status) -> Problem:
         return unknown(Reason.JANITOR_WAITING, f"the janitor waits for Lease/{name}, which another one holds")
     if found.usage.problems:
         return Problem(
-            reason=Reason.JANITOR_HINDERED,
-            message=f"the janitor cannot do its work: {'; '.join(found.usage.problems)}; `kubectl logs "
+            Reason.JANITOR_HINDERED,
+            f"the janitor cannot do its work: {'; '.join(found.usage.problems)}; `kubectl logs "
             f"deployment/{name}` says more",
         )
     return met(Reason.JANITOR_RUNS, "the janitor runs, and keeps the volume within its budget")
@@ -232,21 +232,17 @@ def janitor_reports(stage: PlannedStage) -> Problem | None:
     """The janitor runs and says what it found."""
     janitor = stage.snapshot.janitor
     if not stage.spec.janitor.enabled:
-        return Problem(
-            reason=Reason.JANITOR_DISABLED,
-            message="spec.janitor.enabled is false: the volume is not measured, and nothing is ever removed from it",
-            is_known=False,
+        return unknown(
+            Reason.JANITOR_DISABLED,
+            "spec.janitor.enabled is false: the volume is not measured, and nothing is ever removed from it",
         )
     if janitor.usage is None:
-        return Problem(
-            reason=Reason.JANITOR_STARTING, message="the janitor has not reported: see JanitorHealthy", is_known=False
-        )
+        return unknown(Reason.JANITOR_STARTING, "the janitor has not reported: see JanitorHealthy")
     if not janitor.usage.is_active:
-        return Problem(
-            reason=Reason.JANITOR_WAITING,
-            message=f"the janitor waits for Lease/{names.janitor(stage.snapshot.tier)}, which another one holds or "
+        return unknown(
+            Reason.JANITOR_WAITING,
+            f"the janitor waits for Lease/{names.janitor(stage.snapshot.tier)}, which another one holds or "
             f"which it may not write: `kubectl logs deployment/{names.janitor(stage.snapshot.tier)}` says why",
-            is_known=False,
         )
     return None
 
@@ -256,10 +252,9 @@ def volume_is_counted(stage: PlannedStage) -> Problem | None:
     usage = stage.snapshot.janitor.usage
     if usage is None or usage.is_counted:
         return None
-    return Problem(
-        reason=Reason.COUNTING,
-        message=f"the janitor still counts what lies on the volume: {quantity.show_bytes(usage.used_bytes)} so far",
-        is_known=False,
+    return unknown(
+        Reason.COUNTING,
+        f"the janitor still counts what lies on the volume: {quantity.show_bytes(usage.used_bytes)} so far",
     )
 
 
@@ -269,8 +264,8 @@ def budget_holds(stage: PlannedStage) -> Problem | None:
     if usage is None or limit is None or usage.used_bytes <= limit * _TOLERANCE:
         return None
     return Problem(
-        reason=Reason.OVER_BUDGET,
-        message=f"blocks take {quantity.show_bytes(usage.used_bytes)} of spec.disk.budget.maxBytes "
+        Reason.OVER_BUDGET,
+        f"blocks take {quantity.show_bytes(usage.used_bytes)} of spec.disk.budget.maxBytes "
         f"({stage.spec.disk.budget.max_size}) and the janitor is evicting; if this stays, "
         f"`kubectl logs deployment/{names.janitor(stage.snapshot.tier)}` says what holds it up",
     )
@@ -282,8 +277,8 @@ def engines_may_store(stage: PlannedStage) -> Problem | None:
     if usage is None or not usage.store_pause:
         return None
     return Problem(
-        reason=Reason.STORES_PAUSED,
-        message=f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room "
+        Reason.STORES_PAUSED,
+        f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room "
         "again: free the volume of what is not ours, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes",
     )
 
@@ -297,8 +292,8 @@ def volume_has_room(stage: PlannedStage) -> Problem | None:
     if usage.volume_free_bytes * _TOLERANCE >= wanted:
         return None
     return Problem(
-        reason=Reason.VOLUME_FULL,
-        message=f"{quantity.show_bytes(usage.volume_free_bytes)} of {quantity.show_bytes(usage.volume_bytes)} are free "
+        Reason.VOLUME_FULL,
+        f"{quantity.show_bytes(usage.volume_free_bytes)} of {quantity.show_bytes(usage.volume_bytes)} are free "
         f"on the volume, less than spec.disk.budget.minFree ({budget.min_free}), and blocks of this "
         f"tier take {quantity.show_bytes(usage.used_bytes)}. Remove other files from it, raise spec.volume.claim.size, "
         "or lower minFree",
@@ -313,21 +308,21 @@ def engines_own_the_directory(stage: PlannedStage) -> Problem | None:
     fields = sorted({field for pod in strays if pod.report is not None for field in pod.report.refused})
     if fields == ["generation"]:
         return Problem(
-            reason=Reason.STRANGER,
-            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
+            Reason.STRANGER,
+            f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
             "restarted after the spec had changed, with settings that it was not made for. The rollout replaces it; if "
             "it stays, delete the pod",
         )
     if fields == [REPLACED_WEIGHTS]:
         return Problem(
-            reason=Reason.STRANGER,
-            message=f"pod {listed([pod.name for pod in strays])} serves without the volume: its weights were replaced "
+            Reason.STRANGER,
+            f"pod {listed([pod.name for pod in strays])} serves without the volume: its weights were replaced "
             "while it ran. Delete the pod to have an engine of the model's own weights, or set "
             "spec.disk.mode: Bypass while weights are replaced again and again",
         )
     return Problem(
-        reason=Reason.STRANGER,
-        message=f"pod {listed([pod.name for pod in strays])} serves without the volume: tier.json of its generation "
+        Reason.STRANGER,
+        f"pod {listed([pod.name for pod in strays])} serves without the volume: tier.json of its generation "
         f"says another {', '.join(fields)}. Blocks of one model are never served to another. Name a commit in "
         "spec.model.revision and a digest in spec.engine.image, which starts a generation of its own. Or remove this "
         "generation with `kvtier purge --generation`",
@@ -340,8 +335,8 @@ def volume_answers(stage: PlannedStage) -> Problem | None:
     if not without:
         return None
     return Problem(
-        reason=Reason.DETACHED,
-        message=f"pod {listed(without)} serves without the volume, which did not answer or refused it, and goes on "
+        Reason.DETACHED,
+        f"pod {listed(without)} serves without the volume, which did not answer or refused it, and goes on "
         f"trying: `kubectl logs {without[0]} -c {names.ENGINE_CONTAINER}` says why. See that the volume is mounted, "
         "reachable and writable for the user and group of the pods",
     )
@@ -354,8 +349,8 @@ def active_key_is_there(stage: PlannedStage) -> Problem | None:
     if encryption is None or not without:
         return None
     return Problem(
-        reason=Reason.KEY_MISSING,
-        message=f"pod {listed(without)} stores nothing: Secret {encryption.secret_name} has no entry "
+        Reason.KEY_MISSING,
+        f"pod {listed(without)} stores nothing: Secret {encryption.secret_name} has no entry "
         f"{encryption.active_key} (spec.disk.encryption.activeKey), or it is no key. A key is 32 bytes: raw, as 64 "
         "hexadecimal digits or in base64, such as `openssl rand -base64 32` prints. The kubelet brings a change of the "
         "Secret within a minute or two",
@@ -368,8 +363,8 @@ def janitor_is_not_hindered(stage: PlannedStage) -> Problem | None:
     if usage is None or not usage.problems:
         return None
     return Problem(
-        reason=Reason.JANITOR_HINDERED,
-        message=f"the janitor cannot do its work: {'; '.join(usage.problems)}; blocks must be writable for the user "
+        Reason.JANITOR_HINDERED,
+        f"the janitor cannot do its work: {'; '.join(usage.problems)}; blocks must be writable for the user "
         "and group of the pods (spec.engine.podTemplate.securityContext)",
     )
 

@@ -93,14 +93,14 @@ def _canary(found: CanaryResult) -> Problem:
             )
         case CanaryOutcome.MISSED:
             return Problem(
-                reason=Reason.CANARY_MISSED,
-                message=f"{read} found nothing on the volume, three times in a row: compare tier.json and the "
+                Reason.CANARY_MISSED,
+                f"{read} found nothing on the volume, three times in a row: compare tier.json and the "
                 "vllm:kvtier_disk_misses_total of both pods, and see that both mount the same volume",
             )
         case CanaryOutcome.NOT_STORED:
             return Problem(
-                reason=Reason.CANARY_NOT_STORED,
-                message=f"pod {found.first} stored nothing of a canary prompt{subject}, three times in a row: its "
+                Reason.CANARY_NOT_STORED,
+                f"pod {found.first} stored nothing of a canary prompt{subject}, three times in a row: its "
                 "`vllm:kvtier_disk_shed_stores_total` says why (volume full, failing, or not its own)",
             )
         case CanaryOutcome.BUSY:
@@ -144,8 +144,8 @@ def _effect(found: EffectResult) -> Problem:
             return met(Reason.LOADING_PAYS, gave)
         case EffectOutcome.LOSES:
             return Problem(
-                reason=Reason.LOADING_LOSES,
-                message=f"{gave}: use a faster storage class, a larger spec.cpu.size, or spec.disk.mode Bypass",
+                Reason.LOADING_LOSES,
+                f"{gave}: use a faster storage class, a larger spec.cpu.size, or spec.disk.mode Bypass",
             )
         case EffectOutcome.NO_HITS:
             return unknown(Reason.NO_DISK_HITS, "too little was found on the volume in the last hour to judge by")

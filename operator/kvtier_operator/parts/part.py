@@ -103,8 +103,8 @@ def component_problem(component: Component, pods: Iterable[Pod], live: Manifest 
     if failure.get("status") != "True":
         return None
     return Problem(
-        reason=component.refused,
-        message=f"pods of the {component.name} cannot be created{quoted(failure.get('message', ''))}; raise the quota, "
+        component.refused,
+        f"pods of the {component.name} cannot be created{quoted(failure.get('message', ''))}; raise the quota, "
         "or change what was refused",
     )
 
@@ -115,15 +115,15 @@ def _pod_problem(component: Component, pod: Pod) -> Problem | None:
         said = container.waiting_message
         if container.waiting_reason in IMAGE_PULL:
             return Problem(
-                reason=component.pull_failed,
-                message=f"pod {pod.name} of the {name} cannot pull {container.image} ({container.waiting_reason}"
+                component.pull_failed,
+                f"pod {pod.name} of the {name} cannot pull {container.image} ({container.waiting_reason}"
                 f"{quoted(said)}){effect}: correct {component.image_fields}, or give a pull secret in "
                 "spec.engine.podTemplate.imagePullSecrets",
             )
         if container.waiting_reason in _BROKEN and container.exit_reason == "OOMKilled":
             return Problem(
-                reason=component.failing,
-                message=f"the {name} in pod {pod.name} was killed at its limit of memory, {container.restarts} times"
+                component.failing,
+                f"the {name} in pod {pod.name} was killed at its limit of memory, {container.restarts} times"
                 f"{effect}: raise {component.resources_field}.memory",
             )
         if container.waiting_reason in _BROKEN:
@@ -133,14 +133,14 @@ def _pod_problem(component: Component, pod: Pod) -> Problem | None:
                 why = f"it ended with exit code {container.exit_code}{quoted(last)}"
             remedy = f"; {component.remedy}" if component.remedy else ""
             return Problem(
-                reason=component.failing,
-                message=f"the {name} in pod {pod.name} does not stay up{effect}: {why}; `kubectl logs {pod.name} "
+                component.failing,
+                f"the {name} in pod {pod.name} does not stay up{effect}: {why}; `kubectl logs {pod.name} "
                 f"--previous` says more{remedy}",
             )
     if pod.is_scheduled is False:
         return Problem(
-            reason=component.not_scheduled,
-            message=f"no node takes pod {pod.name} of the {name}{effect}{quoted(pod.scheduling_message)}: make room on "
+            component.not_scheduled,
+            f"no node takes pod {pod.name} of the {name}{effect}{quoted(pod.scheduling_message)}: make room on "
             f"a node, or lower {component.resources_field}",
         )
     return None

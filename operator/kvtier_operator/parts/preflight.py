@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule, Problem, ReadStage, Status, unknown
+from kvtier_operator.conditions import ConditionRule, Problem, ReadStage, Status, met, unknown
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import pods
 from kvtier_operator.parts.part import Work
@@ -272,8 +272,8 @@ def _judge(stage: ReadStage, previous: Status) -> Problem:
             return _passed(document(stage, previous))
         case PreflightState.FAILED:
             return Problem(
-                reason=Reason.PREFLIGHT_FAILED,
-                message=f"the volume cannot be used: {found.detail}; it is tried again every few minutes; to start "
+                Reason.PREFLIGHT_FAILED,
+                f"the volume cannot be used: {found.detail}; it is tried again every few minutes; to start "
                 "engines all the same, set spec.proof.preflight to Never",
             )
 
@@ -303,7 +303,7 @@ def _passed(storage: Mapping[str, Any]) -> Problem:
     message += "".join(f"; {storage[name]}" for name in ("chosen", "advice") if storage.get(name))
     if "fileSystem" in storage:
         message = f"{storage['fileSystem']}: {message}"
-    return Problem(reason=Reason.PREFLIGHT_PASSED, message=message, is_met=True)
+    return met(Reason.PREFLIGHT_PASSED, message)
 
 
 CHECKED: Final = ConditionRule(kind="StorageChecked", needs=ReadStage, judge=_judge)

@@ -84,10 +84,8 @@ def _judge_available(stage: ReadStage, _previous: Status) -> Problem:
             Reason.SERVING, f"{ready} of {wanted} engines serve" if ready <= wanted else f"{ready} engines serve"
         )
     if wanted == 0:
-        return Problem(reason=Reason.SCALED_TO_ZERO, message="spec.replicas is 0: no engine serves")
-    return Problem(
-        reason=Reason.UNAVAILABLE, message=f"none of {wanted} engines serves: see Ready for what holds them up"
-    )
+        return Problem(Reason.SCALED_TO_ZERO, "spec.replicas is 0: no engine serves")
+    return Problem(Reason.UNAVAILABLE, f"none of {wanted} engines serves: see Ready for what holds them up")
 
 
 def is_growing(stage: ReadStage | None, previous: Status) -> bool:
@@ -270,16 +268,15 @@ def pool_problem(found: ClusterError | Refusal, status: Status) -> Problem:
     """
     if isinstance(found, KindMissing):
         return Problem(
-            reason=Reason.POOL_KIND_MISSING,
-            message=f"the cluster has no {names.POOL_KIND} of {names.INFERENCE_POOL}: install the definitions of "
+            Reason.POOL_KIND_MISSING,
+            f"the cluster has no {names.POOL_KIND} of {names.INFERENCE_POOL}: install the definitions of "
             "Gateway API's inference extension, or remove spec.routing.inferencePool. It is tried again soon, less "
             "often each time; everything else goes on",
         )
     if isinstance(found, Refusal):
-        return Problem(reason=Reason.POOL_FAILED, message=f"{found.message}; or remove spec.routing.inferencePool")
+        return Problem(Reason.POOL_FAILED, f"{found.message}; or remove spec.routing.inferencePool")
     problem = Problem(
-        reason=Reason.POOL_FAILED,
-        message=f"{found}; it is tried again soon, less often each time; nothing else waits for it",
+        Reason.POOL_FAILED, f"{found}; it is tried again soon, less often each time; nothing else waits for it"
     )
     last = as_before(_ROUTED, status)
     return last if last is not None and last.reason is problem.reason and found.passes_soon else problem
@@ -338,8 +335,8 @@ def _router(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
     if not snapshot.engines.ready:
         return unknown(Reason.NO_ROUTE, "the router has no engine to send requests to: see EnginesReady")
     return Problem(
-        reason=Reason.ROUTER_STARTING,
-        message=f"no pod of the router is ready yet: `kubectl logs deployment/{names.router(tier)}` says what it does. "
+        Reason.ROUTER_STARTING,
+        f"no pod of the router is ready yet: `kubectl logs deployment/{names.router(tier)}` says what it does. "
         "It must be able to list the pods of its namespace, and to reach port 8000 of the engines",
     )
 

@@ -267,16 +267,16 @@ def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
     asked, kv = spec.disk.block_tokens, decided.kv_of(spec)
     if asked is not None and has_uneven_heads(decided.config_of(spec) or {}):
         return Refusal(
-            reason=Reason.BLOCKS_NOT_WHOLE,
-            message="spec.disk.blockTokens: some layers of this model have larger heads than others and so smaller "
+            Reason.BLOCKS_NOT_WHOLE,
+            "spec.disk.blockTokens: some layers of this model have larger heads than others and so smaller "
             "blocks, which vLLM takes no one number for: leave it out",
         )
     if asked is None or isinstance(kv, KvUnknown) or kv.block_tokens is None or asked % kv.block_tokens == 0:
         return None
     rounded = -(-asked // kv.block_tokens) * kv.block_tokens
     return Refusal(
-        reason=Reason.BLOCKS_NOT_WHOLE,
-        message=f"spec.disk.blockTokens: {asked} is no multiple of the {kv.block_tokens} tokens that one block of this "
+        Reason.BLOCKS_NOT_WHOLE,
+        f"spec.disk.blockTokens: {asked} is no multiple of the {kv.block_tokens} tokens that one block of this "
         f"engine has: set {rounded}, or leave it out",
     )
 
@@ -288,7 +288,7 @@ def _refuse_ranks(spec: TierSpec) -> Refusal | None:
         return None
     fitting = ", ".join(str(count) for count in range(1, ranks + 1) if heads % count == 0)
     return Refusal(
-        reason=Reason.HEADS_NOT_DIVISIBLE,
-        message=f"spec.engine.tensorParallel: {ranks} does not divide the {heads} attention heads of the model: set "
+        Reason.HEADS_NOT_DIVISIBLE,
+        f"spec.engine.tensorParallel: {ranks} does not divide the {heads} attention heads of the model: set "
         f"one of {fitting}",
     )

@@ -25,8 +25,8 @@ def refuse(spec: TierSpec) -> Refusal | None:
     if why is None:
         return None
     return Refusal(
-        reason=Reason.LAYOUT_NOT_CANONICAL,
-        message=f"{_FIELD}: {why}; set it to false, and engines of each tensorParallel keep blocks of their own",
+        Reason.LAYOUT_NOT_CANONICAL,
+        f"{_FIELD}: {why}; set it to false, and engines of each tensorParallel keep blocks of their own",
     )
 
 

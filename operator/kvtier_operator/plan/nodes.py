@@ -245,15 +245,15 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     assert percent is not None
     if found is None or found.usage is None:
         return Refusal(
-            reason=Reason.NODES_UNKNOWN,
-            message="spec.cpu.fraction: the operator cannot see the nodes, for it serves single namespaces or may not "
+            Reason.NODES_UNKNOWN,
+            "spec.cpu.fraction: the operator cannot see the nodes, for it serves single namespaces or may not "
             "list nodes and pods: set spec.cpu.size instead, or give it that right",
         )
     smallest = smallest_node(spec, tier, found)
     if smallest is None:
         return Refusal(
-            reason=Reason.NO_NODE_MATCHES,
-            message=f"spec.cpu.fraction: none of {len(found.nodes)} nodes takes these pods "
+            Reason.NO_NODE_MATCHES,
+            f"spec.cpu.fraction: none of {len(found.nodes)} nodes takes these pods "
             f"({wanted_text(spec)}): correct spec.engine.podTemplate and spec.engine.accelerator, or set "
             "spec.cpu.size, which needs no node to be there yet",
         )
@@ -264,8 +264,8 @@ def _share(spec: TierSpec, tier: TierRef, found: Nodes | None) -> tuple[int, int
     beside = spec.engine.memory_bytes + engines * SHM_OVERHEAD_BYTES + workers + sidecar_requests(spec)[0]
     if each == 0 or engines * each + beside > left:
         return Refusal(
-            reason=Reason.DOES_NOT_FIT,
-            message=f"spec.cpu.fraction: node {node.name} has {show_bytes(left)} left for one pod; {spec.cpu.fraction} "
+            Reason.DOES_NOT_FIT,
+            f"spec.cpu.fraction: node {node.name} has {show_bytes(left)} left for one pod; {spec.cpu.fraction} "
             f"of it does not fit beside {show_bytes(beside)} of spec.engine.memory, shared memory, moving blocks and "
             "spec.engine.podTemplate.containers: lower spec.cpu.fraction or spec.engine.memory",
         )

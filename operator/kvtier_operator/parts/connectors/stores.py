@@ -82,8 +82,8 @@ def _judge(stage: ReadStage, _previous: Status) -> Problem:
     if any(pod.is_ready and not pod.is_terminating for pod in stage.snapshot.stores):
         return met(Reason.STORE_READY, f"Service/{name} answers")
     return Problem(
-        reason=Reason.STORE_STARTING,
-        message=f"no pod of Deployment/{name} is ready yet: `kubectl describe deployment/{name}` says why",
+        Reason.STORE_STARTING,
+        f"no pod of Deployment/{name} is ready yet: `kubectl describe deployment/{name}` says why",
     )
 
 
