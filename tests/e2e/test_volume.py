@@ -98,7 +98,6 @@ def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers
     (generation,) = tier.status()["generations"]
     assert (generation["digest"], generation["role"]) == (tier.status()["generation"]["current"], "Current")
     held = bench.get(LEASE, "llama-janitor")
-    assert held is not None
     assert held["spec"]["holderIdentity"]
 
     tier.patch(disk={"mode": "ReadOnly"})

@@ -188,7 +188,6 @@ def run(
 def status(cluster: FakeCluster) -> dict[str, Any]:
     """Return the status of the tier."""
     body = cluster.look(TIER_KEY)
-    assert body is not None
     return dict(body["status"])
 
 

@@ -301,6 +301,7 @@ def _without(cluster: BenchCluster, trouble: Trouble, folder: Path, *, name: str
         before = {
             "is_alive": process.process.poll() is None,
             "healthz": _status(port, "/healthz"),
+            "readyz": _status(port, "/readyz"),
             "is_named": _is_named(cluster, name, trouble.forbidden),
             "is_ready": _is_ready(cluster, name),
             "made": _made(cluster, name),
@@ -319,7 +320,7 @@ def _misses(found: dict[str, Json]) -> list[str]:
     wrong_ = [
         f"without {plural}: {what} is {each[what]}"
         for plural, each in found.items()
-        for what, wanted in (("is_alive", True), ("healthz", 200), ("recovers", True))
+        for what, wanted in (("is_alive", True), ("healthz", 200), ("readyz", 200), ("recovers", True))
         if each[what] != wanted
     ]
     for plural, each in found.items():

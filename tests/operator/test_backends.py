@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,7 @@ import pytest
 import yaml
 from healthy_tier import READY_POD
 
-from kvtier_operator import names, quantity
+from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.conditions import Problem
@@ -145,25 +143,6 @@ def test_nothing_of_the_document_is_lost_on_the_way(vllm: dict[str, Any]) -> Non
         assert found["kv_connector_extra_config"] == written.get("kv_connector_extra_config", {})
 
 
-LMCACHE = {
-    "LMCACHE_CHUNK_SIZE": "512",
-    "LMCACHE_LOCAL_CPU": "True",
-    # Of each of two ranks.
-    "LMCACHE_MAX_LOCAL_CPU_SIZE": "32",
-    "LMCACHE_MAX_LOCAL_DISK_SIZE": "100",
-    "LMCACHE_LOCAL_DISK": "file:///var/cache/kvtier/",
-    "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor",
-    "LMCACHE_SAVE_DECODE_CACHE": "False",
-    "LMCACHE_REMOTE_SERDE": "naive",
-    "LMCACHE_TRACK_USAGE": "false",
-    "PYTHONHASHSEED": "0",
-}
-
-
-def test_lmcache_gets_its_settings_by_environment() -> None:
-    assert LMCACHE.items() <= environment("lmcache").items()
-
-
 def test_a_password_reaches_lmcache_by_a_secret_and_stands_in_no_url() -> None:
     env = environment("lmcache")
     # LMCache logs its URLs; a class of ours reads the password from the environment.
@@ -173,50 +152,6 @@ def test_a_password_reaches_lmcache_by_a_secret_and_stands_in_no_url() -> None:
     assert settings["remote_storage_plugin.kvtier.url"] == "redis://redis.cache:6379"
     assert env["LMCACHE_RESP_PASSWORD"] == {"secretKeyRef": {"name": "redis", "key": "password"}}
     assert environment("lmcache-trial")["LMCACHE_REMOTE_URL"] == f"redis://llama-redis.serving.svc:{trial_port()}"
-
-
-def test_the_cache_server_is_told_what_to_hold_and_where_to_share() -> None:
-    (word,) = (word for word in engine("lmcache-processes")["args"] if word.startswith("--kv-transfer-config="))
-    extra = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
-    words = shlex.split(extra["lmcache.mp.autostart.server_args"])
-    assert words[:3] == ["--l1-size-gb=32", "--eviction-policy=LRU", "--chunk-size=256"]
-    adapters = [json.loads(value) for flag, value in itertools.pairwise(words) if flag == "--l2-adapter"]
-    (adapter,) = adapters
-    assert (adapter["type"], adapter["class_name"]) == ("native_plugin", "RedisClient")
-    assert adapter["adapter_params"] == {"host": "redis.cache", "port": 6379}
-    assert "password" not in word
-
-
-@pytest.mark.parametrize(
-    ("case", "shm", "memory", "storage"),
-    [
-        # Of 64Gi, with 1Gi for NCCL and the message queues, and 16Gi of the engine itself.
-        ("vllm-offloading", "65Gi", "81Gi", None),
-        ("vllm-tiering", "65Gi", "81Gi", None),
-        ("simple-cpu", "1Gi", "81Gi", None),
-        # A file in the place of memory: of 500Gi on the node's disk.
-        ("simple-cpu-disk", "1Gi", "17Gi", 500),
-        ("lmcache", "1Gi", "81Gi", 200),
-        # LMCache passes blocks on through 8Gi of its own.
-        ("hybrid-lmcache", "65Gi", "89Gi", None),
-    ],
-)
-def test_memory_and_disk_hold_what_the_connector_takes(case: str, shm: str, memory: str, storage: int | None) -> None:
-    deployment = next(each for each in objects(case) if each["kind"] == "Deployment")
-    volumes = {each["name"]: each for each in deployment["spec"]["template"]["spec"]["volumes"]}
-    resources = engine(case)["resources"]
-    assert volumes["shm"]["emptyDir"]["sizeLimit"] == shm
-    assert resources["limits"]["memory"] == resources["requests"]["memory"] == memory
-    assert ("kvtier-offload" in volumes) == (storage is not None)
-    if storage is not None:
-        assert volumes["kvtier-offload"]["emptyDir"]["sizeLimit"] == f"{storage + 1}Gi"
-        assert quantity.parse_bytes(resources["requests"]["ephemeral-storage"]) >= storage << 30
-
-
-def test_only_who_needs_the_volume_mounts_it() -> None:
-    for case in (*CASES, *CHILDREN, "lmcache-processes"):
-        mounts = {each["name"] for each in engine(case)["volumeMounts"]}
-        assert ("blocks" in mounts) == (case in {"minimal", "vllm-tiering", "hybrid-nixl"}), case
 
 
 def tier(connector: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -271,22 +206,12 @@ def pod_with(message: str) -> Snapshot:
 def test_a_redis_that_did_not_answer_is_told_with_the_field() -> None:
     spec = parse(tier({"type": "LMCache", "lmcache": {"redis": {"url": "redis://redis.cache:6379"}}}))
     told = not_applicable("SharedCacheVerified", spec, pod_with('{"problem": "Connection refused"}'))
-    assert told is not None
     assert (told.reason, told.is_known) == (Reason.STORE_UNREACHABLE, False)
     for part in ("llama-engine-0", "Connection refused", "spec.connector.lmcache.redis", "kvtier.dev/restart"):
         assert part in told.message
     for silent in ('{"problem": ""}', "", "what else", "[]"):
         found = not_applicable("SharedCacheVerified", spec, pod_with(silent))
-        assert found is not None
         assert found.reason is Reason.NOT_APPLICABLE
-
-
-def test_a_tier_without_a_volume_is_whole() -> None:
-    body = tier({"type": "SimpleCPU"})
-    del body["spec"]["volume"]
-    assert {each["kind"] for each in rendered(body)} == {
-        *("ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount")
-    }
 
 
 def test_a_small_redis_is_emptied_with_the_generation() -> None:

@@ -262,7 +262,6 @@ def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(
     assert api.get("deployments.apps", NAMESPACE, name) is not None
     helm("upgrade", *where, str(CHART), "--set=replicas=2", environment=environment)
     upgraded = api.get("deployments.apps", NAMESPACE, name)
-    assert upgraded is not None
     assert upgraded["spec"]["replicas"] == 2
     assert api.get("poddisruptionbudgets.policy", NAMESPACE, name) is not None
     helm("uninstall", *where, environment=environment)
@@ -336,7 +335,6 @@ def test_a_release_of_fewer_values_is_upgraded_with_the_values_it_has(
     for option in ("--reuse-values", "--reset-then-reuse-values"):
         helm("upgrade", *where, str(CHART), option, "--set=replicas=2", environment=environment)
         upgraded = api.get("deployments.apps", NAMESPACE, "kvtier-operator")
-        assert upgraded is not None
         assert upgraded["spec"]["replicas"] == 2
         (container,) = upgraded["spec"]["template"]["spec"]["containers"]
         assert {"name": "KVTIER_WORKERS", "value": "7"} in container["env"]

@@ -61,7 +61,6 @@ from kvtier_operator.parts import crash_causes
 def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, reason: Reason) -> None:
     message = f"INFO 01-01 12:00:00 starting\n{line}\nEngine core initialization failed. See root cause above."
     found = crash_causes.explain(message, 1)
-    assert found is not None
     assert found.reason is reason
     assert found.quote in line
     assert found.remedy
@@ -69,18 +68,15 @@ def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, re
 
 def test_vllm_itself_says_that_an_encoder_decoder_model_takes_no_connector() -> None:
     vllm = find_spec("vllm")
-    assert vllm is not None
     assert vllm.origin is not None
     source = Path(vllm.origin).with_name("v1") / "core" / "sched" / "scheduler.py"
     said = next(line for line in source.read_text().splitlines() if "Encoder-decoder" in line)
     found = crash_causes.explain(f"AssertionError: {said.strip()}", 1)
-    assert found is not None
     assert found.reason is Reason.MODEL_UNSUPPORTED
 
 
 def test_a_bus_error_is_a_page_of_shared_memory_that_is_not_there() -> None:
     found = crash_causes.explain("", 135)
-    assert found is not None
     assert found.reason is Reason.SHM_TOO_SMALL
 
 
@@ -92,12 +88,10 @@ def test_words_that_nobody_knows_explain_nothing(message: str) -> None:
 def test_the_cause_is_told_and_not_what_followed_from_it() -> None:
     message = "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments"
     found = crash_causes.explain(message, 1)
-    assert found is not None
     assert found.reason is Reason.TOKEN_REFUSED
 
 
 def test_a_long_line_is_quoted_by_its_end() -> None:
     found = crash_causes.explain("x" * 5000 + " CUDA out of memory", 1)
-    assert found is not None
     assert len(found.quote) <= 200
     assert found.quote.endswith("CUDA out of memory")

@@ -10,13 +10,12 @@ from tiers import tier
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
-from kvtier_operator.plan import Decisions, decide, digest
+from kvtier_operator.plan import decide, digest
 
 
 def digest_of(**changes: Any) -> str:
     parsed = parse(tier(**changes))
     decisions = decide(parsed, names.tier_ref(tier()), None)
-    assert isinstance(decisions, Decisions)
     return digest.digest(digest.identity(parsed, decisions.chunking.settings()))
 
 

@@ -137,7 +137,6 @@ def test_a_single_group_makes_windows_cost_what_full_attention_costs() -> None:
 
 def test_states_make_blocks_large() -> None:
     model = models.known("qwen/qwen3-next-80b-a3b-instruct")
-    assert model is not None
     # The number vLLM logs when it starts this model.
     assert kv(dict(model.config)).block_tokens == 544
     assert kv(without(num_hidden_layers=4, attn_type_list=[0, 0, 0, 1])).block_tokens is None
@@ -167,7 +166,6 @@ def test_states_make_blocks_large() -> None:
 )
 def test_what_cannot_be_told_is_told_so(config: dict[str, Any], why: str) -> None:
     found = make_model_layout(config, EngineLayout())
-    assert isinstance(found, KvUnknown)
     assert why in found.why
 
 
@@ -181,7 +179,6 @@ def test_packed_kv_of_unknown_layout_is_not_guessed(name: str) -> None:
 @pytest.mark.parametrize("name", models.NAMES)
 def test_every_model_of_the_table_is_sized(name: str) -> None:
     model = models.known(name)
-    assert model is not None
     found = kv(dict(model.config))
     assert found.block_tokens is not None
     assert 1 << 13 <= found.token_bytes <= 1 << 20

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from live import Client, agents, running
-from test_lifecycle import CHILDREN, CLAIM, body, is_unchanged, ok_passes, ready
+from test_lifecycle import CHILDREN, CLAIM, is_unchanged, ok_passes, ready
 from waiting import until
 
-from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.apiserver import ApiServerThread
 
 
 @pytest.mark.usefixtures("controllers")
@@ -47,20 +47,3 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
     with running(resync_seconds=0.2) as metrics:
         until(lambda: ok_passes(metrics) > 5)
         assert sent() == writes
-
-
-@pytest.mark.usefixtures("controllers")
-def test_a_kind_that_may_not_be_listed_ends_nobody_and_is_read_as_soon_as_it_may(
-    api: ApiServerThread, kubectl: Client
-) -> None:
-    def forbid(request: Any) -> ApiError | None:
-        is_ours = request.headers.get("User-Agent") != "test" and "poddisruptionbudgets" in request.path
-        return ApiError(403, "Forbidden", "poddisruptionbudgets is forbidden") if is_ours else None
-
-    api.server.faults.append(forbid)
-    with running(resync_seconds=3600):
-        kubectl.apply_tier(body())
-        told = until(lambda: kubectl.condition("Ready").get("reason") == "ApplyFailed" and kubectl.condition("Ready"))
-        assert "PodDisruptionBudget" in told["message"]
-        api.server.faults.clear()
-        until(kubectl.is_ready)

@@ -125,7 +125,6 @@ def redis() -> Iterator[int]:
         port = int(free.getsockname()[1])
     words = ["--port", str(port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1", "--requirepass", PASSWORD]
     with subprocess.Popen([program, *words], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         while "Ready to accept" not in (line := process.stdout.readline()):
             assert line, "the Redis has ended"
         yield port

@@ -109,7 +109,6 @@ def test_the_status_lists_the_adapters_and_where_they_are() -> None:
 
 def test_an_adapter_that_vllm_does_not_find_is_told_with_the_remedy() -> None:
     found = explain(f"Traceback\nValueError: {LoRAAdapterNotFoundError('sql', '/opt/kvtier-loras/a/sql')}", 1)
-    assert found is not None
     assert found.reason is Reason.ADAPTER_REFUSED
     assert "spec.model.loras" in found.remedy
 
@@ -119,6 +118,5 @@ def test_an_adapter_of_a_higher_rank_is_told_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="rank") as refused:
         helper.validate_legal(LoRAConfig(max_lora_rank=16))
     found = explain(f"ValueError: {refused.value}", 1)
-    assert found is not None
     assert found.reason is Reason.ADAPTER_REFUSED
     assert "spec.model.maxLoraRank" in found.remedy

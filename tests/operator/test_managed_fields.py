@@ -144,36 +144,23 @@ def kubectl(api: ApiServerThread) -> Iterator[Client]:
         yield client
 
 
-@pytest.mark.parametrize(
-    ("group", "plural", "name", "patch"),
-    [
-        pytest.param(
-            RBAC,
-            "roles",
-            "llama-janitor",
-            {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]},
-            id="role",
-        ),
-        pytest.param(CORE, "configmaps", "llama-connector", {"data": {"connector.json": "{}"}}, id="an entry of ours"),
-        pytest.param(CORE, "services", "llama-engine", {"spec": {"selector": {"blue": "green"}}}, id="a selector"),
-        pytest.param(
-            POLICY,
-            "poddisruptionbudgets",
-            "llama-engine",
-            {"spec": {"selector": {"matchLabels": {"a": "b"}}}},
-            id="a budget",
-        ),
-    ],
+DRIFT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (RBAC, "roles", "llama-janitor", {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]}),
+    (CORE, "configmaps", "llama-connector", {"data": {"connector.json": "{}"}}),
+    (CORE, "services", "llama-engine", {"spec": {"selector": {"blue": "green"}, "sessionAffinity": "ClientIP"}}),
+    (POLICY, "poddisruptionbudgets", "llama-engine", {"spec": {"selector": {"matchLabels": {"a": "b"}}}}),
+    (APPS, "deployments", "llama-engine", {"spec": {"replicas": 9}}),
 )
-def test_what_others_change_in_a_field_of_ours_is_applied_anew_at_once(
-    kubectl: Client, group: str, plural: str, name: str, patch: dict[str, Any]
-) -> None:
-    def ours() -> dict[str, Any]:
-        found = kubectl.get(group, plural, name) or {}
-        return {field: found.get(field) for field in ("spec", "data", "rules")}
+
+
+def test_what_others_change_in_a_field_of_ours_is_applied_anew_at_once(kubectl: Client) -> None:
+    def ours() -> list[dict[str, Any]]:
+        found = [kubectl.get(group, plural, name) or {} for group, plural, name, _ in DRIFT]
+        return [{field: each.get(field) for field in ("spec", "data", "rules")} for each in found]
 
     before = ours()
-    kubectl.merge(group, plural, name, patch)
+    for group, plural, name, patch in DRIFT:
+        kubectl.merge(group, plural, name, patch)
     until(lambda: ours() == before)
 
 

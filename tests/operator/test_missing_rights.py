@@ -85,19 +85,3 @@ def test_without_a_right_that_everything_needs_it_is_alive_and_not_ready_until_i
         assert kubectl.get(APPS, "deployments", "llama-janitor") is None
     until(lambda: kubectl.get(APPS, "deployments", "llama-janitor"), seconds=SLOW)
     until(lambda: asked(port, "/readyz")[0] == 200, seconds=SLOW)
-
-
-def test_without_another_right_it_is_alive_and_ready(
-    api: ApiServerThread, operator: Callable[[], tuple[subprocess.Popen[bytes], int]]
-) -> None:
-    kubectl, manifest = Client(api.url), tier()
-    manifest["metadata"]["namespace"] = NAMESPACE
-    kubectl.apply_tier(manifest)
-    with forbidden(api, "poddisruptionbudgets"):
-        process, port = operator()
-        until(
-            lambda: "poddisruptionbudgets is forbidden" in kubectl.condition("Ready").get("message", ""), seconds=SLOW
-        )
-        assert (asked(port, "/healthz")[0], asked(port, "/readyz")[0]) == (200, 200)
-        assert process.poll() is None
-    until(lambda: kubectl.get(APPS, "deployments", "llama-janitor"), seconds=SLOW)

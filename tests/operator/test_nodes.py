@@ -73,7 +73,6 @@ def decided(body: dict[str, Any], *objects: Any, kept: str = "") -> Decisions | 
 
 def cpu_gib(*objects: Any, percent: str = "50%", **spec: Any) -> float:
     found = decided(share(percent, **spec), *objects)
-    assert isinstance(found, Decisions), found
     return found.cpu_bytes / GIB
 
 
@@ -184,7 +183,6 @@ def test_what_cannot_be_decided_is_refused_with_the_remedy(
     body: dict[str, Any], objects: tuple[Any, ...], reason: Reason, words: str
 ) -> None:
     found = decided(body, *objects)
-    assert isinstance(found, Refusal)
     assert found.reason is reason
     assert words in found.message
 
@@ -196,14 +194,12 @@ def test_a_share_cannot_be_rendered_without_nodes() -> None:
 
 def test_what_was_decided_stays_until_a_field_changes_that_it_was_decided_for() -> None:
     first = decided(share(), node())
-    assert isinstance(first, Decisions)
     kept = first.encode()
     smaller = (node(), node("gpu-2", "64Gi"))
     assert decided(share(), *smaller, kept=kept) == first
     assert decided(share(), kept=kept) == first
     assert decided(share(replicas=5), *smaller, kept=kept) == first
     again = decided(share("40%"), *smaller, kept=kept)
-    assert isinstance(again, Decisions)
     assert again.cpu_bytes == 25.5 * GIB
 
 
@@ -224,7 +220,6 @@ def test_a_note_that_somebody_spoilt_counts_as_none(text: str) -> None:
 
 def kv(name: str, **layout: Any) -> ModelLayout:
     model = models.known(name)
-    assert model is not None
     found = make_model_layout(model.config, EngineLayout(**layout))
     assert isinstance(found, ModelLayout)
     return found
@@ -324,7 +319,6 @@ def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
     inventory = Inventory(cluster, is_allowed=True, clock=clock)
     run(cluster, inventory=inventory)
     body = cluster.look(TIER_KEY)
-    assert body is not None
     assert (body["status"]["sizing"]["cpuBytes"], body["status"]["sizing"]["nodeBytes"]) == (128 * GIB, 256 * GIB)
     before = cluster.look(DEPLOYMENT)
     cluster.put(pod("newcomer", "100Gi"))
@@ -350,6 +344,5 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     run(cluster, inventory=Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
     found = cluster.look(TIER_KEY)
-    assert found is not None
     ready = next(each for each in found["status"]["conditions"] if each["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")

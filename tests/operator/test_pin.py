@@ -20,7 +20,6 @@ OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
 
 def template(cluster: FakeCluster) -> dict[str, Any]:
     found = cluster.look(DEPLOYMENT)
-    assert found is not None
     return dict(found["spec"]["template"])
 
 
@@ -31,7 +30,6 @@ def image(cluster: FakeCluster) -> str:
 def age(cluster: FakeCluster, change: Any) -> None:
     """Make the Deployment one of an older operator, whose document `change` edits."""
     found = cluster.look(DEPLOYMENT)
-    assert found is not None
     document = json.loads(found["metadata"]["annotations"][names.ANNOTATION_RENDERED])
     change(document)
     annotation = json.dumps(document)
@@ -69,7 +67,6 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
     assert template(cluster)["spec"]["terminationGracePeriodSeconds"] == 7
     assert image(cluster) == OLD
     body, config = cluster.look(TIER_KEY), cluster.look(CONFIG)
-    assert body is not None
     assert config is not None
     assert body["status"]["generation"] == {"current": "feed", "root": "/x/feed"}
     assert json.loads(config["data"]["connector.json"])["digest"] == "feed"
@@ -162,7 +159,6 @@ def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
     cluster = FakeCluster(tier(model={"config": {"x": "y" * (200 << 10)}}))
     assert run(cluster, image=OLD).failure is None
     found = cluster.look(DEPLOYMENT)
-    assert found is not None
     assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
     assert run(cluster, image=OLD).written == ()
 

@@ -184,8 +184,6 @@ def test_another_claim_or_another_user_is_tried_anew() -> None:
     run(cluster)
     run(cluster)
     second = cluster.look(JOB)
-    assert first is not None
-    assert second is not None
     assert first["metadata"]["annotations"] != second["metadata"]["annotations"]
     assert second["spec"]["template"]["spec"]["securityContext"]["fsGroup"] == 7
 
@@ -297,7 +295,6 @@ def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
     run(cluster)
     run(cluster)
     job = cluster.look(JOB)
-    assert job is not None
     pod = job["spec"]["template"]["spec"]
     of_devices = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert pod["nodeSelector"] == placed["nodeSelector"]
@@ -314,7 +311,6 @@ def test_a_volume_of_one_node_is_made_where_an_engine_has_room(phase: str, asks:
     cluster.edit(CLAIM, {"status": {"phase": phase}})
     run(cluster)
     job = cluster.look(JOB)
-    assert job is not None
     requests = job["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
     assert ("nvidia.com/gpu" in requests, requests["memory"] == "84736Mi") == (asks, asks)
 

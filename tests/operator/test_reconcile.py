@@ -232,15 +232,6 @@ def test_a_child_that_lost_its_labels_gets_them_back(key: ObjectKey) -> None:
     assert cluster.look(key)["metadata"]["labels"] == labels
 
 
-def test_what_others_hang_on_the_tier_is_not_pruned() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
-    theirs = merge(cluster.look(CONFIG), {"metadata": {"name": "theirs", "labels": {names.LABEL_MANAGED_BY: "helm"}}})
-    theirs["metadata"].pop("uid")
-    cluster.put(theirs)
-    assert run(cluster).written == ()
-
-
 @pytest.mark.parametrize("has_owner", [True, False], ids=["with its owner", "labels alone"])
 @pytest.mark.parametrize("key", [SERVICE, CONFIG, DEPLOYMENT, CLAIM], ids=str)
 def test_a_copy_of_an_object_under_another_name_is_never_deleted(key: ObjectKey, *, has_owner: bool) -> None:
@@ -336,16 +327,6 @@ def test_an_annotation_that_cannot_be_honoured_is_told() -> None:
     cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "yes"}}})
     run(cluster)
     assert condition(cluster, "Ready")["message"].startswith("metadata.annotations[kvtier.dev/paused]: must be")
-
-
-def test_a_status_that_somebody_changed_meanwhile_is_not_overwritten() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
-    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
-    version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
-    with pytest.raises(ClusterConflict):
-        cluster.patch_status(names.tier_ref(cluster.look(TIER_KEY)), {"replicas": 9}, resource_version=version + "0")
-    assert run(cluster).failure is None
 
 
 def test_what_a_controller_reports_meanwhile_is_not_counted_as_our_write() -> None:

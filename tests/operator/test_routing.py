@@ -112,8 +112,6 @@ def test_another_routing_replaces_no_engine() -> None:
     cluster.edit(TIER_KEY, {"spec": {"routing": ROUTER}})
     run(cluster)
     after = cluster.look(names.engine_key(REF))
-    assert before is not None
-    assert after is not None
     assert after["spec"]["template"] == before["spec"]["template"]
     made = {str(key) for key in cluster.existing() if key.name == "llama-router"}
     kinds = ("Deployment", "Service", "ServiceAccount", "Role", "RoleBinding", "PodDisruptionBudget")
@@ -165,7 +163,6 @@ def test_routing_is_judged(view: Progress, verdict: str, reason: str, words: str
 def run(cluster: FakeCluster) -> Manifest:
     reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
     found = cluster.look(TIER_KEY)
-    assert found is not None
     told: Manifest = found["status"]
     return told
 
@@ -174,7 +171,6 @@ def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
     cluster = FakeCluster({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
     assert run(cluster)["routing"] == {"service": "llama-engine.serving.svc:8000", "inferencePool": "llama-engine"}
     made = cluster.look(POOL)
-    assert made is not None
     assert made["spec"] == {
         "targetPorts": [{"number": 8000}],
         "selector": {"matchLabels": names.selector(REF)},

@@ -95,7 +95,6 @@ def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(dep
         entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
     }
     directory = re.search(r"points it at (\S+);", engine_spec.ENV["HF_HOME"])
-    assert directory is not None
     assert directory[1] == variables["HF_HOME"]
     assert set(engine_spec.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
 

@@ -138,7 +138,6 @@ def test_a_change_that_no_controller_has_seen_yet_takes_ready_away_only_where_po
     ],
 )
 def test_what_is_no_growth_takes_ready_away(view: Progress) -> None:
-    assert view.stage is not None
     snapshot = view.stage.snapshot
     if snapshot.pods == HEALTHY.pods:
         view = varied(view, snapshot=replace(snapshot, pods=(replace(READY_POD, is_ready=False),)))

@@ -24,7 +24,6 @@ WITH_MASTER: dict[str, Any] = {"type": "Mooncake", "mooncake": {"config": {"prot
 
 def pod_template(cluster: FakeCluster) -> Manifest:
     found = cluster.look(REDIS)
-    assert found is not None
     return dict(found["spec"]["template"])
 
 
@@ -106,6 +105,5 @@ def test_pods_of_the_server_are_read() -> None:
     cluster.put(pod)
     run(cluster)
     body = cluster.look(TIER_KEY)
-    assert body is not None
     told = {each["type"]: each for each in body["status"]["conditions"]}["StoreReady"]
     assert (told["reason"], "no room" in told["message"]) == ("StoreNotScheduled", True)
