@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tiers import NAMESPACE, NOON, TIER, TIER_KEY, merge
+from tiers import NAMESPACE, NOON, TIER, TIER_KEY, merge, tier
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterRejected
@@ -183,6 +183,13 @@ def run(
     cluster.calls.clear()
     inputs = Inputs(connector_image=image, clock=lambda: NOON, inventory=inventory, listen_host=listen_host)
     return reconcile(cluster, TIER, inputs, attempt=attempt)
+
+
+def reconciled(**spec: Any) -> FakeCluster:
+    """Return a cluster in which a tier was reconciled once."""
+    cluster = FakeCluster(tier(**spec))
+    run(cluster)
+    return cluster
 
 
 def status(cluster: FakeCluster) -> dict[str, Any]:

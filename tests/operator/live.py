@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from tiers import made_by
+from tiers import made_by, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.controller import Operator
@@ -29,6 +29,12 @@ CORE, APPS, TIERS, BATCH = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1alpha
 MERGE = "application/merge-patch+json"
 AGENT = "test"
 """User agent of every request that no operator sends."""
+
+
+def body(name: str = "llama", /, **spec: Any) -> dict[str, Any]:
+    """Return a small tier in the namespace of the client."""
+    manifest = tier(**spec)
+    return {**manifest, "metadata": {"name": name, "namespace": NAMESPACE}}
 
 
 class Client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_cluster import FakeCluster, condition, run
+from fake_cluster import FakeCluster, condition, reconciled, run
 from tiers import CLAIM, DEPLOYMENT, JANITOR, LEASE, NAMESPACE, TIER_KEY, pod, ready_deployment, tier
 
 from kvtier_operator.names import ObjectKey
@@ -30,8 +30,7 @@ def generation(cluster: FakeCluster) -> str:
 
 
 def test_a_tier_with_another_connector_keeps_its_claim_and_loses_its_janitor() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     before = generation(cluster)
     assert JANITOR in cluster.existing()
     change(cluster, connector={"type": "SimpleCPU"})
@@ -53,8 +52,7 @@ COUNTED = {"usedBytes": 1 << 30, "blocks": 9}
 
 
 def test_what_the_status_says_of_generations_follows_the_connector() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     bundled = generation(cluster)
     cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": bundled, "role": "Current", **COUNTED}]}})
     run(cluster)
@@ -74,8 +72,7 @@ def test_what_the_status_says_of_generations_follows_the_connector() -> None:
 
 
 def test_generations_that_nobody_counts_any_more_are_not_told() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": generation(cluster), **COUNTED}]}})
     change(cluster, janitor={"enabled": False})
     run(cluster)
@@ -83,8 +80,7 @@ def test_generations_that_nobody_counts_any_more_are_not_told() -> None:
 
 
 def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
-    cluster = FakeCluster(tier(connector={"type": "VLLMOffloading"}, volume=None))
-    run(cluster)
+    cluster = reconciled(connector={"type": "VLLMOffloading"}, volume=None)
     assert CLAIM not in cluster.existing()
     serving(cluster)
     run(cluster)
@@ -94,8 +90,7 @@ def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
 
 
 def test_a_claim_of_the_user_that_is_not_there_is_not_missed_where_nobody_mounts_it() -> None:
-    cluster = FakeCluster(tier(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None}))
-    run(cluster)
+    cluster = reconciled(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None})
     assert DEPLOYMENT in cluster.existing()
 
 
@@ -111,8 +106,7 @@ def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -
 
 
 def test_vllms_own_files_get_a_janitor_that_knows_them() -> None:
-    cluster = FakeCluster(tier(connector={"type": "VLLMTiering"}))
-    run(cluster)
+    cluster = reconciled(connector={"type": "VLLMTiering"})
     assert JANITOR in cluster.existing()
     told = cluster.look(ObjectKey(api_version="v1", kind="ConfigMap", name="llama-janitor"))["data"]["janitor.json"]
     assert '"layout": "vllm-fs"' in told

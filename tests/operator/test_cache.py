@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from live import CORE, Client
+from live import CORE, Client, body
 from tiers import NAMESPACE, TIER, tier
 from waiting import until
 
@@ -275,7 +275,7 @@ MINE: dict[str, Any] = {
 
 def test_nothing_is_written_for_a_tier_that_was_edited_or_deleted_since(api: ApiServerThread) -> None:
     kubectl = Client(api.url)
-    kubectl.apply_tier({**tier(), "metadata": {"name": "llama", "namespace": "default"}})
+    kubectl.apply_tier(body())
     with cached(api) as (cluster, cache):
         cluster.get(TIER_KEY, "default")
         kubectl.delete("/apis/kvtier.dev/v1alpha1", "kvcachetiers", "llama")
@@ -287,7 +287,7 @@ def test_nothing_is_written_for_a_tier_that_was_edited_or_deleted_since(api: Api
 
 def test_what_was_made_meanwhile_is_not_written_over(api: ApiServerThread) -> None:
     kubectl = Client(api.url)
-    kubectl.apply_tier({**tier(), "metadata": {"name": "llama", "namespace": "default"}})
+    kubectl.apply_tier(body())
     with cached(api) as (cluster, _cache):
         cluster.get(TIER_KEY, "default")
         theirs = {**MINE, "metadata": {"name": "llama-connector"}, "data": {"their": "own"}}

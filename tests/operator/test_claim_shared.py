@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster, condition, run
 from healthy_tier import LATER, NOON, USAGE, VIEW, conditions, varied
-from live import NAMESPACE, TIERS, Client, running
+from live import TIERS, Client, body, running
 from tiers import tier
 from waiting import until
 
@@ -120,9 +120,8 @@ def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_on
     kubectl = Client(api.url)
     kubectl.call("POST", kubectl.path("/api/v1", "persistentvolumeclaims"), CLAIM)
     for name in ("one", "two"):
-        body = tier(volume={"claim": None, "existingClaim": "shared"}, disk={"budget": {"maxBytes": "900Gi"}})
-        body["metadata"] = {"name": name, "namespace": NAMESPACE}
-        kubectl.apply_tier(body)
+        volume = {"claim": None, "existingClaim": "shared"}
+        kubectl.apply_tier(body(name, volume=volume, disk={"budget": {"maxBytes": "900Gi"}}))
 
     def reasons() -> list[str | None]:
         return [kubectl.condition("ClaimShared", name).get("reason") for name in ("one", "two")]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from definition import tier_definition
-from live import APPS, Client
+from live import APPS, Client, body
 from tiers import tier
 from waiting import until
 
@@ -112,9 +112,7 @@ def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path:
         kubectl = Client(api.url)
         process = kvtier("run", *scope, "--log-format=json", kubeconfig=api.write_kubeconfig(tmp_path / "kubeconfig"))
         try:
-            body = tier()
-            body["metadata"]["namespace"] = "default"
-            kubectl.apply_tier(body)
+            kubectl.apply_tier(body())
             until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
             process.send_signal(signal.SIGTERM)
             output, _ = process.communicate(timeout=60)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from chart import tools
-from live import CORE, NAMESPACE, Client, Controllers, running
-from tiers import tier
+from live import CORE, NAMESPACE, Client, Controllers, body, running
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -48,12 +47,6 @@ def columns(text: str) -> dict[str, str]:
     starts = [head.index(name) for name in head.split()]
     ends = [*starts[1:], None]
     return {name: row[start:end].strip() for name, start, end in zip(head.split(), starts, ends, strict=True)}
-
-
-def body() -> dict[str, Any]:
-    manifest = tier()
-    manifest["metadata"]["namespace"] = NAMESPACE
-    return manifest
 
 
 def ready_pods(client: Client) -> list[str]:

@@ -14,7 +14,7 @@ from definition import tier_definition
 from fake_cluster import FakeCluster
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from live import APPS, NAMESPACE, TIERS, Client, running
+from live import APPS, TIERS, Client, body, running
 from tiers import NAMESPACE as SERVING
 from tiers import tier
 from waiting import until
@@ -189,12 +189,10 @@ def test_a_running_operator_outlives_nonsense_and_comes_to_rest(api: ApiServerTh
             )
 
         for number, spec in enumerate(NONSENSE):
-            body = {**tier(), "metadata": {"name": f"n{number}", "namespace": NAMESPACE}, "spec": spec}
-            kubectl.apply_tier(body)
+            kubectl.apply_tier({**body(f"n{number}"), "spec": spec})
         for number in range(len(NONSENSE)):
             until(lambda name=f"n{number}": kubectl.condition("Ready", name))
-        good = {**tier(), "metadata": {"name": "good", "namespace": NAMESPACE}}
-        kubectl.apply_tier(good)
+        kubectl.apply_tier(body("good"))
         until(lambda: kubectl.get(APPS, "deployments", "good-engine"))
         # Each was looked at when it came and when its status was written, and a few times more at most.
         assert passes() < 6 * (len(NONSENSE) + 4)

@@ -9,8 +9,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from live import APPS, Client, running
-from tiers import tier
+from live import APPS, Client, body, running
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -73,9 +72,7 @@ def test_a_dead_watch_is_told_to_the_kubelet_by_name(api: ApiServerThread, monke
         assert health.problems("/healthz") == {}
         api.server.faults.append(deaf)
         api.drop_watches()
-        body = tier()
-        body["metadata"]["namespace"] = "default"
-        kubectl.apply_tier(body)
+        kubectl.apply_tier(body())
         found = until(lambda: health.problems("/healthz").get("watches"))
         assert "kopf has not reported that default/llama changed" in found
         until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
@@ -97,9 +94,7 @@ def test_tiers_that_may_not_be_read_any_more_are_told_of_and_looked_after_again_
         api.drop_watches()
         assert "kvcachetiers is forbidden" in until(lambda: health.problems("/readyz").get("tiers"))
         assert health.problems("/healthz") == {}
-        body = tier()
-        body["metadata"]["namespace"] = "default"
-        kubectl.apply_tier(body)
+        kubectl.apply_tier(body())
         api.server.faults.clear()
         until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
         until(lambda: health.problems("/readyz") == {})

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from definition import tier_definition
-from live import APPS, NAMESPACE, Client
-from tiers import tier
+from live import APPS, NAMESPACE, Client, body
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -50,12 +49,6 @@ def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
     for process in processes:
         process.kill()
         process.wait()
-
-
-def body(name: str) -> dict[str, Any]:
-    manifest = tier()
-    manifest["metadata"] |= {"namespace": NAMESPACE, "name": name}
-    return manifest
 
 
 def holder(kubectl: Client) -> str:

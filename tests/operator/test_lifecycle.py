@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, running
-from tiers import tier
+from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, body, running
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -32,12 +31,6 @@ CHILDREN = (
     (APPS, "deployments", "llama-janitor"),
 )
 CLAIM = (CORE, "persistentvolumeclaims", "llama-blocks")
-
-
-def body(**spec: Any) -> dict[str, Any]:
-    manifest = tier(**spec)
-    manifest["metadata"]["namespace"] = NAMESPACE
-    return manifest
 
 
 @contextmanager

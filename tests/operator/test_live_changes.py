@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, run
+from fake_cluster import FakeCluster, reconciled, run
 from test_reconcile import CHILDREN
 from tiers import (
     CONFIG,
@@ -27,8 +27,7 @@ from kvtier_operator import names
 
 
 def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     before = cluster.look(DEPLOYMENT)
     cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "Bypass"}}})
     assert run(cluster).written == (CONFIG,)
@@ -40,8 +39,7 @@ def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
 
 
 def test_a_budget_reaches_the_janitor_without_a_new_pod() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     budget = {"maxBytes": "1Ti", "ttl": "1h", "lowWatermark": "50%"}
     cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": budget}, "generations": {"keepPrevious": 0}}})
     assert run(cluster).written == (JANITOR_CONFIG,)
@@ -54,24 +52,21 @@ def test_a_budget_reaches_the_janitor_without_a_new_pod() -> None:
     [("0%", 0.0, 0), ("7%", 0.07, 0), ("50Gi", 0.0, 50 << 30), ("1.5e9", 0.0, 1_500_000_000)],
 )
 def test_free_space_reaches_the_janitor_as_a_share_or_as_an_amount(free: str, fraction: float, count: int) -> None:
-    cluster = FakeCluster(tier(disk={"budget": {"minFree": free}}))
-    run(cluster)
+    cluster = reconciled(disk={"budget": {"minFree": free}})
     told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     assert (told.min_free_fraction, told.min_free_bytes) == (fraction, count)
 
 
 def test_another_key_reaches_the_engines_without_a_new_pod() -> None:
     encryption = {"secretName": "keys", "activeKey": "2026-10"}
-    cluster = FakeCluster(tier(disk={"encryption": encryption}))
-    run(cluster)
+    cluster = reconciled(disk={"encryption": encryption})
     cluster.edit(TIER_KEY, {"spec": {"disk": {"encryption": {"activeKey": "2026-11"}}}})
     assert run(cluster).written == (CONFIG,)
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["active_key"] == "2026-11"
 
 
 def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
     gone = {key for key, _ in run(cluster).deleted}
     assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
@@ -80,8 +75,7 @@ def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
 
 
 def test_quotas_reach_the_janitor_and_restart_nothing() -> None:
-    cluster = FakeCluster(tier(disk={"tenants": {"from": "Parameter"}}))
-    run(cluster)
+    cluster = reconciled(disk={"tenants": {"from": "Parameter"}})
     quotas = [{"tenant": "acme", "maxBytes": "1Ti"}]
     cluster.edit(TIER_KEY, {"spec": {"disk": {"tenants": {"quotas": quotas, "defaultMaxBytes": "1Gi"}}}})
     assert run(cluster).written == (JANITOR_CONFIG,)
@@ -91,8 +85,7 @@ def test_quotas_reach_the_janitor_and_restart_nothing() -> None:
 
 
 def test_the_lease_is_left_to_its_holder() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(LEASE, {"spec": {"holderIdentity": "llama-janitor-0_1"}})
     assert run(cluster).written == ()
     assert cluster.look(LEASE)["spec"] == {"holderIdentity": "llama-janitor-0_1"}
@@ -101,8 +94,7 @@ def test_the_lease_is_left_to_its_holder() -> None:
 
 
 def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     before = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
     cluster.edit(TIER_KEY, {"spec": {"hash": {"seed": "7"}}})
     assert JANITOR not in run(cluster).written
@@ -132,8 +124,7 @@ def make_stricter(cluster: FakeCluster, refused: dict[str, Any]) -> None:
 def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_pod_changes(
     refused: dict[str, Any], field: str
 ) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     make_stricter(cluster, refused)
     template = cluster.look(DEPLOYMENT)["spec"]["template"]
     edit = {
@@ -154,8 +145,7 @@ def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_
 
 
 def test_an_edit_of_the_pods_beside_a_refused_field_replaces_none() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     template = cluster.look(DEPLOYMENT)["spec"]["template"]
     refused = {"hash": {"algorithm": "md5"}, "cpu": {"size": "32Gi"}, "disk": {"mode": "Bypass"}}
     cluster.edit(TIER_KEY, {"spec": refused})
@@ -165,8 +155,7 @@ def test_an_edit_of_the_pods_beside_a_refused_field_replaces_none() -> None:
 
 
 def test_an_edit_that_the_api_server_refuses_for_the_engines_moves_nothing_that_they_run_with() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
     run(cluster)
     before = {key: cluster.look(key) for key in (DEPLOYMENT, CONFIG, JANITOR_CONFIG)}

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, running
-from tiers import merge, tier
+from live import APPS, CORE, TIERS, Client, Controllers, body, running
+from tiers import merge
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -137,9 +137,7 @@ def test_what_says_nothing_stands_where_the_api_server_leaves_it_out() -> None:
 def kubectl(api: ApiServerThread) -> Iterator[Client]:
     client = Client(api.url)
     with Controllers(client, api), running(resync_seconds=3600):
-        body = tier()
-        body["metadata"]["namespace"] = NAMESPACE
-        client.apply_tier(body)
+        client.apply_tier(body())
         until(client.is_ready)
         yield client
 
@@ -147,7 +145,7 @@ def kubectl(api: ApiServerThread) -> Iterator[Client]:
 DRIFT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (RBAC, "roles", "llama-janitor", {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]}),
     (CORE, "configmaps", "llama-connector", {"data": {"connector.json": "{}"}}),
-    (CORE, "services", "llama-engine", {"spec": {"selector": {"blue": "green"}, "sessionAffinity": "ClientIP"}}),
+    (CORE, "services", "llama-engine", {"spec": {"selector": {"blue": "green"}}}),
     (POLICY, "poddisruptionbudgets", "llama-engine", {"spec": {"selector": {"matchLabels": {"a": "b"}}}}),
     (APPS, "deployments", "llama-engine", {"spec": {"replicas": 9}}),
 )

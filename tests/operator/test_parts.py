@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, run
+from fake_cluster import FakeCluster, condition, reconciled, run
 from test_nodes import GIB, node, share
 from test_reconcile import CHILDREN, JANITORS
 from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER_KEY, pod, ready_deployment, tier
@@ -103,8 +103,7 @@ def test_an_outage_is_not_waited_for_by_each_part() -> None:
 def test_engines_that_run_follow_the_mode_of_a_spec_that_cannot_be_carried_out(
     change: dict[str, Any], replicas: int
 ) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     before, config = cluster.look(DEPLOYMENT), cluster.look(CONFIG)["data"][engine.CONFIG_FILE]
     disk = {**change.get("disk", {}), "mode": "Bypass"}
     cluster.edit(TIER_KEY, {"spec": {**change, "replicas": 1, "disk": disk}})
@@ -116,8 +115,7 @@ def test_engines_that_run_follow_the_mode_of_a_spec_that_cannot_be_carried_out(
 
 
 def test_an_account_of_somebody_else_keeps_no_engine_that_runs_from_its_mode() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.remove(ACCOUNT)
     theirs = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT.name, "namespace": NAMESPACE}}
     cluster.put(theirs)
@@ -160,8 +158,7 @@ def test_a_share_that_was_decided_stays_while_another_one_cannot_be() -> None:
 def test_a_janitor_without_a_ready_pod_is_dead_after_minutes_and_looked_at_again_by_then(
     minutes: int, verdict: str, ready: str, again: float | None
 ) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
     cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
     template = cluster.look(DEPLOYMENT)["spec"]["template"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import kubernetes_schemas
 import pytest
-from fake_cluster import FakeCluster, condition, run, status
+from fake_cluster import FakeCluster, condition, reconciled, run, status
 from test_golden import VERSIONS
 from tiers import CLAIM, DEPLOYMENT, NAMESPACE, SERVICE, TIER_KEY, ready_deployment, tier
 
@@ -36,8 +36,7 @@ ALWAYS = {"proof": {"preflight": "Always"}}
 
 def started() -> FakeCluster:
     """Return a cluster in which the Job of a new tier runs."""
-    cluster = FakeCluster(tier(**ALWAYS))
-    run(cluster)
+    cluster = reconciled(**ALWAYS)
     run(cluster)
     return cluster
 
@@ -189,8 +188,7 @@ def test_another_claim_or_another_user_is_tried_anew() -> None:
 
 
 def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
     cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
     cluster.edit(TIER_KEY, {"spec": {"proof": {"preflight": "Always"}, "replicas": 3}})
@@ -202,8 +200,7 @@ def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:
 
 
 def test_never_starts_engines_at_once_and_makes_no_job() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     assert DEPLOYMENT in cluster.existing()
     assert JOB not in cluster.existing()
     assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
@@ -291,8 +288,7 @@ def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {"x": {}}, "podAntiAffinity": {"y": {}}},
     }
-    cluster = FakeCluster(tier(engine={"podTemplate": placed}, **ALWAYS))
-    run(cluster)
+    cluster = reconciled(engine={"podTemplate": placed}, **ALWAYS)
     run(cluster)
     job = cluster.look(JOB)
     pod = job["spec"]["template"]["spec"]
@@ -306,8 +302,7 @@ def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
 @pytest.mark.parametrize(("phase", "asks"), [("Pending", True), ("Bound", False)])
 def test_a_volume_of_one_node_is_made_where_an_engine_has_room(phase: str, asks: bool) -> None:
     volume = {"claim": {"accessModes": ["ReadWriteOnce"], "size": "10Gi"}}
-    cluster = FakeCluster(tier(replicas=1, volume=volume, **ALWAYS))
-    run(cluster)
+    cluster = reconciled(replicas=1, volume=volume, **ALWAYS)
     cluster.edit(CLAIM, {"status": {"phase": phase}})
     run(cluster)
     job = cluster.look(JOB)

@@ -22,8 +22,7 @@ from chart import NAMESPACE as SYSTEM
 from chart import render
 from definition import tier_definition
 from granted import Grant, Rbac, aggregated, grants_of
-from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers
-from tiers import tier
+from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers, body
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -35,12 +34,6 @@ SLOW = 120.0
 
 
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
-
-
-def body(name: str = "llama", **spec: Any) -> dict[str, Any]:
-    manifest = tier(**spec)
-    manifest["metadata"] |= {"namespace": NAMESPACE, "name": name}
-    return manifest
 
 
 def becomes_ready(kubectl: Client) -> None:

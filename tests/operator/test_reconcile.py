@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, run
+from fake_cluster import FakeCluster, condition, reconciled, run
 from tiers import (
     CLAIM,
     CONFIG,
@@ -60,8 +60,7 @@ def test_a_new_tier_gets_all_its_children_and_a_status() -> None:
 
 
 def test_a_second_pass_writes_nothing() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
     outcome = run(cluster)
     assert outcome.written == ()
@@ -71,8 +70,7 @@ def test_a_second_pass_writes_nothing() -> None:
 
 
 def test_a_tier_becomes_ready_when_its_engines_are() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     template = cluster.look(DEPLOYMENT)["spec"]["template"]
     cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
     cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
@@ -85,8 +83,7 @@ def test_a_tier_becomes_ready_when_its_engines_are() -> None:
 
 
 def test_drift_of_a_field_we_own_is_taken_back_and_others_are_left() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(SERVICE, {"spec": {"selector": {"kvtier.dev/tier": "other"}}})
     cluster.edit(SERVICE, {"metadata": {"annotations": {"example.com/note": "mine"}}})
     outcome = run(cluster)
@@ -97,23 +94,20 @@ def test_drift_of_a_field_we_own_is_taken_back_and_others_are_left() -> None:
 
 
 def test_a_deleted_child_comes_back() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.remove(CONFIG)
     assert run(cluster).written == (CONFIG,)
 
 
 def test_an_edit_changes_only_what_it_concerns() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"spec": {"replicas": 5}})
     assert run(cluster).written == (DEPLOYMENT,)
     assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
 
 
 def test_a_change_of_the_configuration_rolls_the_engines() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     before = cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"]
     cluster.edit(TIER_KEY, {"spec": {"disk": {"admission": {"minReuse": 2}}}})
     assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
@@ -140,8 +134,7 @@ def test_a_failure_at_any_call_is_repaired_by_the_next_pass(error: Any) -> None:
 
 
 def test_a_failure_that_passes_is_told_only_when_it_lasts() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.fail = (9, ClusterUnavailable("cannot apply Service/llama-engine: 500"))
     assert run(cluster, attempt=1).failure is not None
     assert condition(cluster, "Ready")["reason"] == "ClaimPending"
@@ -151,8 +144,7 @@ def test_a_failure_that_passes_is_told_only_when_it_lasts() -> None:
 
 
 def test_a_failure_whose_words_change_each_time_is_told_once() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     told = []
     for port in (40001, 40002, 40003):
         cluster.fail = (9, ClusterUnavailable(f"cannot apply: read tcp 10.0.0.1:{port}: connection reset"))
@@ -163,8 +155,7 @@ def test_a_failure_whose_words_change_each_time_is_told_once() -> None:
 
 
 def test_a_failure_that_lasts_is_told_at_once() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.fail = (9, ClusterForbidden("cannot apply"))
     assert run(cluster, attempt=1).failure is not None
     assert (condition(cluster, "Stalled")["status"], condition(cluster, "Ready")["reason"]) == ("True", "ApplyFailed")
@@ -215,8 +206,7 @@ def test_an_object_under_the_name_of_a_janitor_holds_up_no_tier_that_has_none(ke
 
 
 def test_a_child_of_a_tier_of_the_same_name_that_is_gone_is_not_ours() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"metadata": {"uid": "another"}})
     run(cluster)
     assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
@@ -224,8 +214,7 @@ def test_a_child_of_a_tier_of_the_same_name_that_is_gone_is_not_ours() -> None:
 
 @pytest.mark.parametrize("key", sorted(CHILDREN - {CLAIM, LEASE}), ids=str)
 def test_a_child_that_lost_its_labels_gets_them_back(key: ObjectKey) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     labels = cluster.look(key)["metadata"]["labels"]
     cluster.edit(key, {"metadata": {"labels": dict.fromkeys(labels)}})
     assert run(cluster).written == (key,)
@@ -235,8 +224,7 @@ def test_a_child_that_lost_its_labels_gets_them_back(key: ObjectKey) -> None:
 @pytest.mark.parametrize("has_owner", [True, False], ids=["with its owner", "labels alone"])
 @pytest.mark.parametrize("key", [SERVICE, CONFIG, DEPLOYMENT, CLAIM], ids=str)
 def test_a_copy_of_an_object_under_another_name_is_never_deleted(key: ObjectKey, *, has_owner: bool) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     # As `kubectl expose` does, or a person who makes a canary of the engines by hand.
     copied = merge(cluster.look(key), {"metadata": {"name": f"{key.name}-canary", "uid": None}})
     if not has_owner:
@@ -248,8 +236,7 @@ def test_a_copy_of_an_object_under_another_name_is_never_deleted(key: ObjectKey,
 
 
 def test_what_people_made_under_a_name_that_the_tier_does_not_use_now_is_never_deleted() -> None:
-    cluster = FakeCluster(tier(janitor={"enabled": False}))
-    run(cluster)
+    cluster = reconciled(janitor={"enabled": False})
     theirs = cluster.put(merge(cluster.look(SERVICE), {"metadata": {"name": "llama-janitor", "uid": None}}))
     cluster.edit(names.key_of(theirs), {"metadata": {"ownerReferences": None}})
     assert run(cluster).deleted == ()
@@ -257,8 +244,7 @@ def test_what_people_made_under_a_name_that_the_tier_does_not_use_now_is_never_d
 
 
 def test_an_object_that_a_backup_restored_is_adopted_and_deleted_when_it_is_not_rendered_any_more() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(JANITOR_SERVICE, {"metadata": {"ownerReferences": None}})
     assert run(cluster).written == (JANITOR_SERVICE,)
     cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
@@ -266,8 +252,7 @@ def test_an_object_that_a_backup_restored_is_adopted_and_deleted_when_it_is_not_
 
 
 def test_each_deletion_is_told_in_an_event_but_no_claim_is_ever_deleted() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(
         TIER_KEY, {"spec": {"janitor": {"enabled": False}, "volume": {"existingClaim": "mine", "claim": None}}}
     )
@@ -280,8 +265,7 @@ def test_each_deletion_is_told_in_an_event_but_no_claim_is_ever_deleted() -> Non
 
 
 def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"spec": {"paused": True, "replicas": 7}})
     cluster.edit(SERVICE, {"spec": {"sessionAffinity": "ClientIP"}})
     outcome = run(cluster)
@@ -293,8 +277,7 @@ def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports() -> Non
 
 
 def test_an_invalid_tier_keeps_its_engines_and_says_why() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"spec": {"cpu": {"size": "lots"}}})
     outcome = run(cluster)
     assert (outcome.written, outcome.failure) == ((), None)
@@ -313,8 +296,7 @@ def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
 
 
 def test_the_annotation_pauses_like_the_field() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "true"}}, "spec": {"replicas": 7}})
     assert run(cluster).written == ()
     assert condition(cluster, "Paused")["status"] == "True"
@@ -350,8 +332,7 @@ class BusyCluster(FakeCluster):
 
 @pytest.mark.parametrize(("age", "words"), [(5, ""), (60, "Multi-Attach error")])
 def test_a_pod_that_its_node_cannot_start_is_asked_about_after_a_while(age: int, words: str) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     template = cluster.look(DEPLOYMENT)["spec"]["template"]
     status = {
         "phase": "Pending",

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, run
+from fake_cluster import FakeCluster, condition, reconciled, run
 from test_reconcile import CHILDREN, JANITORS
 from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, RUNNING, TIER_KEY, pod, tier, waiting
 
@@ -26,8 +26,7 @@ def claim(name: str = "mine", *modes: str, phase: str = "Bound", **metadata: Any
 
 
 def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.remove(TIER_KEY)
     assert cluster.existing() == {CLAIM}
     before = cluster.look(CLAIM)
@@ -38,8 +37,7 @@ def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
 
 
 def test_a_claim_goes_with_its_tier_only_under_deletion_policy_delete() -> None:
-    cluster = FakeCluster(tier(volume={"deletionPolicy": "Delete"}))
-    run(cluster)
+    cluster = reconciled(volume={"deletionPolicy": "Delete"})
     cluster.edit(TIER_KEY, {"spec": {"volume": {"deletionPolicy": "Retain"}}})
     run(cluster)
     assert "ownerReferences" not in cluster.look(CLAIM)["metadata"]
@@ -93,8 +91,7 @@ def test_an_existing_claim_that_cannot_serve_is_refused_with_a_remedy(
 def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
     change: dict[str, Any], reason: str, words: str
 ) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     before = cluster.look(CLAIM)
     cluster.edit(TIER_KEY, {"spec": {"replicas": 1, "volume": {"claim": change}}})
     assert run(cluster).written == (DEPLOYMENT,)
@@ -104,16 +101,14 @@ def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
 
 
 def test_a_claim_may_grow() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"spec": {"volume": {"claim": {"size": "3Ti"}}}})
     assert run(cluster).written == (CLAIM,)
 
 
 @pytest.mark.parametrize("error", [ClusterForbidden("cannot grow"), ClusterRejected("cannot grow")], ids=str)
 def test_a_claim_that_cannot_grow_is_told_and_holds_up_nothing_else(error: ClusterError) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(TIER_KEY, {"spec": {"replicas": 5, "volume": {"claim": {"size": "3Ti"}}}})
     run(cluster)
     first = cluster.calls.index(("apply", str(CLAIM))) + 1
@@ -136,8 +131,7 @@ def test_a_claim_that_cannot_be_made_stops_what_would_wait_for_it() -> None:
 
 def grown_by_hand(size: str = "4Ti") -> FakeCluster:
     """Return a tier whose claim somebody has made larger than the spec says."""
-    cluster = FakeCluster(tier())
-    run(cluster)
+    cluster = reconciled()
     cluster.edit(CLAIM, {"spec": {"resources": {"requests": {"storage": size}}}, "status": {"phase": "Bound"}})
     return cluster
 
@@ -175,8 +169,7 @@ def test_the_janitor_runs_beside_the_engine_where_a_claim_of_the_users_is_of_one
 
 def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_waits_for() -> None:
     volume = {"claim": None, "existingClaim": "mine"}
-    cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", "ReadWriteOnce"))
-    run(cluster)
+    cluster = reconciled(replicas=1, volume=volume), claim("mine", "ReadWriteOnce")
     key = ObjectKey(api_version="v1", kind="Pod", name="moved")
     stuck = pod("moved", cluster.look(DEPLOYMENT)["spec"]["template"], **waiting("ContainerCreating"))
     stuck["metadata"] |= {"uid": "pod-moved", "creationTimestamp": "2026-01-01T11:00:00Z"}
@@ -190,8 +183,7 @@ def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_wa
 
 
 def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wanted() -> None:
-    cluster = FakeCluster(tier(proof={"preflight": "Always"}))
-    run(cluster)
+    cluster = reconciled(proof={"preflight": "Always"})
     run(cluster)
     preflight = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
     assert preflight in cluster.existing()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, run
+from fake_cluster import FakeCluster, reconciled, run
 from healthy_tier import READY_POD, UNREADY_POD, changed, conditions, varied
 from tiers import NAMESPACE, TIER_KEY, tier
 
@@ -44,8 +44,7 @@ def of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_for_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cluster = FakeCluster(tier(connector=WITH_REDIS))
-    run(cluster)
+    cluster = reconciled(connector=WITH_REDIS)
     before = pod_template(cluster)
     of_another_release(monkeypatch)
     cluster.edit(TIER_KEY, {"spec": {"replicas": 3}})
@@ -60,8 +59,7 @@ def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_
 
 
 def test_a_redis_that_somebody_edits_is_repaired() -> None:
-    cluster = FakeCluster(tier(connector=WITH_REDIS))
-    run(cluster)
+    cluster = reconciled(connector=WITH_REDIS)
     before = pod_template(cluster)
     cluster.edit(REDIS, {"spec": {"template": {"spec": {"containers": [{"name": "redis", "image": "theirs"}]}}}})
     run(cluster)
@@ -88,8 +86,7 @@ def test_the_server_of_a_connector_is_judged(connector: dict[str, Any], name: st
 
 
 def test_pods_of_the_server_are_read() -> None:
-    cluster = FakeCluster(tier(connector=WITH_REDIS))
-    run(cluster)
+    cluster = reconciled(connector=WITH_REDIS)
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
