@@ -14,11 +14,13 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ci_tools
 import click
+import kubernetes_schemas
 import pytest
 import yaml
 from definition import tier_definition
@@ -28,6 +30,7 @@ from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.api import crd
 
 ROOT = Path(__file__).resolve().parents[1]
+HELM = ci_tools.load("helm")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
@@ -213,7 +216,7 @@ def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...
     place = tmp_path_factory.mktemp("docs")
     with ApiServerThread() as api:
         api.create(tier_definition())
-        yield (str(ci_tools.load("helm").binary("kubectl")), f"--server={api.url}", f"--cache-dir={place}")
+        yield (str(HELM.binary("kubectl")), f"--server={api.url}", f"--cache-dir={place}")
 
 
 def apply(kubectl: tuple[str, ...], *words: str, document: Mapping[str, Any] | None = None) -> None:
@@ -234,6 +237,8 @@ def test_yaml_is_taken_by_the_api_server(block: Block, kubectl: tuple[str, ...])
     for found in yaml.safe_load_all(block.text):
         if "apiVersion" in found:
             apply(kubectl, "-f", "-", document=found)
+            for version in ("1.29", "1.37") if found["kind"] != "KVCacheTier" else ():
+                kubernetes_schemas.validate(found, version)
         else:
             spec = fragment_of(block) or {}
             if not spec.keys() >= {"model", "cpu", "volume"}:
@@ -260,3 +265,41 @@ def test_patches_leave_a_tier_that_the_api_server_takes(page: str, kubectl: tupl
             assert "--type=merge" in words
             document = merged(document, json.loads(words[words.index("-p") + 1]))
             apply(kubectl, "-f", "-", document=document)
+
+
+@pytest.mark.parametrize("words", as_params(commands("make")))
+def test_a_target_of_make_is_there(words: list[str]) -> None:
+    assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", as_params([*commands("helm", "install"), *commands("helm", "upgrade")]))
+def test_helm_takes_the_values_that_are_set(words: list[str]) -> None:
+    sets = [word for word in words if word.startswith("--set=")]
+    sets += [f"--set={value}" for name, value in pairwise(words) if name == "--set"]
+    place = ["template", "kvtier", str(ROOT / "charts" / "kvtier"), "--namespace=kvtier-system"]
+    done = subprocess.run([HELM.binary(), *place, *sets], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_patch_file_is_there() -> None:
+    named = [after for _, words in commands("kubectl") for word, after in pairwise(words) if word == "--patch-file"]
+    assert named
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_verb_after_a_sample_was_applied_names_the_tier_of_the_sample(page: Path) -> None:
+    applied = ""
+    for words in (words for where, words in commands() if where == page.name):
+        line = " ".join(words)
+        if found := re.match(r"kubectl apply -f (crds/samples/\S+\.yaml)|bash e2e/kind/quickstart\.sh", line):
+            body = next(yaml.safe_load_all((ROOT / (found[1] or "e2e/kind/tier.yaml")).read_text()))
+            applied = body["metadata"]["name"] if body["kind"] == "KVCacheTier" else ""
+        elif applied and (found := re.match(r"(?:kubectl )?kvtier (?:status|mode|restart|pause) ([a-z]\S*)", line)):
+            assert found[1] == applied, line
+
+
+def test_the_operator_that_flux_installs_has_the_name_that_the_docs_have() -> None:
+    found = yaml.safe_load_all((ROOT / "crds" / "samples" / "others" / "flux.yaml").read_text())
+    (release,) = (each for each in found if each["kind"] == "HelmRelease")
+    assert release["spec"]["releaseName"] == "kvtier"

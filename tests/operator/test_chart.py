@@ -193,31 +193,6 @@ def test_a_longest_release_name_still_makes_valid_names() -> None:
         assert len(manifest["metadata"]["name"]) <= 63
 
 
-@pytest.mark.parametrize("case", VALUES)
-def test_the_pod_is_what_the_restricted_standard_allows(case: str) -> None:
-    deployment = next(found for found in render(VALUES[case]) if found["kind"] == "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["runAsUser"] != 0
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert {volume_kind for volume in pod.get("volumes", ()) for volume_kind in volume} <= {"name", "secret"}
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-    for container in pod["containers"]:
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-        assert {"livenessProbe", "readinessProbe", "startupProbe", "resources"} <= container.keys()
-
-
-def test_nothing_is_granted_cluster_wide_in_the_namespaced_scope() -> None:
-    kinds = {found["kind"] for found in render(VALUES["namespaced"])}
-    assert not {"ClusterRole", "ClusterRoleBinding"} & kinds
-    roles = [found for found in render(VALUES["namespaced"]) if found["kind"] == "Role"]
-    assert {role["metadata"]["namespace"] for role in roles} == {"team-a", "team-b", NAMESPACE}
-
-
 def test_the_crd_is_the_generated_one_is_structural_and_is_kept() -> None:
     crd = next(found for found in render() if found["kind"] == "CustomResourceDefinition")
     assert crd["spec"] == yaml.safe_load((ROOT / "crds" / "kvcachetier.yaml").read_text())["spec"]
@@ -294,13 +269,6 @@ def older(folder: Path, values: dict[str, Any]) -> Path:
     return chart
 
 
-def without(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    first, *rest = path
-    if not rest:
-        return {name: value for name, value in values.items() if name != first}
-    return {**values, first: without(values[first], tuple(rest))}
-
-
 def test_what_an_older_release_stored_lacks_no_value_that_came_since(tmp_path: Path) -> None:
     # With --reuse-values, what the older release had stands in for the values of this chart.
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -323,21 +291,6 @@ def test_a_limit_that_was_taken_out_stays_out() -> None:
     deployment = next(each for each in render({"resources": {"limits": None}}) if each["kind"] == "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["resources"].keys() == {"requests"}
-
-
-def test_a_release_of_fewer_values_is_upgraded_with_the_values_it_has(
-    api: ApiServerThread, environment: dict[str, str], tmp_path: Path
-) -> None:
-    where = ["kvtier", f"--namespace={NAMESPACE}"]
-    values = without(yaml.safe_load((CHART / "values.yaml").read_text()), ("webhook",))
-    old = older(tmp_path, without(values, ("rbac", "aggregate")))
-    helm("install", *where, str(old), "--create-namespace", "--set=settings.workers=7", environment=environment)
-    for option in ("--reuse-values", "--reset-then-reuse-values"):
-        helm("upgrade", *where, str(CHART), option, "--set=replicas=2", environment=environment)
-        upgraded = api.get("deployments.apps", NAMESPACE, "kvtier-operator")
-        assert upgraded["spec"]["replicas"] == 2
-        (container,) = upgraded["spec"]["template"]["spec"]["containers"]
-        assert {"name": "KVTIER_WORKERS", "value": "7"} in container["env"]
 
 
 def test_values_win_over_neither_the_selector_nor_the_restricted_standard() -> None:

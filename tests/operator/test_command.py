@@ -27,11 +27,6 @@ ROOT = Path(__file__).parents[2]
 MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
 
 
-def test_rendering_names_no_owner_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", str(MINIMAL)]) == 0
-    assert "ownerReferences" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -86,14 +81,6 @@ def kvtier(*args: str, kubeconfig: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def test_no_cluster_is_said_in_words(tmp_path: Path) -> None:
-    process = kvtier("run", "-A", kubeconfig=tmp_path / "missing")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert output.startswith("kvtier: no cluster to talk to: ")
-    assert "KUBECONFIG" in output
 
 
 def test_a_missing_crd_is_said_in_words(tmp_path: Path) -> None:

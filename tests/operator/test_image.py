@@ -64,4 +64,5 @@ def test_a_verb_for_which_a_package_is_missing_names_it_and_the_remedy(tmp_path:
 def test_it_runs_as_far_as_the_cluster_that_is_not_there(tmp_path: Path) -> None:
     done = run(COMMAND.format(arguments=["run"]), tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("kvtier: no cluster to talk to")
+    assert done.stderr.startswith("kvtier: no cluster to talk to: ")
+    assert "KUBECONFIG" in done.stderr

@@ -64,24 +64,6 @@ def test_vllm_reads_the_adapters_that_were_declared() -> None:
     assert (made.enable_lora, made.max_lora_rank, made.max_loras) == (True, 64, 3)
 
 
-def test_each_claim_is_mounted_once_and_nobody_writes_there() -> None:
-    pod, container = pod_of(plan_of(SQL, {**SQL, "name": "other"}, CHAT, ROOT))
-    mounted = {mount["mountPath"]: mount for mount in container["volumeMounts"] if "lora" in mount["mountPath"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-
-    assert sorted(mounted) == ["/opt/kvtier-loras/adapters", "/opt/kvtier-loras/another.claim"]
-    for path, mount in mounted.items():
-        claim = {"claimName": path.rpartition("/")[2], "readOnly": True}
-        assert mount["readOnly"] is True
-        assert volumes[mount["name"]]["persistentVolumeClaim"] == claim
-
-
-def test_without_adapters_nothing_is_rendered_for_them() -> None:
-    pod, container = pod_of(plan_of())
-    assert not [word for word in container["args"] if "lora" in word]
-    assert not [volume for volume in pod["volumes"] if "lora" in volume["name"]]
-
-
 def test_adapters_change_no_block_of_the_model_and_so_no_generation() -> None:
     assert plan_of(SQL).generation.digest == plan_of().generation.digest
 

@@ -16,7 +16,7 @@ from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.parts import engine, pods, render
+from kvtier_operator.parts import engine, pods
 from kvtier_operator.parts.pods import lay_over
 from kvtier_operator.plan import make_unchecked_plan, nodes
 from kvtier_operator.plan import nodes as shares
@@ -25,18 +25,10 @@ from kvtier_operator.snapshot import ContainerStatus, Engines, Nodes
 SIDECAR = {"name": "auth", "image": "envoy:1", "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}}
 
 
-ONE_GIBIBYTE = {"limits": {"memory": "1Gi"}}
-
-
-def rendered(**engine: Any) -> dict[str, dict[str, Any]]:
-    """Return the objects of a tier by kind; of several, the engine's."""
-    body = tier(engine=engine)
-    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
-    return {found["kind"]: found for found in reversed(render(plan))}
-
-
 def pod_of(**template: Any) -> dict[str, Any]:
-    return dict(rendered(podTemplate=template)["Deployment"]["spec"]["template"]["spec"])
+    body = tier(engine={"podTemplate": template})
+    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
+    return dict(engine.deployment(plan)["spec"]["template"]["spec"])
 
 
 def container(pod: dict[str, Any], name: str = "engine") -> dict[str, Any]:
@@ -98,70 +90,15 @@ def test_a_container_is_merged_as_the_api_server_merges_two_who_apply_it(api: Ap
     assert {field: by_server[field] for field in by_us} == by_us
 
 
-def test_the_engine_gets_what_is_asked_for_and_keeps_what_is_its_own() -> None:
-    plain = container(pod_of())
-    added = {"resources": {"limits": {"rdma/hca": 1}}, "startupProbe": {"failureThreshold": 720}}
-    engine = container(pod_of(containers=[{"name": "engine", **added}]))
-    assert engine["resources"]["limits"] == {**plain["resources"]["limits"], "rdma/hca": 1}
-    assert engine["startupProbe"] == {**plain["startupProbe"], "failureThreshold": 720}
-    assert {field: engine[field] for field in ("image", "args", "env", "command")} == {
-        field: plain[field] for field in ("image", "args", "env", "command")
-    }
-
-
-def test_a_start_that_may_take_longer_is_no_stalled_rollout() -> None:
-    patient = [{"name": "engine", "startupProbe": {"failureThreshold": 720, "periodSeconds": 10}}]
-    deployment = rendered(podTemplate={"containers": patient})["Deployment"]
-    assert deployment["spec"]["progressDeadlineSeconds"] >= 7200
-
-
-def test_sidecars_stand_beside_the_engine_with_as_few_rights_unless_they_say_more() -> None:
-    pod = pod_of(containers=[SIDECAR, {"name": "driver", "image": "d", "securityContext": {"privileged": True}}])
-    assert [each["name"] for each in pod["containers"]] == ["engine", "auth", "driver"]
-    restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert container(pod, "auth")["securityContext"] == restricted
+def test_a_sidecar_that_says_what_it_may_gets_nothing_laid_under_it() -> None:
+    pod = pod_of(containers=[{"name": "driver", "image": "d", "securityContext": {"privileged": True}}])
     assert container(pod, "driver")["securityContext"] == {"privileged": True}
-
-
-def test_init_containers_run_after_our_own() -> None:
-    pod = pod_of(initContainers=[{"name": "fetch", "image": "f"}])
-    assert [each["name"] for each in pod["initContainers"]] == ["install-connector", "fetch"]
-
-
-def test_an_account_of_the_users_own_is_used_and_none_is_made() -> None:
-    assert pod_of(serviceAccountName="llama")["serviceAccountName"] == "llama"
-    body = tier(engine={"podTemplate": {"serviceAccountName": "llama"}})
-    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
-    accounts = [each["metadata"]["name"] for each in render(plan) if each["kind"] == "ServiceAccount"]
-    assert accounts == ["llama-janitor"]
 
 
 def test_pods_on_the_nodes_network_still_resolve_services() -> None:
     pod = pod_of(hostNetwork=True)
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
     assert pod_of(hostNetwork=True, dnsPolicy="Default")["dnsPolicy"] == "Default"
-
-
-def test_devices_of_a_claim_are_the_engines_without_being_named_twice() -> None:
-    template = {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "four"}]}
-    found = rendered(accelerator={"resource": "claim", "perPod": 4}, tensorParallel=4, podTemplate=template)
-    pod = found["Deployment"]["spec"]["template"]["spec"]
-    resources = container(pod)["resources"]
-    assert resources["claims"] == [{"name": "gpus"}]
-    assert "claim" not in resources["limits"]
-    assert "--tensor-parallel-size=4" in container(pod)["args"]
-
-
-def test_service_and_budget_are_what_the_user_says() -> None:
-    found = rendered(
-        service={"type": "LoadBalancer", "annotations": {"cloud": "internal"}}, disruptionBudget={"minAvailable": "50%"}
-    )
-    assert found["Service"]["spec"]["type"] == "LoadBalancer"
-    assert found["Service"]["metadata"]["annotations"] == {"cloud": "internal"}
-    budget = found["PodDisruptionBudget"]["spec"]
-    assert budget["minAvailable"] == "50%"
-    assert "maxUnavailable" not in budget
-    assert rendered()["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
 
 
 @pytest.mark.parametrize(

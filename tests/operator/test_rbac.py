@@ -17,15 +17,14 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from aiohttp.test_utils import make_mocked_request
 from chart import NAMESPACE as SYSTEM
 from chart import render
 from definition import tier_definition
-from granted import Grant, Rbac, aggregated, grants_of
+from granted import Rbac, aggregated
 from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers, body
 from waiting import until
 
-from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.registry import writes
 from kvtier_operator import names
 
@@ -262,32 +261,6 @@ def test_the_roles_grant_what_the_lifecycles_need_and_nothing_else(
     assert rbac.denied == []
     unused = {str(grant) for grant in rbac.grants - rbac.used}
     assert {grant for grant in unused if not grant.startswith(REPLAYED_ELSEWHERE)} == set()
-
-
-def test_a_call_that_no_rule_allows_is_denied() -> None:
-    role = {
-        "kind": "Role",
-        "metadata": {"name": "r", "namespace": "a"},
-        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"], "resourceNames": ["p"]}],
-    }
-
-    rbac = Rbac([role], lambda _request: True)
-    assert grants_of([role]) == {Grant("get", "", "pods", "a", "p"), Grant("list", "", "pods", "a", "p")}
-    allowed = [("GET", "/api/v1/namespaces/a/pods/p")]
-    denied = [
-        ("GET", "/api/v1/namespaces/b/pods/p"),
-        ("GET", "/api/v1/namespaces/a/pods/q"),
-        ("GET", "/api/v1/namespaces/a/pods"),
-        ("DELETE", "/api/v1/namespaces/a/pods/p"),
-        ("GET", "/api/v1/namespaces/a/pods/p/log"),
-        ("GET", "/apis/apps/v1/namespaces/a/pods/p"),
-    ]
-    for method, path in allowed:
-        assert rbac.fault(make_mocked_request(method, path)) is None
-    for method, path in denied:
-        error = rbac.fault(make_mocked_request(method, path))
-        assert isinstance(error, ApiError)
-    assert rbac.used == {Grant("get", "", "pods", "a", "p")}
 
 
 def built_in(name: str, *gathered: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import ContainerStatus, Engines, Pod
 
 POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
+ENGINE_SERVICE = ObjectKey(api_version="v1", kind="Service", name=names.engine(REF))
 ROUTER = {"type": "Router"}
 WITH_POOL = {"inferencePool": {"endpointPicker": {"name": "epp"}}}
 
@@ -60,17 +61,6 @@ def test_vllms_router_takes_the_rendered_command_line_for_what_it_is_meant(polic
     router = rendered("Deployment", "llama-router", **ROUTER)["spec"]["template"]["metadata"]["labels"]
     assert found.selector.items() <= engine.items()
     assert not found.selector.items() <= router.items()
-
-
-def test_a_router_may_list_the_pods_of_its_namespace_and_nothing_else() -> None:
-    role = rendered("Role", "llama-router", **ROUTER)
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
-    pod = rendered("Deployment", "llama-router", **ROUTER)["spec"]["template"]["spec"]
-    assert pod["serviceAccountName"] == "llama-router"
-    assert "persistentVolumeClaim" not in str(pod["volumes"])
-    (container,) = pod["containers"]
-    assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 8000, "metrics": 29000}
 
 
 def test_a_router_runs_as_the_pod_template_says() -> None:
@@ -217,6 +207,8 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     routing = {each["type"]: each for each in (cluster.look(TIER_KEY) or {})["status"]["conditions"]}["RoutingReady"]
     assert (routing["status"], routing["reason"]) == ("False", reason)
     assert "is tried again soon" in routing["message"]
+    assert ("install the definitions of Gateway API's inference" in routing["message"]) == (reason == "PoolKindMissing")
+    assert {names.engine_key(REF), ENGINE_SERVICE} <= cluster.existing()
     cluster.why = None
     outcome = reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
     assert (outcome.failure, outcome.poll_after) == (None, None)
@@ -228,15 +220,6 @@ def test_an_error_of_the_pool_that_says_something_else_each_time_is_told_once() 
     before = run(cluster)
     cluster.why = ClusterUnavailable("cannot apply: 504")
     assert run(cluster) == before  # each change of the status would wake the tier at once
-
-
-def test_a_cluster_without_inference_pools_is_told_so_and_serves() -> None:
-    cluster = WithoutPools({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
-    told = {each["type"]: each for each in run(cluster)["conditions"]}
-    assert (told["RoutingReady"]["status"], told["RoutingReady"]["reason"]) == ("False", "PoolKindMissing")
-    assert "install the definitions of Gateway API's inference extension" in told["RoutingReady"]["message"]
-    assert cluster.look(names.engine_key(REF)) is not None
-    assert cluster.look(ObjectKey(api_version="v1", kind="Service", name=names.engine(REF))) is not None
 
 
 def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:

@@ -65,147 +65,102 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
 @pytest.mark.parametrize(
     ("view", "condition", "reason", "words"),
     [
-        pytest.param(changed(claim=None), "VolumeBound", Reason.CLAIM_MISSING, "llama-blocks", id="no claim yet"),
-        pytest.param(
-            with_claim(phase="Pending"),
-            "VolumeBound",
-            Reason.CLAIM_PENDING,
-            "kubectl describe pvc llama-blocks",
-            id="the claim waits for a volume",
-        ),
-        pytest.param(
-            with_claim(phase="Lost"),
-            "VolumeBound",
-            Reason.CLAIM_LOST,
-            "delete the claim",
-            id="the volume is gone",
-        ),
-        pytest.param(
-            with_claim(is_terminating=True),
-            "VolumeBound",
-            Reason.CLAIM_TERMINATING,
-            "spec.replicas to 0",
-            id="somebody deleted the claim",
-        ),
-        pytest.param(
+        (changed(claim=None), "VolumeBound", Reason.CLAIM_MISSING, "llama-blocks"),
+        (with_claim(phase="Pending"), "VolumeBound", Reason.CLAIM_PENDING, "kubectl describe pvc llama-blocks"),
+        (with_claim(phase="Lost"), "VolumeBound", Reason.CLAIM_LOST, "delete the claim"),
+        (with_claim(is_terminating=True), "VolumeBound", Reason.CLAIM_TERMINATING, "spec.replicas to 0"),
+        (
             with_pod(is_scheduled=False, scheduling_message="0/3 nodes are available: 3 Insufficient memory."),
             "SizingFits",
             Reason.DOES_NOT_FIT,
             "needs 84736Mi of memory, 4 CPUs and 1 nvidia.com/gpu: 0/3 nodes",
-            id="no node is large enough",
         ),
-        pytest.param(
+        (
             with_pod(is_scheduled=False, scheduling_message="0/3 nodes: untolerated taint"),
             "EnginesReady",
             Reason.NOT_SCHEDULED,
             "tolerations",
-            id="a taint keeps the pod away",
         ),
-        pytest.param(
+        (
             with_engines(problem="exceeded quota: gpus"),
             "EnginesReady",
             Reason.PODS_REFUSED,
             "exceeded quota: gpus; raise the quota",
-            id="a quota is used up",
         ),
-        pytest.param(
+        (
             with_container(waiting_reason="ImagePullBackOff", waiting_message="not found", image="vllm:typo"),
             "EnginesReady",
             Reason.IMAGE_PULL_FAILED,
             "cannot pull vllm:typo (ImagePullBackOff: not found): correct spec.engine.image",
-            id="the image does not exist",
         ),
-        pytest.param(
+        (
             with_container(waiting_reason="CreateContainerConfigError", waiting_message='secret "hf" not found'),
             "EnginesReady",
             Reason.CONFIG_MISSING,
             'secret "hf" not found: create the object',
-            id="the token's secret does not exist",
         ),
-        pytest.param(
+        (
             with_container(name="install-connector", exit_code=1, exit_reason="Error"),
             "EnginesReady",
             Reason.INSTALL_FAILED,
             "-c install-connector",
-            id="the connector cannot be installed",
         ),
-        pytest.param(
+        (
             with_container(exit_code=137, exit_reason="OOMKilled", restarts=1),
             "EnginesReady",
             Reason.OUT_OF_MEMORY,
             "killed at 84736Mi of memory (spec.engine.memory 16Gi",
-            id="the engine ran out of memory",
         ),
-        pytest.param(
+        (
             with_container(waiting_reason="CrashLoopBackOff", exit_code=1, exit_reason="Error", restarts=4),
             "EnginesReady",
             Reason.ENGINE_CRASHED,
             "exit code 1 and was restarted 4 times: `kubectl logs llama-engine-0 -c engine --previous`",
-            id="the engine crashes",
         ),
-        pytest.param(
+        (
             with_pod(is_scheduled=False, scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu."),
             "SizingFits",
             Reason.DEVICE_MISSING,
             "needs 1 nvidia.com/gpu on one node: 0/3 nodes",
-            id="no node has a device left",
         ),
-        pytest.param(
+        (
             with_engines(problem='pod rejected: RuntimeClass "nvidia" not found'),
             "EnginesReady",
             Reason.RUNTIME_CLASS_MISSING,
             "create that RuntimeClass",
-            id="the runtime class does not exist",
         ),
-        pytest.param(
+        (
             with_pod(mount_problem='FailedAttachVolume: Multi-Attach error for volume "pvc-1"'),
             "EnginesReady",
             Reason.MULTI_ATTACH,
             "spec.replicas to 1",
-            id="the volume is attached to another node",
         ),
-        pytest.param(
+        (
             with_pod(mount_problem="FailedMount: MountVolume.SetUp failed: rpc error"),
             "EnginesReady",
             Reason.VOLUME_NOT_MOUNTED,
             "driver runs there",
-            id="the volume cannot be mounted",
         ),
-        pytest.param(
-            with_engines(is_stalled=True),
-            "EnginesReady",
-            Reason.ROLLOUT_STALLED,
-            "kubectl logs deployment/llama-engine",
-            id="the rollout gave up",
-        ),
-        pytest.param(with_pod(), "EnginesReady", Reason.ENGINES_STARTING, "0 of 2 engines", id="engines start"),
-        pytest.param(
+        (with_engines(is_stalled=True), "EnginesReady", Reason.ROLLOUT_STALLED, "kubectl logs deployment/llama-engine"),
+        (with_pod(), "EnginesReady", Reason.ENGINES_STARTING, "0 of 2 engines"),
+        (
             with_engines(READY, observed_generation=0),
             "EnginesReady",
             Reason.ENGINES_STARTING,
             "the latest change is yet to reach the pods",
-            id="the counts are of an older spec",
         ),
-        pytest.param(
-            with_engines(READY, updated=1),
-            "EnginesReady",
-            Reason.ENGINES_STARTING,
-            "1 of 2 run the latest spec",
-            id="a rollout is half done",
-        ),
-        pytest.param(
+        (with_engines(READY, updated=1), "EnginesReady", Reason.ENGINES_STARTING, "1 of 2 run the latest spec"),
+        (
             changed(pods=(READY_POD, replace(READY_POD, name="old", hash_seed="7"))),
             "HashSeedConsistent",
             Reason.SEEDS_DIFFER,
             "old (7, sha256_cbor)",
-            id="an engine of another seed still runs",
         ),
-        pytest.param(
+        (
             changed(pods=(replace(READY_POD, hash_seed=None),)),
             "HashSeedConsistent",
             Reason.SEEDS_DIFFER,
             "something else sets PYTHONHASHSEED",
-            id="a webhook took the seed away",
         ),
     ],
 )
@@ -342,11 +297,10 @@ def test_every_check_says_what_it_claims() -> None:
 @pytest.mark.parametrize(
     ("view", "words"),
     [
-        pytest.param(with_claim(capacity_bytes=1 << 40), "from 1Ti to 2Ti", id="the driver has not begun"),
-        pytest.param(
+        (with_claim(capacity_bytes=1 << 40), "from 1Ti to 2Ti"),
+        (
             with_claim(capacity_bytes=1 << 40, resizing="FileSystemResizePending: waiting for a pod"),
             "when a pod mounts it next",
-            id="the file system waits for a pod",
         ),
     ],
 )

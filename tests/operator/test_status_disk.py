@@ -54,28 +54,25 @@ def report(seen: Progress, previous: dict[str, Any] | None = None) -> dict[str, 
 @pytest.mark.parametrize(
     ("seen", "condition", "reason", "words"),
     [
-        pytest.param(
+        (
             view(usage(used_bytes=(1 << 40) + (1 << 36))),
             "DiskWithinBudget",
             Reason.OVER_BUDGET,
             "blocks take 1.06 TiB of spec.disk.budget.maxBytes (1Ti)",
-            id="eviction does not keep up",
         ),
-        pytest.param(
+        (
             view(usage(store_pause="ENOSPC at /var/lib/kvtier")),
             "DiskWithinBudget",
             Reason.STORES_PAUSED,
             "ENOSPC at /var/lib/kvtier; it ends by itself",
-            id="engines may not store",
         ),
-        pytest.param(
+        (
             view(usage(volume_bytes=VOLUME, volume_free_bytes=VOLUME // 50)),
             "DiskWithinBudget",
             Reason.VOLUME_FULL,
             "41 GiB of 2 TiB are free on the volume, less than spec.disk.budget.minFree (5%)",
-            id="others fill the volume",
         ),
-        pytest.param(
+        (
             view(
                 usage(volume_bytes=VOLUME, volume_free_bytes=45 << 30),
                 spec=parse(tier(disk={"budget": {"maxBytes": "1Ti", "minFree": "50Gi"}})),
@@ -83,14 +80,12 @@ def report(seen: Progress, previous: dict[str, Any] | None = None) -> dict[str, 
             "DiskWithinBudget",
             Reason.VOLUME_FULL,
             "45 GiB of 2 TiB are free on the volume, less than spec.disk.budget.minFree (50Gi)",
-            id="others fill the volume to an amount",
         ),
-        pytest.param(
+        (
             view(usage(problems=("unlink /var/lib/kvtier/x: Permission denied",))),
             "DiskHealthy",
             Reason.JANITOR_HINDERED,
             "unlink /var/lib/kvtier/x: Permission denied",
-            id="files of another user",
         ),
     ],
 )
@@ -100,46 +95,36 @@ def test_a_problem_of_the_volume_is_told_in_its_condition_and_in_ready(
     check_problem(seen, condition, reason, words)
 
 
-def test_an_engine_that_its_directory_refuses_is_named_with_the_field_that_differs() -> None:
-    stray = replace(READY_POD, name="llama-engine-1", report=EngineReport(refused=("dtype", "model_name")))
-    heard = replace(READY_POD, report=EngineReport())
-    found = conditions(changed(pods=(heard, stray)))["DiskHealthy"]
-    assert (found["status"], found["reason"]) == ("False", "Stranger")
-    assert "pod llama-engine-1 serves without the volume" in found["message"]
-    assert "another dtype, model_name" in found["message"]
-
-
-def test_an_engine_that_the_volume_did_not_answer_is_named() -> None:
-    alone = replace(READY_POD, name="llama-engine-1", report=EngineReport(is_detached=True))
-    heard = replace(READY_POD, report=EngineReport())
-    found = conditions(changed(pods=(heard, alone)))["DiskHealthy"]
-    assert (found["status"], found["reason"]) == ("False", "Detached")
-    assert "pod llama-engine-1 serves without the volume" in found["message"]
-    assert "kubectl logs llama-engine-1 -c engine" in found["message"]
-
-
 ENCRYPTED = parse(tier(disk={"encryption": {"secretName": "kv-keys", "activeKey": "2026-11"}}))
+WITHOUT = "pod llama-engine-1 serves without the volume"
 
 
-def test_a_missing_key_is_named_with_its_secret_and_how_to_make_one() -> None:
-    mute = replace(READY_POD, report=EngineReport(is_key_missing=True))
-    found = conditions(varied(changed(pods=(mute,)), spec=ENCRYPTED))["DiskHealthy"]
-    assert (found["status"], found["reason"]) == ("False", "KeyMissing")
-    assert "Secret kv-keys has no entry 2026-11" in found["message"]
-    assert "openssl rand" in found["message"]
+@pytest.mark.parametrize(
+    ("report", "reason", "words"),
+    [
+        (EngineReport(refused=("dtype", "model_name")), "Stranger", (WITHOUT, "another dtype, model_name")),
+        (EngineReport(refused=("generation",)), "Stranger", ("The rollout replaces it",)),
+        (EngineReport(refused=(REPLACED_WEIGHTS,)), "Stranger", ("its weights were replaced",)),
+        (EngineReport(is_detached=True), "Detached", (WITHOUT, "kubectl logs llama-engine-1 -c engine")),
+        (EngineReport(is_key_missing=True), "KeyMissing", ("Secret kv-keys has no entry 2026-11", "openssl rand")),
+    ],
+    ids=str,
+)
+def test_an_engine_that_does_without_the_volume_is_named_with_the_reason(
+    report: EngineReport, reason: str, words: tuple[str, ...]
+) -> None:
+    pods = (replace(READY_POD, report=EngineReport()), replace(READY_POD, name="llama-engine-1", report=report))
+    found = conditions(varied(changed(pods=pods), spec=ENCRYPTED))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("False", reason)
+    assert [each for each in words if each not in found["message"]] == []
 
 
 @pytest.mark.parametrize(
     ("seen", "reason", "words"),
     [
-        pytest.param(view(None), Reason.JANITOR_STARTING, "see JanitorHealthy", id="new"),
-        pytest.param(view(usage(is_active=False)), Reason.JANITOR_WAITING, "Lease/llama-janitor", id="second"),
-        pytest.param(
-            view(spec=parse(tier(janitor={"enabled": False}))),
-            Reason.JANITOR_DISABLED,
-            "nothing is ever removed",
-            id="switched off",
-        ),
+        (view(None), Reason.JANITOR_STARTING, "see JanitorHealthy"),
+        (view(usage(is_active=False)), Reason.JANITOR_WAITING, "Lease/llama-janitor"),
+        (view(spec=parse(tier(janitor={"enabled": False}))), Reason.JANITOR_DISABLED, "nothing is ever removed"),
     ],
 )
 def test_without_a_report_nothing_is_known_and_the_engines_are_ready_all_the_same(
@@ -201,28 +186,10 @@ def test_what_was_counted_last_stays_while_the_janitor_is_away() -> None:
     assert report(view(usage(is_counted=False, used_bytes=1)), before)["tiers"] == before["tiers"]
 
 
-def test_the_same_report_changes_nothing() -> None:
+def test_the_same_report_fits_the_schema_and_changes_nothing() -> None:
     before = report(view(usage(generations=GENERATIONS)))
+    assert TierStatus.model_validate(before).tiers[1]["used"] == "100%"
     assert status.changes(before, report(view(usage(generations=GENERATIONS)), before)) == {}
-
-
-def test_the_status_fits_its_schema() -> None:
-    found = report(view(usage(generations=GENERATIONS)))
-    assert TierStatus.model_validate(found).tiers[1]["used"] == "100%"
-
-
-def test_an_engine_restarted_in_a_rollout_is_told_apart_from_a_stranger() -> None:
-    pods = (replace(READY_POD, report=EngineReport(refused=("generation",))),)
-    found = conditions(changed(pods=pods))["DiskHealthy"]
-    assert (found["status"], found["reason"]) == ("False", "Stranger")
-    assert "The rollout replaces it" in found["message"]
-
-
-def test_an_engine_whose_weights_were_replaced_is_told_apart_from_a_stranger() -> None:
-    pods = (replace(READY_POD, report=EngineReport(refused=(REPLACED_WEIGHTS,))),)
-    found = conditions(changed(pods=pods))["DiskHealthy"]
-    assert (found["status"], found["reason"]) == ("False", "Stranger")
-    assert "its weights were replaced" in found["message"]
 
 
 def test_blocks_of_one_engine_alone_are_no_generation_to_roll_back_to() -> None:

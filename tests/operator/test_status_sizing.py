@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from healthy_tier import HEALTHY, NODE, NOON, READY_POD, REF, VIEW, changed, conditions, varied, with_engines
 from tiers import tier
 
@@ -52,32 +53,47 @@ def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> Progress:
     return varied(VIEW, snapshot=snapshot)
 
 
-def test_a_pod_that_fits_no_node_is_told_before_it_waits() -> None:
-    found = conditions(on(replace(NODE, memory_bytes=64 << 30)))["SizingFits"]
-    assert (found["status"], found["reason"]) == ("False", "DoesNotFit")
-    terms = "engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB + 1.75 GiB to move blocks"
-    assert f"needs 82.8 GiB of memory ({terms})" in found["message"]
-    assert "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 45.2" in found["message"]
+TERMS = "engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB + 1.75 GiB to move blocks"
+NARROW = replace(NODE, memory_bytes=64 << 30)
 
 
-def test_processors_count_too() -> None:
-    assert conditions(on(replace(NODE, cpu_millis=3000)))["SizingFits"]["reason"] == "DoesNotFit"
+@pytest.mark.parametrize(
+    ("view", "reason", "words"),
+    [
+        (on(NARROW), "DoesNotFit", f"needs 82.8 GiB of memory ({TERMS})"),
+        (on(NARROW), "DoesNotFit", "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 45.2"),
+        (on(replace(NODE, cpu_millis=3000)), "DoesNotFit", "CPUs"),
+        (
+            on(replace(NODE, devices={})),
+            "NoNodeMatches",
+            "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)",
+        ),
+    ],
+)
+def test_a_pod_that_fits_no_node_is_told_before_it_waits(view: Progress, reason: str, words: str) -> None:
+    found = conditions(view)["SizingFits"]
+    assert (found["status"], found["reason"]) == ("False", reason)
+    assert words in found["message"]
 
 
-def test_no_node_of_the_kind_is_told_before_a_pod_waits() -> None:
-    found = conditions(on(replace(NODE, devices={})))["SizingFits"]
-    assert (found["status"], found["reason"]) == ("False", "NoNodeMatches")
-    assert (
-        "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)" in found["message"]
-    )
+NOTHING = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
+SCALED_DOWN = parse(tier(replicas=0))
 
 
-def test_what_was_scheduled_fits_whatever_the_nodes_look_like() -> None:
-    assert conditions(on(replace(NODE, is_open=False), pods=(READY_POD,)))["SizingFits"]["status"] == "True"
-
-
-def test_without_a_look_at_nodes_only_pods_tell() -> None:
-    assert conditions(changed(pods=()))["SizingFits"]["status"] == "Unknown"
+@pytest.mark.parametrize(
+    ("view", "fits"),
+    [
+        # What was scheduled fits whatever the nodes look like.
+        (on(replace(NODE, is_open=False), pods=(READY_POD,)), "True"),
+        # Without a look at nodes, only pods tell; and no engine waits for a node.
+        (changed(pods=()), "Unknown"),
+        (varied(VIEW, spec=SCALED_DOWN, snapshot=NOTHING), "Unknown"),
+        (varied(VIEW, spec=SCALED_DOWN, snapshot=replace(NOTHING, nodes=Nodes(nodes=()))), "Unknown"),
+    ],
+)
+def test_what_cannot_be_known_of_nodes_takes_ready_away_from_no_tier(view: Progress, fits: str) -> None:
+    found = conditions(view)
+    assert [found[kind]["status"] for kind in ("Ready", "SizingFits", "HashSeedConsistent")] == ["True", fits, fits]
 
 
 def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
@@ -89,19 +105,6 @@ def test_a_cpu_tier_that_adds_little_fits_and_says_so() -> None:
     assert found["status"] == "True"
     assert "the CPU tier holds 262,144 tokens and the accelerators' own KV cache about 461,056" in found["message"]
     assert "more than 56" in found["message"]
-
-
-def test_a_tier_scaled_to_nothing_is_ready_and_says_what_it_cannot_know() -> None:
-    nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())
-    found = conditions(varied(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
-    assert found["Ready"]["status"] == "True"
-    assert found["HashSeedConsistent"]["status"] == found["SizingFits"]["status"] == "Unknown"
-
-
-def test_a_tier_scaled_to_nothing_waits_for_no_node() -> None:
-    nothing = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=(), nodes=Nodes(nodes=()))
-    found = conditions(varied(VIEW, spec=parse(tier(replicas=0)), snapshot=nothing))
-    assert (found["Ready"]["status"], found["SizingFits"]["status"]) == ("True", "Unknown")
 
 
 def test_a_message_stays_short_however_many_pods_there_are_and_however_much_others_say() -> None:
