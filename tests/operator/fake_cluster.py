@@ -192,6 +192,12 @@ def reconciled(**spec: Any) -> FakeCluster:
     return cluster
 
 
+def edited(cluster: FakeCluster, **spec: Any) -> ReconcileResult:
+    """Merge these fields into the spec of the tier, and reconcile it."""
+    cluster.edit(TIER_KEY, {"spec": spec})
+    return run(cluster)
+
+
 def status(cluster: FakeCluster) -> dict[str, Any]:
     """Return the status of the tier."""
     body = cluster.look(TIER_KEY)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fake_cluster import FakeCluster, condition, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from tiers import CLAIM, DEPLOYMENT, JANITOR, LEASE, NAMESPACE, TIER_KEY, pod, ready_deployment, tier
 
 from kvtier_operator.names import ObjectKey
@@ -21,10 +19,6 @@ def serving(cluster: FakeCluster) -> None:
         cluster.put(pod(name, template))
 
 
-def change(cluster: FakeCluster, **spec: Any) -> None:
-    cluster.edit(TIER_KEY, {"spec": spec})
-
-
 def generation(cluster: FakeCluster) -> str:
     return str(cluster.look(TIER_KEY)["status"]["generation"]["current"])
 
@@ -33,8 +27,7 @@ def test_a_tier_with_another_connector_keeps_its_claim_and_loses_its_janitor() -
     cluster = reconciled()
     before = generation(cluster)
     assert JANITOR in cluster.existing()
-    change(cluster, connector={"type": "SimpleCPU"})
-    run(cluster)
+    edited(cluster, connector={"type": "SimpleCPU"})
     assert CLAIM in cluster.existing()
     assert not {JANITOR, LEASE} & cluster.existing()
     assert generation(cluster) != before
@@ -42,8 +35,7 @@ def test_a_tier_with_another_connector_keeps_its_claim_and_loses_its_janitor() -
     assert (volume["status"], volume["reason"]) == ("Unknown", "NotApplicable")
     assert "spec.volume is kept and not mounted" in volume["message"]
     assert [each["name"] for each in cluster.look(TIER_KEY)["status"]["tiers"]] == ["cpu"]
-    change(cluster, connector={"type": "Bundled"})
-    run(cluster)
+    edited(cluster, connector={"type": "Bundled"})
     assert JANITOR in cluster.existing()
     assert generation(cluster) == before
 
@@ -58,14 +50,12 @@ def test_what_the_status_says_of_generations_follows_the_connector() -> None:
     run(cluster)
     assert cluster.look(TIER_KEY)["status"]["generation"]["root"].endswith(bundled)
 
-    change(cluster, connector={"type": "VLLMTiering"})
-    run(cluster)
+    edited(cluster, connector={"type": "VLLMTiering"})
     told = cluster.look(TIER_KEY)["status"]
     assert told["generations"] == [{"digest": bundled, "role": "Previous", **COUNTED}]
     assert told["generation"]["root"].endswith(generation(cluster))
 
-    change(cluster, connector={"type": "SimpleCPU"})
-    run(cluster)
+    edited(cluster, connector={"type": "SimpleCPU"})
     told = cluster.look(TIER_KEY)["status"]
     assert "generations" not in told
     assert set(told["generation"]) == {"current"}  # its blocks are in no directory of the volume
@@ -74,8 +64,7 @@ def test_what_the_status_says_of_generations_follows_the_connector() -> None:
 def test_generations_that_nobody_counts_any_more_are_not_told() -> None:
     cluster = reconciled()
     cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": generation(cluster), **COUNTED}]}})
-    change(cluster, janitor={"enabled": False})
-    run(cluster)
+    edited(cluster, janitor={"enabled": False})
     assert "generations" not in cluster.look(TIER_KEY)["status"]
 
 
@@ -100,8 +89,7 @@ def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -
     assert outcome.written.index(REDIS) < outcome.written.index(DEPLOYMENT)
     service = cluster.look(ObjectKey(api_version="v1", kind="Service", name="llama-redis"))
     assert service["metadata"]["namespace"] == NAMESPACE
-    change(cluster, connector={"type": "VLLMOffloading", "lmcache": None})
-    run(cluster)
+    edited(cluster, connector={"type": "VLLMOffloading", "lmcache": None})
     assert REDIS not in cluster.existing()
 
 

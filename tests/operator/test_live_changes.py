@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from test_reconcile import CHILDREN
 from tiers import (
     CONFIG,
@@ -26,25 +26,53 @@ from kvtier_connector.contract import engine, janitor
 from kvtier_operator import names
 
 
-def test_a_mode_reaches_the_engines_without_a_new_pod() -> None:
-    cluster = reconciled()
-    before = cluster.look(DEPLOYMENT)
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "Bypass"}}})
-    assert run(cluster).written == (CONFIG,)
-    assert json.loads(cluster.look(CONFIG)["data"]["live.json"]) == {
-        "mode": "Bypass",
-        "needs_permit": True,
-    }
-    assert cluster.look(DEPLOYMENT) == before
+def live(cluster: FakeCluster) -> dict[str, Any]:
+    """Return what engines follow while they run."""
+    return dict(json.loads(cluster.look(CONFIG)["data"]["live.json"]))
 
 
-def test_a_budget_reaches_the_janitor_without_a_new_pod() -> None:
-    cluster = reconciled()
-    budget = {"maxBytes": "1Ti", "ttl": "1h", "lowWatermark": "50%"}
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": budget}, "generations": {"keepPrevious": 0}}})
-    assert run(cluster).written == (JANITOR_CONFIG,)
-    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
-    assert (told.max_bytes, told.ttl_seconds, told.low_watermark, told.keep_previous) == (1 << 40, 3600, 0.5, 0)
+def janitors(cluster: FakeCluster) -> janitor.JanitorConfig:
+    """Return what the janitor follows while it runs."""
+    return janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+
+
+KEYS = {"encryption": {"secretName": "keys", "activeKey": "2026-10"}}
+BUDGET = {"budget": {"maxBytes": "1Ti", "ttl": "1h", "lowWatermark": "50%"}}
+QUOTAS = {"quotas": [{"tenant": "acme", "maxBytes": "1Ti"}], "defaultMaxBytes": "1Gi"}
+
+
+@pytest.mark.parametrize(
+    ("disk", "edit", "told"),
+    [
+        ({}, {"disk": {"mode": "Bypass"}}, {"mode": "Bypass", "needs_permit": True}),
+        (KEYS, {"disk": {"encryption": {"activeKey": "2026-11"}}}, {"active_key": "2026-11"}),
+    ],
+    ids=["mode", "key"],
+)
+def test_an_edit_reaches_the_engines_without_a_new_pod(
+    disk: dict[str, Any], edit: dict[str, Any], told: dict[str, Any]
+) -> None:
+    cluster = reconciled(disk=disk)
+    assert edited(cluster, **edit).written == (CONFIG,)
+    assert live(cluster).items() >= told.items()
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (
+            {"disk": BUDGET, "generations": {"keepPrevious": 0}},
+            {"max_bytes": 1 << 40, "ttl_seconds": 3600, "low_watermark": 0.5, "keep_previous": 0},
+        ),
+        ({"disk": {"tenants": QUOTAS}}, {"quotas": {"acme": 1 << 40}, "default_quota_bytes": 1 << 30}),
+    ],
+    ids=["budget", "quotas"],
+)
+def test_an_edit_reaches_the_janitor_without_a_new_pod(edit: dict[str, Any], told: dict[str, Any]) -> None:
+    cluster = reconciled(disk={"tenants": {"from": "Parameter"}})
+    assert edited(cluster, **edit).written == (JANITOR_CONFIG,)
+    assert vars(janitors(cluster)).items() >= told.items()
+    assert engine.decode(cluster.look(CONFIG)["data"]["connector.json"]).tenant_from == "Parameter"
 
 
 @pytest.mark.parametrize(
@@ -53,35 +81,16 @@ def test_a_budget_reaches_the_janitor_without_a_new_pod() -> None:
 )
 def test_free_space_reaches_the_janitor_as_a_share_or_as_an_amount(free: str, fraction: float, count: int) -> None:
     cluster = reconciled(disk={"budget": {"minFree": free}})
-    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    told = janitors(cluster)
     assert (told.min_free_fraction, told.min_free_bytes) == (fraction, count)
-
-
-def test_another_key_reaches_the_engines_without_a_new_pod() -> None:
-    encryption = {"secretName": "keys", "activeKey": "2026-10"}
-    cluster = reconciled(disk={"encryption": encryption})
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"encryption": {"activeKey": "2026-11"}}}})
-    assert run(cluster).written == (CONFIG,)
-    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["active_key"] == "2026-11"
 
 
 def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
     cluster = reconciled()
-    cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
-    gone = {key for key, _ in run(cluster).deleted}
+    gone = {key for key, _ in edited(cluster, janitor={"enabled": False}).deleted}
     assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
     assert {key.name for key in gone} == {"llama-janitor"}
     assert cluster.existing() == CHILDREN - gone | {TIER_KEY}
-
-
-def test_quotas_reach_the_janitor_and_restart_nothing() -> None:
-    cluster = reconciled(disk={"tenants": {"from": "Parameter"}})
-    quotas = [{"tenant": "acme", "maxBytes": "1Ti"}]
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"tenants": {"quotas": quotas, "defaultMaxBytes": "1Gi"}}}})
-    assert run(cluster).written == (JANITOR_CONFIG,)
-    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
-    assert (told.quotas, told.default_quota_bytes) == ({"acme": 1 << 40}, 1 << 30)
-    assert engine.decode(cluster.look(CONFIG)["data"]["connector.json"]).tenant_from == "Parameter"
 
 
 def test_the_lease_is_left_to_its_holder() -> None:
@@ -95,10 +104,9 @@ def test_the_lease_is_left_to_its_holder() -> None:
 
 def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
     cluster = reconciled()
-    before = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
-    cluster.edit(TIER_KEY, {"spec": {"hash": {"seed": "7"}}})
-    assert JANITOR not in run(cluster).written
-    after = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    before = janitors(cluster)
+    assert JANITOR not in edited(cluster, hash={"seed": "7"}).written
+    after = janitors(cluster)
     assert (before.tier_dir, before.current != after.current) == (after.tier_dir, True)
 
 
@@ -132,26 +140,23 @@ def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_
         "disk": {"mode": "Bypass", "budget": {"maxBytes": "1Ti"}},
         "generations": {"keepPrevious": 0},
     }
-    cluster.edit(TIER_KEY, {"spec": edit})
-    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT, JANITOR_CONFIG}
-    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
+    assert set(edited(cluster, **edit).written) == {CONFIG, DEPLOYMENT, JANITOR_CONFIG}
+    assert live(cluster)["mode"] == "Bypass"
     assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
     assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
-    told = janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
+    told = janitors(cluster)
     assert (told.max_bytes, told.keep_previous) == (1 << 40, 0)
-    ready = next(each for each in cluster.look(TIER_KEY)["status"]["conditions"] if each["type"] == "Ready")
-    assert ready["status"] == "False"
-    assert ready["message"].startswith(field)
+    assert condition(cluster, "Ready")["status"] == "False"
+    assert condition(cluster, "Ready")["message"].startswith(field)
 
 
 def test_an_edit_of_the_pods_beside_a_refused_field_replaces_none() -> None:
     cluster = reconciled()
     template = cluster.look(DEPLOYMENT)["spec"]["template"]
     refused = {"hash": {"algorithm": "md5"}, "cpu": {"size": "32Gi"}, "disk": {"mode": "Bypass"}}
-    cluster.edit(TIER_KEY, {"spec": refused})
-    assert run(cluster).written == (CONFIG,)
+    assert edited(cluster, **refused).written == (CONFIG,)
     assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
-    assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
+    assert live(cluster)["mode"] == "Bypass"
 
 
 def test_an_edit_that_the_api_server_refuses_for_the_engines_moves_nothing_that_they_run_with() -> None:
@@ -171,9 +176,8 @@ def test_an_edit_that_the_api_server_refuses_for_the_engines_moves_nothing_that_
     assert cluster.look(JANITOR_CONFIG) == before[JANITOR_CONFIG]
     for file in ("connector.json", "live.json"):
         assert (cluster.look(CONFIG)["data"][file] == before[CONFIG]["data"][file]) is (file == "connector.json")
-    status = cluster.look(TIER_KEY)["status"]
-    assert status["generation"] == generation
-    ready = next(each for each in status["conditions"] if each["type"] == "Ready")
+    assert cluster.look(TIER_KEY)["status"]["generation"] == generation
+    ready = condition(cluster, "Ready")
     assert (ready["reason"], "422 invalid label" in ready["message"]) == ("ApplyFailed", True)
     cluster.refuse = None
     assert {DEPLOYMENT, CONFIG, JANITOR_CONFIG} <= set(run(cluster).written)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from test_nodes import GIB, node, share
 from test_reconcile import CHILDREN, JANITORS
 from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER_KEY, pod, ready_deployment, tier
@@ -74,8 +74,7 @@ def test_a_tier_that_runs_is_scaled_and_bypassed_whatever_else_is_forbidden(kind
     cluster = Forbidding(tier())
     run(cluster)
     cluster.forbidden[kind] = frozenset({"list", "get", "apply"})
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 5, "disk": {"mode": "Bypass"}}})
-    run(cluster)
+    edited(cluster, replicas=5, disk={"mode": "Bypass"})
     assert (mode(cluster) == "Bypass") is (kind != "ConfigMap")
     holds_engines = kind in {"ConfigMap", "Deployment", "ServiceAccount", "PersistentVolumeClaim"}
     assert (cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5) is not holds_engines
@@ -106,8 +105,7 @@ def test_engines_that_run_follow_the_mode_of_a_spec_that_cannot_be_carried_out(
     cluster = reconciled()
     before, config = cluster.look(DEPLOYMENT), cluster.look(CONFIG)["data"][engine.CONFIG_FILE]
     disk = {**change.get("disk", {}), "mode": "Bypass"}
-    cluster.edit(TIER_KEY, {"spec": {**change, "replicas": 1, "disk": disk}})
-    run(cluster)
+    edited(cluster, **change, replicas=1, disk=disk)
     assert condition(cluster, "Ready")["status"] == "False"
     assert mode(cluster) == "Bypass"
     assert cluster.look(CONFIG)["data"][engine.CONFIG_FILE] == config
@@ -119,8 +117,7 @@ def test_an_account_of_somebody_else_keeps_no_engine_that_runs_from_its_mode() -
     cluster.remove(ACCOUNT)
     theirs = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT.name, "namespace": NAMESPACE}}
     cluster.put(theirs)
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 5, "disk": {"mode": "Bypass"}}})
-    assert run(cluster).written == (CONFIG,)
+    assert edited(cluster, replicas=5, disk={"mode": "Bypass"}).written == (CONFIG,)
     assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import kubernetes_schemas
 import pytest
-from fake_cluster import FakeCluster, condition, reconciled, run, status
+from fake_cluster import FakeCluster, condition, edited, reconciled, run, status
 from test_golden import VERSIONS
 from tiers import CLAIM, DEPLOYMENT, NAMESPACE, SERVICE, TIER_KEY, ready_deployment, tier
 
@@ -179,8 +179,7 @@ def test_where_pods_may_not_be_read_the_job_itself_tells_how_it_ended() -> None:
 def test_another_claim_or_another_user_is_tried_anew() -> None:
     cluster = started()
     first = cluster.look(JOB)
-    cluster.edit(TIER_KEY, {"spec": {"engine": {"podTemplate": {"securityContext": {"fsGroup": 7}}}}})
-    run(cluster)
+    edited(cluster, engine={"podTemplate": {"securityContext": {"fsGroup": 7}}})
     run(cluster)
     second = cluster.look(JOB)
     assert first["metadata"]["annotations"] != second["metadata"]["annotations"]
@@ -191,8 +190,7 @@ def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:
     cluster = reconciled()
     cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
     cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
-    cluster.edit(TIER_KEY, {"spec": {"proof": {"preflight": "Always"}, "replicas": 3}})
-    assert DEPLOYMENT in run(cluster).written
+    assert DEPLOYMENT in edited(cluster, proof={"preflight": "Always"}, replicas=3).written
     ends(cluster, 1, json.dumps({**GOOD, "problem": "only 3 MiB are free"}))
     run(cluster)
     assert condition(cluster, "StorageChecked")["status"] == "False"
@@ -209,8 +207,7 @@ def test_never_starts_engines_at_once_and_makes_no_job() -> None:
 @pytest.mark.parametrize("change", [{"proof": {"preflight": "Never"}}, {"disk": {"mode": "Bypass"}}])
 def test_a_job_that_nobody_waits_for_any_more_is_deleted_once(change: dict[str, Any]) -> None:
     cluster = started()
-    cluster.edit(TIER_KEY, {"spec": change})
-    run(cluster)
+    edited(cluster, **change)
     assert JOB not in cluster.existing()
     assert DEPLOYMENT in cluster.existing()
     assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
@@ -223,8 +220,7 @@ def test_a_paused_tier_keeps_its_job_until_it_goes_on() -> None:
     for _ in range(2):
         run(cluster)
         assert JOB in cluster.existing()
-    cluster.edit(TIER_KEY, {"spec": {"paused": False}})
-    run(cluster)
+    edited(cluster, paused=False)
     assert JOB not in cluster.existing()
 
 
@@ -318,6 +314,5 @@ def test_a_volume_that_is_not_written_is_not_tried_and_holds_up_no_engine(mode: 
     assert JOB not in cluster.existing()
     assert DEPLOYMENT in cluster.existing()
     assert f"spec.disk.mode is {mode}" in condition(cluster, "StorageChecked")["message"]
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"mode": "ReadWrite"}}})
-    run(cluster)
+    edited(cluster, disk={"mode": "ReadWrite"})
     assert JOB in cluster.existing()

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from tiers import (
     CLAIM,
     CONFIG,
@@ -101,16 +101,14 @@ def test_a_deleted_child_comes_back() -> None:
 
 def test_an_edit_changes_only_what_it_concerns() -> None:
     cluster = reconciled()
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 5}})
-    assert run(cluster).written == (DEPLOYMENT,)
+    assert edited(cluster, replicas=5).written == (DEPLOYMENT,)
     assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
 
 
 def test_a_change_of_the_configuration_rolls_the_engines() -> None:
     cluster = reconciled()
     before = cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"]
-    cluster.edit(TIER_KEY, {"spec": {"disk": {"admission": {"minReuse": 2}}}})
-    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
+    assert set(edited(cluster, disk={"admission": {"minReuse": 2}}).written) == {CONFIG, DEPLOYMENT}
     assert cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"] != before
 
 
@@ -199,8 +197,7 @@ def test_an_object_under_the_name_of_a_janitor_holds_up_no_tier_that_has_none(ke
     assert cluster.look(key) == before
     assert cluster.existing() == CHILDREN - set(JANITORS) | {TIER_KEY, key}
     assert condition(cluster, "Ready")["reason"] != "ObjectNotOurs"
-    cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": True}}})
-    run(cluster)
+    edited(cluster, janitor={"enabled": True})
     assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
     assert cluster.look(key) == before
 
@@ -247,8 +244,7 @@ def test_an_object_that_a_backup_restored_is_adopted_and_deleted_when_it_is_not_
     cluster = reconciled()
     cluster.edit(JANITOR_SERVICE, {"metadata": {"ownerReferences": None}})
     assert run(cluster).written == (JANITOR_SERVICE,)
-    cluster.edit(TIER_KEY, {"spec": {"janitor": {"enabled": False}}})
-    assert JANITOR_SERVICE in {key for key, _ in run(cluster).deleted}
+    assert JANITOR_SERVICE in {key for key, _ in edited(cluster, janitor={"enabled": False}).deleted}
 
 
 def test_each_deletion_is_told_in_an_event_but_no_claim_is_ever_deleted() -> None:
@@ -272,14 +268,12 @@ def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports() -> Non
     assert outcome.written == ()
     assert {verb for verb, _ in cluster.writes()} == {"patch_status", "post_event"}
     assert condition(cluster, "Paused")["status"] == "True"
-    cluster.edit(TIER_KEY, {"spec": {"paused": False}})
-    assert set(run(cluster).written) == {DEPLOYMENT, SERVICE}
+    assert set(edited(cluster, paused=False).written) == {DEPLOYMENT, SERVICE}
 
 
 def test_an_invalid_tier_keeps_its_engines_and_says_why() -> None:
     cluster = reconciled()
-    cluster.edit(TIER_KEY, {"spec": {"cpu": {"size": "lots"}}})
-    outcome = run(cluster)
+    outcome = edited(cluster, cpu={"size": "lots"})
     assert (outcome.written, outcome.failure) == ((), None)
     assert cluster.existing() == CHILDREN | {TIER_KEY}
     assert condition(cluster, "Ready")["message"].startswith("spec.cpu.size: ")

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from test_reconcile import CHILDREN, JANITORS
 from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, RUNNING, TIER_KEY, pod, tier, waiting
 
@@ -38,11 +38,9 @@ def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
 
 def test_a_claim_goes_with_its_tier_only_under_deletion_policy_delete() -> None:
     cluster = reconciled(volume={"deletionPolicy": "Delete"})
-    cluster.edit(TIER_KEY, {"spec": {"volume": {"deletionPolicy": "Retain"}}})
-    run(cluster)
+    edited(cluster, volume={"deletionPolicy": "Retain"})
     assert "ownerReferences" not in cluster.look(CLAIM)["metadata"]
-    cluster.edit(TIER_KEY, {"spec": {"volume": {"deletionPolicy": "Delete"}}})
-    run(cluster)
+    edited(cluster, volume={"deletionPolicy": "Delete"})
     cluster.remove(TIER_KEY)
     assert cluster.existing() == set()
 
@@ -93,8 +91,7 @@ def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
 ) -> None:
     cluster = reconciled()
     before = cluster.look(CLAIM)
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 1, "volume": {"claim": change}}})
-    assert run(cluster).written == (DEPLOYMENT,)
+    assert edited(cluster, replicas=1, volume={"claim": change}).written == (DEPLOYMENT,)
     assert cluster.look(CLAIM) == before
     assert condition(cluster, "Ready")["reason"] == reason
     assert words in condition(cluster, "Ready")["message"]
@@ -102,15 +99,13 @@ def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
 
 def test_a_claim_may_grow() -> None:
     cluster = reconciled()
-    cluster.edit(TIER_KEY, {"spec": {"volume": {"claim": {"size": "3Ti"}}}})
-    assert run(cluster).written == (CLAIM,)
+    assert edited(cluster, volume={"claim": {"size": "3Ti"}}).written == (CLAIM,)
 
 
 @pytest.mark.parametrize("error", [ClusterForbidden("cannot grow"), ClusterRejected("cannot grow")], ids=str)
 def test_a_claim_that_cannot_grow_is_told_and_holds_up_nothing_else(error: ClusterError) -> None:
     cluster = reconciled()
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 5, "volume": {"claim": {"size": "3Ti"}}}})
-    run(cluster)
+    edited(cluster, replicas=5, volume={"claim": {"size": "3Ti"}})
     first = cluster.calls.index(("apply", str(CLAIM))) + 1
     cluster.edit(TIER_KEY, {"spec": {"replicas": 6, "volume": {"claim": {"size": "4Ti"}}}})
     cluster.fail = (first, error)
@@ -138,8 +133,7 @@ def grown_by_hand(size: str = "4Ti") -> FakeCluster:
 
 def test_a_tier_whose_claim_was_grown_by_hand_is_bypassed_and_scaled_as_its_spec_says() -> None:
     cluster = grown_by_hand()
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 3, "disk": {"mode": "Bypass"}}})
-    assert set(run(cluster).written) == {CONFIG, DEPLOYMENT}
+    assert set(edited(cluster, replicas=3, disk={"mode": "Bypass"}).written) == {CONFIG, DEPLOYMENT}
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
     assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 3
     assert cluster.look(CLAIM)["spec"]["resources"]["requests"]["storage"] == "4Ti"
@@ -169,7 +163,8 @@ def test_the_janitor_runs_beside_the_engine_where_a_claim_of_the_users_is_of_one
 
 def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_waits_for() -> None:
     volume = {"claim": None, "existingClaim": "mine"}
-    cluster = reconciled(replicas=1, volume=volume), claim("mine", "ReadWriteOnce")
+    cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", "ReadWriteOnce"))
+    run(cluster)
     key = ObjectKey(api_version="v1", kind="Pod", name="moved")
     stuck = pod("moved", cluster.look(DEPLOYMENT)["spec"]["template"], **waiting("ContainerCreating"))
     stuck["metadata"] |= {"uid": "pod-moved", "creationTimestamp": "2026-01-01T11:00:00Z"}
@@ -192,8 +187,7 @@ def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wa
     assert preflight not in cluster.existing()
     assert cluster.look(JANITOR)["spec"]["replicas"] == 1
     assert "set spec.replicas to 0, which stops the janitor" in condition(cluster, "VolumeBound")["message"]
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 0}})
-    run(cluster)
+    edited(cluster, replicas=0)
     assert cluster.look(JANITOR)["spec"]["replicas"] == 0
     assert "names others that use it" in condition(cluster, "VolumeBound")["message"]
     assert run(cluster).written == ()

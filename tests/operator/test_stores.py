@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, reconciled, run
+from fake_cluster import FakeCluster, edited, reconciled, run
 from healthy_tier import READY_POD, UNREADY_POD, changed, conditions, varied
 from tiers import NAMESPACE, TIER_KEY, tier
 
@@ -47,12 +47,10 @@ def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_
     cluster = reconciled(connector=WITH_REDIS)
     before = pod_template(cluster)
     of_another_release(monkeypatch)
-    cluster.edit(TIER_KEY, {"spec": {"replicas": 3}})
-    run(cluster)
+    edited(cluster, replicas=3)
     assert pod_template(cluster) == before
     larger = {"type": "LMCache", "lmcache": {"redis": {"trial": {"memory": "2Gi"}}}}
-    cluster.edit(TIER_KEY, {"spec": {"connector": larger}})
-    run(cluster)
+    edited(cluster, connector=larger)
     (container,) = pod_template(cluster)["spec"]["containers"]
     assert "--new" in container["args"]
     assert str(2 << 30) in container["args"]
