@@ -12,9 +12,7 @@ import json
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +21,7 @@ from numpy.typing import NDArray
 from kvtier_connector.janitor.policy import BlockColumns, Ints, link
 from kvtier_connector.store.fs import READ_FLAGS, FileSystem, replacing, write_all
 from kvtier_connector.store.header import HEADER_BYTES
-from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES
+from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, MAX_TIME_NS
 from kvtier_connector.store.layout import (
     BLOCKS,
     MAX_HASH_BYTES,
@@ -67,9 +65,10 @@ _MOST_SALTS = 1 << 14
 """Clients may name any number of tenants; the salts of tenants in use are soon computed again."""
 _NAME_BITS = (1 << 64) - 1
 _NEARLY_ALL = 0.9
-_MAGIC = b"KVTL"
-_VERSION = 5
-_HEAD = struct.Struct("<4sIQQII")
+_VERSION = 6
+"""Of the saved file, its document and its rows."""
+_HEAD = struct.Struct("<IQ")
+"""Checksum of everything after it, and length of the document."""
 _PIECE_BYTES = 1 << 22
 _MOST_DOCUMENT_BYTES = 64 << 20
 
@@ -274,22 +273,18 @@ class Catalog:
         self._renumber_tenants()
         self._sort()
 
-    def restore(self, rows: Rows, *, generations: list[str], tenants: list[str], epoch: int) -> None:
-        """Take over the rows of an earlier process; the array belongs to the catalog from now on."""
-        self.generations, self.tenants, self.epoch = generations, tenants, epoch
-        alive = rows["is_alive"]
-        self._rows, self._count, self._dead = rows, rows.size, int(rows.size - np.count_nonzero(alive))
+    def restore(self, rows: Rows, generations: list[str], tenants: list[str]) -> None:
+        """Take over the blocks of an earlier process; the array belongs to the catalog from now on."""
+        rows["epoch"] = self.epoch
+        self.generations, self.tenants, self._rows, self._count = generations, tenants, rows, rows.size
         self._tenant_numbers = {name: number for number, name in enumerate(tenants)}
-        living = np.flatnonzero(alive)
-        pairs = rows["generation"][living].astype(np.uint64) << np.uint64(32) | rows["tenant"][living]
-        places, place_of = np.unique(pairs, return_inverse=True)
-        blocks, sizes = np.bincount(place_of, minlength=places.size), np.zeros(places.size, np.int64)
-        np.add.at(sizes, place_of, rows["size"][living])
-        self._sums = {
-            (place >> 32, place & 0xFFFFFFFF): Sum(*sums)
-            for place, *sums in zip(places.tolist(), blocks.tolist(), sizes.tolist(), strict=True)
-        }
-        self.largest_bytes = int(rows["size"][living].max()) if living.size else 0
+        pairs = rows["generation"].astype(np.uint64) << np.uint64(32) | rows["tenant"]
+        places, place_of, blocks = np.unique(pairs, return_inverse=True, return_counts=True)
+        sizes = np.zeros(places.size, np.int64)
+        np.add.at(sizes, place_of, rows["size"])
+        for place, *each in zip(places.tolist(), blocks.tolist(), sizes.tolist(), strict=True):
+            self._sums[place >> 32, place & 0xFFFFFFFF] = Sum(*each)
+        self.largest_bytes = int(rows["size"].max()) if rows.size else 0
         self._sort()
 
     def columns(self, order: Sequence[str], *, is_aging: bool = True) -> tuple[BlockColumns, Ints]:
@@ -429,43 +424,32 @@ def _mix(number: int) -> int:
     return number ^ number >> 31
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedCatalog:
-    """Everything that a restarted janitor needs besides the rows."""
+class SavedCatalog(NamedTuple):
+    """Everything that a restarted janitor needs besides the blocks."""
 
     taken_ns: int
     """When the journals had been read up to the places."""
-    places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    places: Mapping[str, Mapping[str, int]]
     """By generation, the position up to which each journal was read."""
-    walked_ns: int = 0
-    """When the last complete walk began; 0 if there was none."""
+    is_counted: bool
+    """Whether a complete walk has seen every block."""
 
 
-def save(catalog: Catalog, snapshot: SavedCatalog, tier_dir: Path, *, fs: FileSystem) -> None:
+def save(catalog: Catalog, saved: SavedCatalog, tier_dir: str, *, fs: FileSystem) -> None:
     """Write the catalog, with its gaps closed.
 
     Raises:
         OSError: the volume does not take it; the old file stays.
     """
     catalog.renumber()
-    document = json.dumps(
-        {
-            "generations": catalog.generations,
-            "tenants": catalog.tenants,
-            "epoch": catalog.epoch,
-            "taken_ns": snapshot.taken_ns,
-            "walked_ns": snapshot.walked_ns,
-            "places": {digest: dict(places) for digest, places in snapshot.places.items()},
-        }
-    ).encode()
+    document = json.dumps([_VERSION, catalog.generations, catalog.tenants, *saved]).encode()
     rows = memoryview(catalog.rows.view(np.uint8).data)
-    checksum = zlib.crc32(rows, zlib.crc32(document))
-    head = _HEAD.pack(_MAGIC, _VERSION, len(document), catalog.rows.size, ROW.itemsize, checksum)
+    head = _HEAD.pack(zlib.crc32(rows, zlib.crc32(document)), len(document))
     with replacing(fs, f"{tier_dir}/{CATALOG_FILE}") as fd:
         write_all(fs, fd, rows, write_all(fs, fd, memoryview(head + document)))
 
 
-def load(catalog: Catalog, tier_dir: Path, *, fs: FileSystem) -> SavedCatalog | None:
+def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | None:
     """Fill an empty catalog from the file; None if there is no usable file.
 
     Raises:
@@ -476,37 +460,37 @@ def load(catalog: Catalog, tier_dir: Path, *, fs: FileSystem) -> SavedCatalog | 
     except FileNotFoundError:
         return None
     try:
-        text, rows = _read_file(fs, fd)
-        document: dict[str, Any] = json.loads(text)
-        snapshot = SavedCatalog(**{name: document[name] for name in ("taken_ns", "walked_ns", "places")})
-        names = {name: document[name] for name in ("generations", "tenants", "epoch")}
-        offsets = [offset for places in snapshot.places.values() for offset in places.values()]
-        numbers = [snapshot.taken_ns, snapshot.walked_ns, names["epoch"], *offsets]
-        if not all(isinstance(each, int) for each in numbers) or not _are_in_range(rows, names):
+        document, rows = _read_file(fs, fd)
+        version, generations, tenants, *rest = document
+        saved = SavedCatalog(*rest)
+        offsets = [offset for places in saved.places.values() for offset in places.values()]
+        is_known = version == _VERSION and tenants[0] == "" and saved.is_counted in {True, False}
+        is_sound = all(type(each) is str for each in [*generations, *tenants]) and all(
+            type(each) is int and 0 <= each <= MAX_TIME_NS for each in [saved.taken_ns, *offsets]
+        )
+        if not (is_known and is_sound and _are_in_range(rows, len(generations), len(tenants))):
             return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
         # Damaged, of another version, or not written by a janitor: other processes can write here, too.
         return None
     finally:
         fs.release(fd)
-    catalog.restore(rows, **names)
-    return snapshot
+    catalog.restore(rows, generations, tenants)
+    return saved
 
 
-def _read_file(fs: FileSystem, fd: int) -> tuple[bytes, Rows]:
-    """Return document and rows of an open file; raise ValueError if it is of another version or damaged."""
-    head = _HEAD.unpack(_read(fs, fd, memoryview(bytearray(_HEAD.size)), 0))
-    magic, version, document_bytes, count, row_bytes, checksum = head
-    size = _HEAD.size + document_bytes + count * row_bytes
-    is_known = (magic, version, row_bytes) == (_MAGIC, _VERSION, ROW.itemsize)
-    if not is_known or document_bytes > _MOST_DOCUMENT_BYTES or size != fs.fstat(fd).st_size:
-        raise ValueError(head)
-    text = bytes(_read(fs, fd, memoryview(bytearray(document_bytes)), _HEAD.size))
+def _read_file(fs: FileSystem, fd: int) -> tuple[Any, Rows]:
+    """Return document and rows of an open file; raise ValueError if it is damaged."""
+    checksum, document_bytes = _HEAD.unpack(_read(fs, fd, memoryview(bytearray(_HEAD.size)), 0))
+    count, rest = divmod(fs.fstat(fd).st_size - _HEAD.size - document_bytes, ROW.itemsize)
+    if rest or count < 0 or document_bytes > _MOST_DOCUMENT_BYTES:
+        raise ValueError(document_bytes)
+    text = _read(fs, fd, memoryview(bytearray(document_bytes)), _HEAD.size)
     rows = np.zeros(count, ROW)
     body = _read(fs, fd, memoryview(rows.view(np.uint8).data), _HEAD.size + document_bytes)
     if len(body) != rows.nbytes or zlib.crc32(body, zlib.crc32(text)) != checksum:
         raise ValueError(checksum)
-    return text, rows
+    return json.loads(bytes(text)), rows
 
 
 def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:
@@ -516,20 +500,18 @@ def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:
     return into[:done]
 
 
-def _are_in_range(rows: Rows, names: Mapping[str, Any]) -> bool:
-    """Return whether generations and tenants are names, and the numbers of every row are in their range."""
-    lists: Collection[Collection[Any]] = (names["generations"], names["tenants"])
-    if not all(isinstance(name, str) for each in lists for name in each) or names["tenants"][0] != "":
-        return False
-    most = {
-        "generation": len(names["generations"]) - 1,
-        "tenant": len(names["tenants"]) - 1,
-        "size": HEADER_BYTES + MAX_PAYLOAD_BYTES,
-        "position": MAX_POSITION,
-        "hash_bytes": MAX_HASH_BYTES,
+def _are_in_range(rows: Rows, generations: int, tenants: int) -> bool:
+    """Return whether all numbers of all rows are in their range."""
+    bounds = {
+        "generation": (0, generations - 1),
+        "tenant": (0, tenants - 1),
+        "size": (0, HEADER_BYTES + MAX_PAYLOAD_BYTES),
+        "created": (0, MAX_TIME_NS),
+        "used": (0, MAX_TIME_NS),
+        "position": (0, MAX_POSITION),
+        "hash_bytes": (MIN_HASH_BYTES, MAX_HASH_BYTES),
     }
     return not rows.size or (
-        all(int(rows[name].max()) <= limit for name, limit in most.items())
-        and all(int(rows[name].min()) >= 0 for name in ("size", "created", "used"))
-        and int(rows["hash_bytes"].min()) >= MIN_HASH_BYTES
+        all(low <= int(rows[name].min()) and int(rows[name].max()) <= high for name, (low, high) in bounds.items())
+        and bool(rows["is_alive"].all())
     )

@@ -141,11 +141,10 @@ class Sweeper(TierSweeper):
         self._began_at = now()
         self._is_hurried = False
         self._is_behind = False
-        """Whether decisions wait for journals that a step had no time for."""
+        """Whether decisions wait for journals or files that a step had no time for."""
         self._fruitless: tuple[object, ...] = ()
-        self._is_recounting = False
-        self._is_recounted = False
-        """Whether every file was looked at for the next decision."""
+        self._recount_since: float | None = None
+        """When a decision began to wait for a look at every file; None while none does."""
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
         self._next_look = 0.0
@@ -159,12 +158,12 @@ class Sweeper(TierSweeper):
     def open(self) -> None:
         """Take over the catalog of an earlier janitor, if the volume has it."""
         with self._problems.trying("catalog"):
-            if (saved := load(self.catalog, Path(self._dir), fs=self._fs)) is None:
+            if (saved := load(self.catalog, self._dir, fs=self._fs)) is None:
                 return
             self._journals.resume(saved.places, taken_ns=saved.taken_ns)
             # Older journals are removed: their records are lost, and only a walk counts everything again.
-            if 0 <= (self._clock() - saved.taken_ns) / 1e9 < self.config.journal_age_seconds:
-                self._scrub.walked_ns = saved.walked_ns
+            age_seconds = (self._clock() - saved.taken_ns) / 1e9
+            self._scrub.is_counted = saved.is_counted and 0 <= age_seconds < self.config.journal_age_seconds
             self._saved_changes = self.catalog.changes
 
     def configure(self, config: JanitorConfig) -> None:
@@ -182,6 +181,11 @@ class Sweeper(TierSweeper):
     def is_idle(self) -> bool:
         """Whether everything is counted and nothing waits to be removed."""
         return self._scrub.is_counted and self._eviction is None and not self._is_recounting
+
+    @property
+    def _is_recounting(self) -> bool:
+        since = self._recount_since
+        return since is not None and self._scrub.recounted_at < since and not self._cannot_walk
 
     def plan(self) -> Choice:
         """Return the decision of the policy as of now; nothing is removed."""
@@ -211,11 +215,9 @@ class Sweeper(TierSweeper):
         if is_time or self._eviction is not None or not self._journals.has_read_all:
             self._read_journals(has_time)
         self._walk(has_time)
-        if self._is_recounting:
-            self._recount(has_time)
-        # Decisions that wait for the journals are made in the step that has read the last of them.
+        # Decisions that wait for journals or files are made in the step that has read or seen the last of them.
         is_due = is_time or self._is_behind
-        self._is_behind = is_due and not self._journals.has_read_all
+        self._is_behind = is_due and (self._is_recounting or not self._journals.has_read_all)
         if is_due and self._may_act():
             self._decide()
             self._renew_permit()
@@ -277,16 +279,6 @@ class Sweeper(TierSweeper):
         self._tallies.removed_leftovers["partial"] += self._scrub.removed_partials
         self._scrub.removed_partials = 0
 
-    def _recount(self, has_time: Callable[[], bool]) -> None:
-        """Look at every file; those that cannot be looked at hold up no decision about the others."""
-        with self._problems.trying("recount"):
-            self._is_recounting = not self._scrub.recount(has_time)
-        if "recount" in self._problems:
-            self._is_recounting = False
-        if not self._is_recounting:
-            self._is_recounted = self._is_hurried = True
-            self._extremes_of = -1
-
     def _decide(self) -> None:
         if (
             self._eviction is not None
@@ -300,7 +292,7 @@ class Sweeper(TierSweeper):
         limits = self._limits()
         used_bytes = self.catalog.total.bytes
         if not is_due(limits, used_bytes=used_bytes, oldest_ns=self._oldest_ns):
-            self._is_recounted = False
+            self._recount_since = None
             return
         # A decision without effect is not repeated: for a million blocks it takes a second.
         situation = (self.catalog.changes, self.config, self._space.free_bytes)
@@ -308,10 +300,12 @@ class Sweeper(TierSweeper):
         if situation == self._fruitless and not is_expired:
             return
         choice = self._choose(limits)
-        if int(self.catalog.rows["size"][choice.rows].sum()) > MOST_SHARE * used_bytes and not self._is_recounted:
-            self._is_recounting = True
+        is_large = int(self.catalog.rows["size"][choice.rows].sum()) > MOST_SHARE * used_bytes
+        if is_large and self._recount_since is None:
+            self._recount_since, self._is_behind = self._now(), True
+            self._scrub.recount()
             return
-        self._is_recounted = False
+        self._recount_since = None
         self._fruitless = () if choice.rows.size else situation
         if choice.rows.size:
             self._eviction_began = self._now()
@@ -435,10 +429,8 @@ class Sweeper(TierSweeper):
         if not self._is_lasting or not self._cleanup.generations:
             return
         with self._problems.trying("catalog"):
-            saved = SavedCatalog(
-                taken_ns=self._clock(), places=self._journals.places(), walked_ns=self._scrub.walked_ns
-            )
-            save(self.catalog, saved, Path(self._dir), fs=self._fs)
+            saved = SavedCatalog(self._clock(), self._journals.places(), self._scrub.is_counted)
+            save(self.catalog, saved, self._dir, fs=self._fs)
             self._saved_changes = self.catalog.changes
 
     def _look_at_extremes(self) -> None:

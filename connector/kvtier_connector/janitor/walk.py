@@ -2,8 +2,8 @@
 """Looks at the files of a tier: at those that journals name, and at all directories in a walk that never ends.
 
 The first walk goes as fast as it can, each later one takes about an hour. A walk lists directories; only a file that
-the catalog does not know is opened for its header, once in its life. Unreadable directories are reported and tried
-again; until then the catalog keeps their blocks.
+the catalog does not know is opened for its header, once in its life. Unreadable directories are reported, and another
+walk follows soon; until then the catalog keeps their blocks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ import re
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
 from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem, read_page
@@ -54,16 +51,14 @@ _HURRY_REST = 4
 """Walks at full speed follow each other after so many times the duration of one."""
 _FRESH_SECONDS = 60.0
 """A partial file written to within this time is most likely a block soon, which counts then."""
-_MOST_UNSEEN = 1 << 16
+_MOST_NAMED = 1 << 16
 _RETRY_SECONDS = 60.0
 _LONGEST_RETRY_SECONDS = 3600.0
-_MOST_UNREAD = 4096
 _CACHED_SECONDS = 120.0
 """An NFS client may remember for so long that a file does not exist."""
 _PIECE = re.compile("[0-9a-f]{3}")
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, *NO_FILE})
 
-Looked = TypeVar("Looked")
 Place = tuple[str, BlockKey]
 """A block with the digest of its generation."""
 
@@ -96,13 +91,17 @@ class Listing:
     """Why the directory could not be read."""
 
 
-class Opened(NamedTuple):
-    """A block whose header was read."""
+class Found(NamedTuple):
+    """The file of a block."""
 
     size: int
     mtime_ns: int
     lineage: Lineage
     """None is known of one that is damaged or of another release; the file takes room all the same."""
+
+
+Looked = Found | OSError | None
+"""None: there is no such file. An error: it is not known."""
 
 
 def list_directory(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
@@ -153,40 +152,39 @@ def list_piece(fs: FileSystem, tier_dir: str, piece: BlockDirectory) -> Listing:
     return listing
 
 
-def open_block(fs: FileSystem, root: str, key: BlockKey) -> Opened | OSError | None:
-    """Read the header of a block; None if there is no such file."""
+def look_at_block(fs: FileSystem, root: str, key: BlockKey, lineage: Lineage | None) -> Looked:
+    """Look at the file of a block, and read its header where the lineage is None; None if there is no such file."""
+    path = f"{root}/{block_path(key)}"
     try:
-        fd = fs.open(f"{root}/{block_path(key)}", READ_FLAGS)
+        if lineage is not None:
+            status = fs.stat(path)
+            return Found(status.st_size, status.st_mtime_ns, lineage) if stat.S_ISREG(status.st_mode) else None
+        fd = fs.open(path, READ_FLAGS)
         try:
             status = fs.fstat(fd)
             page = memoryview(bytearray(HEADER_BYTES))
             header = decode_header(page[: read_page(fs, fd, page)])
         finally:
-            with contextlib.suppress(OSError):
-                fs.close(fd)
+            fs.release(fd)
     except OSError as error:
         return None if error.errno in _ABSENT else error
-    lineage = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE
-    return Opened(status.st_size, status.st_mtime_ns, lineage)
+    known = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE
+    return Found(status.st_size, status.st_mtime_ns, known)
 
 
-def stat_block(fs: FileSystem, root: str, key: BlockKey) -> os.stat_result | OSError | None:
-    """Look at the file of a block without opening it; None if there is no such file."""
-    try:
-        status = fs.stat(f"{root}/{block_path(key)}")
-    except OSError as error:
-        return None if error.errno in _ABSENT else error
-    return status if stat.S_ISREG(status.st_mode) else None
-
-
-class _Unseen(NamedTuple):
-    """A block named by a journal and not seen."""
+class _Named(NamedTuple):
+    """A block named by a journal, whose file was not seen."""
 
     look_at: float
     """When to look for it."""
-    used_ns: int
+    used_ns: int = 0
+    """When it was used; 0 if it was not."""
     size: int = 0
-    """Bytes of its file according to the journal, if the volume did not let the janitor look; else 0."""
+    """Bytes of its file according to the journal, 0 if they do not count."""
+    lineage: Lineage | None = None
+    """None if only the header tells."""
+    has_failed: bool = False
+    """Whether the volume did not let the janitor look."""
 
 
 class Scrub:
@@ -205,35 +203,33 @@ class Scrub:
         """Store the settings."""
         self._catalog, self._fs, self._tier_dir, self._pool = catalog, fs, tier_dir, pool
         self._clock, self._now = clock, now
+        self.is_counted = False
+        """Whether a complete walk, also one of an earlier process, has seen every readable block."""
         self._pieces: deque[BlockDirectory] = deque()
         self._pieces_of_walk = 0
-        self._is_walking = self._is_hurried = False
-        self._began_ns = 0
+        self._is_walking = self._is_hurried = self._is_thorough = False
         self._began_at = -math.inf
         self._rested_at = now()
         """When everything may be walked again at once."""
         self.walked_at = -math.inf
         """When the last complete walk of this process began, by `now`."""
-        self._next_at = now()
+        self.recounted_at = -math.inf
+        """The same of the last one that looked at known blocks, too."""
+        self.next_at = now()
+        """When to look at the next directory, by `now`."""
         self._pause = 0.0
-        """Seconds between two directories; 0 in the first walk."""
-        self._read = self._failed = 0
-        """Directories that this walk could read, and could not."""
-        self._failure: OSError | None = None
-        self._retry_at = math.inf
+        """Seconds between two directories; 0 at full speed."""
+        self._read = 0
+        """Directories that this walk could read."""
+        self._failures: dict[BlockDirectory, OSError] = {}
+        """Those that it could not read, pieces or trees."""
         self._retry_pause = _RETRY_SECONDS
-        self.unread: dict[BlockDirectory, str] = {}
-        """Directories that could not be read, pieces or trees, with the system's message."""
-        self.walked_ns = 0
-        """When the last complete walk began, also one of an earlier process; 0 before the first."""
-        self._unseen: dict[Place, _Unseen] = {}
-        """Blocks named by a journal and not seen."""
+        self.unread: dict[BlockDirectory, OSError] = {}
+        """The same of the last walk."""
+        self._named: dict[Place, _Named] = {}
+        """Blocks to look at later."""
         self._look_error = ""
         """Why the last of them could not be looked at."""
-        self._recounted: NDArray[np.uint64] | None = None
-        """Names of the blocks that `recount` has still to look at; None while it does not run."""
-        self._refused: OSError | None = None
-        """Why `recount` could not look at one of them."""
         self._is_cached = mount_of(tier_dir).is_nfs
         self._partial_bytes: dict[BlockDirectory, int] = {}
         """Bytes of the partial files of each directory that had some when it was listed."""
@@ -244,19 +240,9 @@ class Scrub:
         self.removed_partials = 0
 
     @property
-    def is_counted(self) -> bool:
-        """Whether a complete walk has seen every readable block."""
-        return self.walked_ns > 0
-
-    @property
     def share(self) -> float:
         """Share of the current walk that is done, from 0 to 1."""
         return 1 - len(self._pieces) / self._pieces_of_walk if self._pieces_of_walk else 0.0
-
-    @property
-    def next_at(self) -> float:
-        """When there is something to do again, by `now`."""
-        return min(self._next_at, self._retry_at)
 
     @property
     def problem(self) -> str:
@@ -275,116 +261,67 @@ class Scrub:
     def unseen_bytes(self) -> int:
         """Bytes of blocks that journals say were stored and that the volume did not let the janitor look at."""
         largest = self._catalog.largest_bytes or math.inf
-        return int(sum(min(unseen.size, largest) for unseen in self._unseen.values()))
+        return int(sum(min(named.size, largest) for named in self._named.values()))
 
     @property
     def look_problem(self) -> str:
-        """Message about such blocks; empty without any."""
-        count = sum(unseen.size > 0 for unseen in self._unseen.values())
+        """Message about blocks that could not be looked at; empty without any."""
+        count = sum(named.has_failed for named in self._named.values())
         return f"look: {count} blocks that journals name cannot be looked at: {self._look_error}" if count else ""
 
     def apply(self, digest: str, records: Sequence[Record]) -> None:
         """Take in records of a journal, after a look at each file that they say was stored or removed."""
         generation = self._catalog.generation(digest)
-        named = self._sort_out(digest, generation, records)
-        for key, found in self._at_once(stat_block, digest, list(named)):
-            record, row = named[key], self._catalog.find(generation, key)
-            if isinstance(found, OSError):
-                self._look_error = str(found)
-                size = 0 if row >= 0 else HEADER_BYTES + record.payload_bytes
-                self._look_later(digest, key, used_ns=record.time_ns, after_seconds=_RETRY_SECONDS, size=size)
-            elif found is not None:
-                row = self._add(generation, key, found.st_size, found.st_mtime_ns, record.lineage)
-                if record.op == Op.STORED:
-                    self._catalog.use(row, record.time_ns)
-            else:
-                self._catalog.forget([row] if row >= 0 else [])
-                if self._is_cached and record.op == Op.STORED:
-                    self._look_later(digest, key, used_ns=record.time_ns, after_seconds=_CACHED_SECONDS)
-        for record in named.values():
-            before = record.key._replace(hash=record.lineage.parent)
-            if before.hash and self._catalog.find(generation, before) < 0:
-                self._look_later(digest, before, used_ns=0)
-
-    def _sort_out(self, digest: str, generation: int, records: Sequence[Record]) -> dict[BlockKey, Record]:
-        """Take in the uses of known blocks; return the records whose files must be looked at."""
-        named: dict[BlockKey, Record] = {}
+        told: dict[Place, _Named] = {}
         for record in records:
-            key = record.key
-            row = self._catalog.find(generation, key)
-            if record.op == Op.STORED or (record.op == Op.GONE and row >= 0 and key not in named):
-                named[key] = record
-            elif record.op in {Op.USED, Op.RETAINED}:
-                # A retained block counts as used when its time is over.
-                if row >= 0:
-                    self._catalog.use(row, record.time_ns)
-                elif key in named:
-                    named[key] = named[key]._replace(time_ns=max(record.time_ns, named[key].time_ns))
-                else:
-                    self._look_later(digest, key, used_ns=record.time_ns)
-        return named
+            place, row = (digest, record.key), self._catalog.find(generation, record.key)
+            used_ns = max(record.time_ns, told[place].used_ns if place in told else 0)
+            if record.op == Op.STORED:
+                told[place] = _Named(0.0, used_ns, HEADER_BYTES + record.payload_bytes, record.lineage)
+            elif record.op == Op.GONE:
+                if row >= 0 and place not in told:
+                    told[place] = _Named(0.0, lineage=NO_LINEAGE)
+            elif record.op not in {Op.USED, Op.RETAINED}:
+                continue
+            # A retained block counts as used when its time is over.
+            elif row >= 0:
+                self._catalog.use(row, record.time_ns)
+            elif place in told:
+                told[place] = told[place]._replace(used_ns=used_ns)
+            else:
+                self._look_later(place, _Named(self._now(), used_ns))
+        self._look(told)
 
     def resolve(self, may_go_on: Callable[[], bool]) -> None:
-        """Open the due blocks that journals named and that were not seen, and the unknown blocks before them."""
-        now = self._now()
-        due: dict[str, list[BlockKey]] = {}
-        for (digest, key), unseen in self._unseen.items():
-            if unseen.look_at <= now:
-                due.setdefault(digest, []).append(key)
-        for digest, keys in due.items():
-            for start in range(0, len(keys), _FILES_AT_ONCE):
+        """Look at the due blocks that journals named and that were not seen, and the unknown blocks before them."""
+        while due := [place for place, named in self._named.items() if named.look_at <= self._now()]:
+            for start in range(0, len(due), _FILES_AT_ONCE):
                 if not may_go_on():
                     return
-                self._resolve(digest, keys[start : start + _FILES_AT_ONCE], may_go_on)
+                self._look({place: self._named.pop(place) for place in due[start : start + _FILES_AT_ONCE]})
 
-    def _resolve(self, digest: str, keys: Sequence[BlockKey], may_go_on: Callable[[], bool]) -> None:
-        generation = self._catalog.generation(digest)
-        wanted_of = {key: self._unseen.pop((digest, key)) for key in keys}
-        wanted = [key for key in keys if self._catalog.find(generation, key) < 0]
-        while wanted:
-            before = [each._replace(hash=parent) for each, parent in self._open(digest, wanted) if parent]
-            # Until everything was walked once, the walk finds the blocks before them.
-            wanted = [
-                key for key in dict.fromkeys(before) if self.is_counted and self._catalog.find(generation, key) < 0
-            ]
-            if wanted and not may_go_on():
-                for key in wanted:
-                    self._look_later(digest, key, used_ns=0)
-                break
-        for key, unseen in wanted_of.items():
-            if (row := self._catalog.find(generation, key)) >= 0:
-                self._catalog.use(row, unseen.used_ns)
-            elif unseen.size and BlockDirectory(digest, block_path(key).rpartition("/")[0]) in self.unread:
-                self._unseen[digest, key] = unseen._replace(look_at=self._now() + _RETRY_SECONDS)
-
-    def recount(self, may_go_on: Callable[[], bool]) -> bool:
-        """Look at the file of every block once more; return whether that is done.
-
-        Raises:
-            OSError: at the end, if some could not be looked at; they stay as they are.
-        """
-        catalog = self._catalog
-        if self._recounted is None:
-            self._recounted, self._refused = catalog.rows["name"][catalog.rows["is_alive"]], None
-        while self._recounted.size and may_go_on():
-            names, self._recounted = self._recounted[:_FILES_AT_ONCE], self._recounted[_FILES_AT_ONCE:]
-            rows = [row for row in map(catalog.find_name, names.tolist()) if row >= 0]
-            for digest in {catalog.digest(row) for row in rows}:
-                row_of = {catalog.key(row): row for row in rows if catalog.digest(row) == digest}
-                for key, found in self._at_once(stat_block, digest, list(row_of)):
-                    if isinstance(found, OSError):
-                        self._refused = self._refused or found
-                    elif found is None:
-                        catalog.forget([row_of[key]])
-                    else:
-                        written_ns = min(found.st_mtime_ns, self._clock())
-                        catalog.update(row_of[key], size=found.st_size, created_ns=written_ns)
-        if self._recounted.size:
-            return False
-        self._recounted = None
-        if self._refused is not None:
-            raise self._refused
-        return True
+    def _look(self, named: Mapping[Place, _Named]) -> None:
+        """Look at named blocks, and take in or forget them."""
+        for place, found in self._look_at({place: each.lineage for place, each in named.items()}):
+            (digest, key), each = place, named[place]
+            generation = self._catalog.generation(digest)
+            row = self._catalog.find(generation, key)
+            if isinstance(found, OSError):
+                self._look_error = str(found)
+                retry_at, size = self._now() + _RETRY_SECONDS, 0 if row >= 0 else each.size
+                self._look_later(place, each._replace(look_at=retry_at, size=size, has_failed=True))
+            elif found is not None:
+                row = self._add(place, found)
+                if each.used_ns:
+                    self._catalog.use(row, each.used_ns)
+                before = key._replace(hash=found.lineage.parent)
+                # Until everything was walked once, the walk finds the blocks before this one.
+                if before.hash and self.is_counted and self._catalog.find(generation, before) < 0:
+                    self._look_later((digest, before), _Named(self._now()))
+            else:
+                self._catalog.forget([row] if row >= 0 else [])
+                if self._is_cached and each.lineage is not None:
+                    self._look_later(place, _Named(self._now() + _CACHED_SECONDS, each.used_ns))
 
     def hurry(self, since: float) -> None:
         """Walk as fast as possible, and from the beginning unless the present walk began after `since`."""
@@ -392,7 +329,12 @@ class Scrub:
             self._pause = 0.0
         elif self._now() >= self._rested_at:
             self._is_walking, self._is_hurried = False, True
-        self._next_at = min(self._next_at, max(self._now(), self._rested_at))
+        self.next_at = min(self.next_at, max(self._now(), self._rested_at))
+
+    def recount(self) -> None:
+        """Walk as fast as possible from the beginning, and look at known blocks, too."""
+        self._is_walking, self._is_hurried, self._is_thorough = False, True, True
+        self.next_at = self._now()
 
     def step(
         self,
@@ -402,34 +344,31 @@ class Scrub:
         partials_age_seconds: float | None,
         may_go_on: Callable[[], bool],
     ) -> None:
-        """Look at the due pieces; raise OSError if hardly any can be read, and begin anew then.
+        """Look at the due pieces; raise OSError if hardly any can be read, and begin anew later.
 
         Partial files of that age are removed.
         """
         self._partials_age_seconds = partials_age_seconds
-        self._retry(may_go_on)
-        if self._now() < self._next_at:
+        if self._now() < self.next_at:
             return
         if not self._is_walking:
             self._begin(digests, verify_seconds)
-        if self._pause:
-            self._look_at_one()
-        while not self._pause and self._pieces and may_go_on():
-            for listing in self._list(self._pieces):
+        while self._pieces and self._now() >= self.next_at and may_go_on():
+            began = self._now()
+            some = [
+                self._pieces.popleft() for _ in range(min(1 if self._pause else _PIECES_AT_ONCE, len(self._pieces)))
+            ]
+            for listing in self._pool.map(lambda piece: list_piece(self._fs, self._tier_dir, piece), some):
                 self._visit(listing)
-        if self._pieces:
-            return
-        self._is_walking = False
-        if self._failure is not None and self._failed > self._read:
-            self._next_at = self._now() + _RETRY_SECONDS
-            raise self._failure
-        self._catalog.end_walk()
-        self.walked_ns, self.walked_at = self._began_ns, self._began_at
-        self._rested_at = self._now() + _HURRY_REST * (self._now() - self._began_at)
+            if self._pause:
+                ended = self._now()
+                self.next_at = ended + max(self._pause, 1 / _PIECES_PER_SECOND, _REST * (ended - began))
+        if not self._pieces:
+            self._end()
 
     def _begin(self, digests: Iterable[str], verify_seconds: float) -> None:
-        self._read, self._failed, self._failure = 0, 0, None
-        self._began_ns, self._began_at = self._clock(), self._now()
+        self._read, self._failures = 0, {}
+        self._began_at = self._now()
         self._catalog.begin_walk()
         self._pieces.clear()
         self.partials_problem = ""
@@ -437,33 +376,34 @@ class Scrub:
         self._partial_bytes = {
             piece: size for piece, size in self._partial_bytes.items() if piece.generation in digests
         }
+        is_slow = self.is_counted and not self._is_hurried
+        self._is_walking, self._is_hurried = True, False
         trees = deque(BlockDirectory(digest, tree) for digest in sorted(digests) for tree in (BLOCKS, TENANTS))
         while trees:
             for child in self._visit(list_piece(self._fs, self._tier_dir, trees.popleft())):
                 (trees if child.is_tree else self._pieces).append(child)
         self._pieces_of_walk = len(self._pieces)
-        is_slow = self.is_counted and not self._is_hurried
-        self._pause = verify_seconds / max(1, len(self._pieces)) if is_slow else 0.0
-        self._is_walking, self._is_hurried = True, False
-        self._next_at = self._now()
+        self._pause = verify_seconds / max(1, len(self._pieces)) if is_slow and not self._failures else 0.0
+        self.next_at = self._now()
 
-    def _list(self, pieces: deque[BlockDirectory]) -> Iterator[Listing]:
-        """List some of the pieces at once."""
-        some = [pieces.popleft() for _ in range(min(_PIECES_AT_ONCE, len(pieces)))]
-        return self._pool.map(lambda piece: list_piece(self._fs, self._tier_dir, piece), some)
-
-    def _look_at_one(self) -> None:
-        """Look at the next directory, and set the time of the one after it."""
-        began = self._now()
-        if self._pieces:
-            self._visit(list_piece(self._fs, self._tier_dir, self._pieces.popleft()))
-        ended = self._now()
-        self._next_at = ended + max(self._pause, 1 / _PIECES_PER_SECOND, _REST * (ended - began))
+    def _end(self) -> None:
+        """End a walk. One after unreadable directories follows soon, at full speed, and then more and more seldom."""
+        self._is_walking = False
+        self.unread = self._failures
+        self._is_hurried |= bool(self.unread)
+        self.next_at = max(self.next_at, self._now() + (self._retry_pause if self.unread else self._pause))
+        self._retry_pause = min(2 * self._retry_pause, _LONGEST_RETRY_SECONDS) if self.unread else _RETRY_SECONDS
+        self._rested_at = self._now() + _HURRY_REST * (self._now() - self._began_at)
+        if len(self.unread) > self._read:
+            raise next(iter(self.unread.values()))
+        self._catalog.end_walk()
+        self.is_counted, self.walked_at = True, self._began_at
+        if self._is_thorough:
+            self.recounted_at, self._is_thorough = self._began_at, False
 
     def _visit(self, listing: Listing) -> list[BlockDirectory]:
         """Compare a directory with the catalog; return the directories in it."""
         piece = listing.piece
-        self.unread.pop(piece, None)
         generation = self._catalog.generation(piece.generation) if listing.keys else -1
         rows = {key: self._catalog.find(generation, key) for key in listing.keys}
         for row in rows.values():
@@ -471,12 +411,17 @@ class Scrub:
                 self._catalog.see(row)
         if listing.error is not None:
             self._fail(piece, listing.error)
-        self._open(piece.generation, [key for key, row in rows.items() if row < 0])
+        wanted = {(piece.generation, key): None for key, row in rows.items() if row < 0}
+        known = {(piece.generation, key): NO_LINEAGE for key, row in rows.items() if row >= 0 and self._is_thorough}
+        for place, found in self._look_at({**wanted, **known}):
+            if isinstance(found, OSError):
+                self._fail(piece, found)
+            elif found is not None:
+                self._add(place, found)
+            elif place in known:
+                self._catalog.forget([rows[place[1]]])
         self._look_at_partials(listing)
-        if piece in self.unread:
-            self._failed += 1
-        elif not piece.is_tree:
-            self._read += 1
+        self._read += piece not in self._failures and not piece.is_tree
         return listing.children
 
     def _look_at_partials(self, listing: Listing) -> None:
@@ -498,55 +443,35 @@ class Scrub:
         if counted:
             self._partial_bytes[listing.piece] = counted
 
-    def _retry(self, may_go_on: Callable[[], bool]) -> None:
-        """Look once more at unreadable directories, first after a minute and then more and more seldom."""
-        if self._now() < self._retry_at:
-            return
-        due = deque(self.unread)
-        while due and may_go_on():
-            for listing in self._list(due):
-                due += self._visit(listing)
-        self._retry_pause = min(2 * self._retry_pause, _LONGEST_RETRY_SECONDS) if self.unread else _RETRY_SECONDS
-        self._retry_at = self._now() + self._retry_pause if self.unread else math.inf
-
     def _fail(self, piece: BlockDirectory, error: OSError) -> None:
         """Record an unreadable directory, and keep its blocks: it is not known that they are gone."""
-        self._failure = self._failure or error
-        if len(self.unread) < _MOST_UNREAD:
-            self.unread[piece] = str(error)
-        self._retry_at = min(self._retry_at, self._now() + self._retry_pause)
+        self._failures.setdefault(piece, error)
+        # It is reported at the end of the walk, and tried again soon afterwards.
+        self._pause, self.next_at = 0.0, self._now()
         self._catalog.see(self._catalog.rows_below(*piece))
 
-    def _look_later(
-        self, digest: str, key: BlockKey, *, used_ns: int, after_seconds: float = 0.0, size: int = 0
-    ) -> None:
-        if len(self._unseen) < _MOST_UNSEEN:
-            known = self._unseen.get((digest, key), _Unseen(0.0, 0))
-            self._unseen[digest, key] = _Unseen(
-                self._now() + after_seconds, max(known.used_ns, used_ns), max(known.size, size)
-            )
+    def _look_later(self, place: Place, named: _Named) -> None:
+        if len(self._named) < _MOST_NAMED:
+            used_ns = max(named.used_ns, self._named[place].used_ns if place in self._named else 0)
+            self._named[place] = named._replace(used_ns=used_ns)
 
-    def _at_once(
-        self, look: Callable[[FileSystem, str, BlockKey], Looked], digest: str, keys: Sequence[BlockKey]
-    ) -> Iterator[tuple[BlockKey, Looked]]:
+    def _look_at(self, lineages: Mapping[Place, Lineage | None]) -> Iterator[tuple[Place, Looked]]:
         """Look at several blocks at once, a bundle a thread, since handing over work takes time, too."""
-        root = f"{self._tier_dir}/{digest}"
-        bundles = [keys[start : start + _BUNDLE] for start in range(0, len(keys), _BUNDLE)]
-        for found in self._pool.map(lambda bundle: [(key, look(self._fs, root, key)) for key in bundle], bundles):
+
+        def look(places: Sequence[Place]) -> list[tuple[Place, Looked]]:
+            roots = ((place, f"{self._tier_dir}/{place[0]}") for place in places)
+            return [(place, look_at_block(self._fs, root, place[1], lineages[place])) for place, root in roots]
+
+        places = list(lineages)
+        bundles = [places[start : start + _BUNDLE] for start in range(0, len(places), _BUNDLE)]
+        for found in self._pool.map(look, bundles):
             yield from found
 
-    def _add(self, generation: int, key: BlockKey, size: int, mtime_ns: int, lineage: Lineage) -> int:
+    def _add(self, place: Place, found: Found) -> int:
         """Take in a block that was looked at; return its row. A file from the future must not stay for ever."""
-        written_ns = min(mtime_ns, self._clock())
-        return self._catalog.add(generation, key, size=size, created_ns=written_ns, used_ns=written_ns, lineage=lineage)
-
-    def _open(self, digest: str, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, bytes]]:
-        """Open unknown blocks and take them in; return those that exist, with the hash of the block before each."""
-        opened = []
-        for key, found in self._at_once(open_block, digest, keys):
-            if isinstance(found, OSError):
-                self._fail(BlockDirectory(digest, block_path(key).rpartition("/")[0]), found)
-            elif found is not None:
-                self._add(self._catalog.generation(digest), key, *found)
-                opened.append((key, found.lineage.parent))
-        return opened
+        digest, key = place
+        written_ns, lineage = min(found.mtime_ns, self._clock()), found.lineage
+        generation = self._catalog.generation(digest)
+        return self._catalog.add(
+            generation, key, size=found.size, created_ns=written_ns, used_ns=written_ns, lineage=lineage
+        )

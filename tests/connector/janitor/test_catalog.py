@@ -54,9 +54,8 @@ def test_added_and_not_forgotten_blocks_are_counted_also_after_a_restart(
                 assert (row >= 0) == ((digest, key(number, tenant)) in model)
                 assert row < 0 or catalog.key(row) == key(number, tenant)
     other = Catalog()
-    other.restore(
-        catalog.rows.copy(), generations=list(catalog.generations), tenants=list(catalog.tenants), epoch=catalog.epoch
-    )
+    catalog.renumber()
+    other.restore(catalog.rows.copy(), list(catalog.generations), list(catalog.tenants))
     assert (other.sums(), other.largest_bytes) == (catalog.sums(), SIZE if model else 0)
 
 
