@@ -23,15 +23,12 @@ from kvtier_connector.store.fs import READ_FLAGS, FileSystem, replacing, write_a
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, MAX_TIME_NS
 from kvtier_connector.store.layout import (
-    BLOCKS,
     MAX_HASH_BYTES,
     MAX_POSITION,
     MIN_HASH_BYTES,
     NO_LINEAGE,
-    TENANTS,
     BlockKey,
     Lineage,
-    tenant_of,
 )
 
 CATALOG_FILE = "janitor.catalog"
@@ -219,9 +216,9 @@ class Catalog:
         self.touched.append(row)
         self.changes += 1
 
-    def see(self, rows: int | NDArray[np.signedinteger[Any]]) -> None:
-        """Record that the walk found the blocks."""
-        self._rows["epoch"][rows] = self.epoch
+    def see(self, row: int) -> None:
+        """Record that the walk found the block."""
+        self._rows["epoch"][row] = self.epoch
 
     def forget(self, rows: Iterable[int]) -> None:
         """Remove blocks that are not on the volume."""
@@ -240,12 +237,11 @@ class Catalog:
         """Begin a walk: blocks not seen from now on are gone at its end."""
         self.epoch = self.epoch % _EPOCHS + 1
 
-    def end_walk(self) -> int:
-        """Forget the blocks that the walk did not find; return their number."""
+    def end_walk(self, is_kept: Callable[[str, BlockKey], bool] = lambda _digest, _key: False) -> None:
+        """Forget the blocks that the walk did not find, except those to keep."""
         rows = self.rows
-        lost = np.flatnonzero(rows["is_alive"] & (rows["epoch"] != self.epoch))
-        self.forget(lost.tolist())
-        return int(lost.size)
+        lost = np.flatnonzero(rows["is_alive"] & (rows["epoch"] != self.epoch)).tolist()
+        self.forget([row for row in lost if not is_kept(self.digest(row), self.key(row))])
 
     def drop_generation(self, digest: str) -> None:
         """Forget all blocks of a generation, and the generation."""
@@ -333,23 +329,6 @@ class Catalog:
         np.maximum.at(latest, rows["generation"][alive], rows["used"][alive])
         oldest_ns = int(rows["created"][alive].min()) if alive.size else None
         return oldest_ns, {number: used for number, used in enumerate(latest.tolist()) if used}
-
-    def rows_below(self, digest: str, path: str) -> Ints:
-        """Return the rows of the blocks below a directory of a generation.
-
-        That is the tree of all tenants, all blocks of one tenant, or one of 4096 directories.
-        """
-        living = self.rows
-        rows = np.flatnonzero(living["is_alive"] & (living["generation"] == self.generation(digest)))
-        if path == TENANTS:
-            return rows[np.flatnonzero(living["tenant"][rows])]
-        tree, _, name = path.rpartition("/")
-        tenant = self._tenant_numbers.get(tenant_of(f"{path}/" if name == BLOCKS else f"{tree}/"), -1)
-        rows = rows[np.flatnonzero(living["tenant"][rows] == np.int64(tenant))]
-        if name == BLOCKS or not rows.size:
-            return rows
-        digits = living["hash"][rows].view(np.uint8).reshape(-1, MAX_HASH_BYTES)[:, :2].astype(np.uint32)
-        return rows[np.flatnonzero((digits[:, 0] << 4 | digits[:, 1] >> 4) == int(name, 16))]
 
     def _append(self, name: int, generation: int, key: BlockKey, size: int) -> int:
         if self._count == self._rows.size:
@@ -470,7 +449,7 @@ def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | N
         )
         if not (is_known and is_sound and _are_in_range(rows, len(generations), len(tenants))):
             return None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError, struct.error):
         # Damaged, of another version, or not written by a janitor: other processes can write here, too.
         return None
     finally:

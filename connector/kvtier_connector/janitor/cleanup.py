@@ -15,7 +15,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvtier_connector.contract.janitor import JanitorConfig
@@ -54,55 +54,8 @@ class GenerationDirectory(NamedTuple):
     digest: str
     created_ns: int = 0
     """When its ``tier.json`` was written, 0 if it has none."""
-    strangers: tuple[str, ...] = ()
-    """Names under its root that kvtier does not make; a generation with such names is never removed."""
     problem: str = ""
     """Why it cannot be read; empty if it can. Nothing else is known of it then."""
-
-
-def list_generations(
-    fs: FileSystem, tier_dir: str, known: Iterable[GenerationDirectory] = ()
-) -> list[GenerationDirectory]:
-    """Return the generations of the tier by digest; known ones are not looked at again.
-
-    Raises:
-        OSError: the directory of the tier cannot be read.
-    """
-    by_digest = {each.digest: each for each in known if not each.problem}
-    try:
-        entries = fs.scandir(tier_dir)
-    except FileNotFoundError:
-        return []
-    found: list[GenerationDirectory] = []
-    for entry in sorted(entries, key=lambda each: each.name):
-        if entry.name in by_digest:
-            found.append(by_digest[entry.name])
-        # A preflight's directory may hold all that a generation holds.
-        elif find_home(entry.name) is not None and entry.is_dir(follow_symlinks=False):
-            try:
-                generation = look_at_generation(fs, tier_dir, entry.name)
-            except OSError as error:
-                generation = GenerationDirectory(entry.name, problem=str(error))
-            found += [] if generation is None else [generation]
-    return found
-
-
-def look_at_generation(fs: FileSystem, tier_dir: str, digest: str) -> GenerationDirectory | None:
-    """Return the generation in a directory, None if there is none; raise OSError if it cannot be read."""
-    root = f"{tier_dir}/{digest}"
-    try:
-        names = {entry.name for entry in fs.scandir(root)}
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if not names & _PARTS:
-        return None
-    created_ns = 0
-    if TIER_FILE in names:
-        with contextlib.suppress(FileNotFoundError):
-            created_ns = fs.stat(f"{root}/{TIER_FILE}").st_mtime_ns
-    return GenerationDirectory(
-        digest, created_ns, tuple(sorted(name for name in names - _PARTS if not is_partial(name)))
-    )
 
 
 class Cleanup:
@@ -139,7 +92,22 @@ class Cleanup:
         Raises:
             OSError: the directory of the tier cannot be read.
         """
-        self.generations = list_generations(self._fs, self._dir, self.generations)
+        known = {each.digest: each for each in self.generations if not each.problem}
+        try:
+            entries = sorted(self._fs.scandir(self._dir), key=lambda each: each.name)
+        except FileNotFoundError:
+            entries = []
+        self.generations = []
+        for entry in entries:
+            if entry.name in known:
+                self.generations.append(known[entry.name])
+            # A preflight's directory may hold all that a generation holds.
+            elif find_home(entry.name) is not None and entry.is_dir(follow_symlinks=False):
+                try:
+                    if not _PARTS.isdisjoint(self._names_in(entry.name)):
+                        self.generations.append(GenerationDirectory(entry.name, self._created_ns(entry.name)))
+                except OSError as error:
+                    self.generations.append(GenerationDirectory(entry.name, problem=str(error)))
         return next((f"generation: {each.problem}" for each in self.generations if each.problem), "")
 
     def order(self, current: str) -> list[str]:
@@ -223,16 +191,21 @@ class Cleanup:
         self._leftovers_at = self._now() + min(_LEFTOVERS_SECONDS, quarantine_seconds, config.journal_age_seconds)
 
     def _remove(self, digest: str, may_go_on: Callable[[], bool]) -> bool:
-        found = look_at_generation(self._fs, self._dir, digest)
-        if found is None:
-            return True
-        if found.strangers:
-            what = f"not removed, since another program put {', '.join(found.strangers)} there: remove it by hand"
+        if strangers := sorted(name for name in self._names_in(digest) - _PARTS if not is_partial(name)):
+            what = f"not removed, since another program put {', '.join(strangers)} there: remove it by hand"
             raise OSError(errno.ENOTEMPTY, what, f"{self._dir}/{digest}")
         is_gone = remove_generation(self._fs, f"{self._dir}/{digest}", may_go_on)
         if is_gone:
             logger.info("removed the generation %s", digest)
         return is_gone
+
+    def _names_in(self, digest: str) -> set[str]:
+        return {entry.name for entry in list_directory(self._fs, f"{self._dir}/{digest}")}
+
+    def _created_ns(self, digest: str) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self._fs.stat(f"{self._dir}/{digest}/{TIER_FILE}").st_mtime_ns
+        return 0
 
     def _remove_quarantined(self, digest: str, before_ns: int) -> None:
         root, kept = f"{self._dir}/{digest}", Sum()
@@ -295,13 +268,9 @@ def remove_generation(fs: FileSystem, root: str, may_go_on: Callable[[], bool]) 
     Raises:
         OSError: the volume refuses.
     """
-    tenants = find_tenants(fs, root)
-    trees = [f"{tenant_directory(tenant)}{tree}" for tenant in ["", *tenants] for tree in (BLOCKS, QUARANTINE)]
-    for tree in [*trees, *(f"{TENANTS}/{tenant}" for tenant in tenants), TENANTS, JOURNAL]:
-        if not _clear(fs, f"{root}/{tree}", may_go_on):
-            return False
     for entry in list_directory(fs, root):
-        if entry.name != TIER_FILE and not _clear(fs, f"{root}/{entry.name}", may_go_on):
+        is_ours = entry.name in _PARTS - {TIER_FILE} or is_partial(entry.name)
+        if is_ours and not _clear(fs, f"{root}/{entry.name}", may_go_on):
             return False
     with contextlib.suppress(FileNotFoundError):
         fs.unlink(f"{root}/{TIER_FILE}")

@@ -67,17 +67,6 @@ _OTHER_RELEASES = frozenset({Fault.VERSION, Fault.ALGORITHM})
 """Intact headers that this release cannot read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Criteria:
-    """Selects the blocks to remove: those that match every field that is not None."""
-
-    generation: str | None = None
-    tenant: str | None = None
-    """Empty for the common blocks."""
-    lora: str | None = None
-    """Name of a LoRA adapter, whatever weights it had when the blocks were computed."""
-
-
 @dataclass(slots=True)
 class Purged:
     """Files found, or removed, in one generation."""
@@ -98,9 +87,10 @@ _Entry = BlockEntry | Leftover
 
 def purge_blocks(  # noqa: PLR0913 - keywords
     directory: Path,
-    criteria: Criteria,
+    selection: Purge,
     *,
     is_dry: bool,
+    generation: str | None = None,
     fs: FileSystem = LOCAL,
     threads: int = 8,
     clock: Callable[[], int] = time.time_ns,
@@ -108,20 +98,21 @@ def purge_blocks(  # noqa: PLR0913 - keywords
 ) -> list[Purged]:
     """Remove the files that match, at or below the directory; with `is_dry` only count them.
 
+    An empty tenant stands for the common blocks. Without a `generation` all of them are purged.
+
     Raises:
         StoreUnavailable: the directory cannot be walked.
         ConfigInvalid: there is no generation of that name, or no such tenant.
     """
-    roots = [root for root in find_generations(directory, fs=fs) if criteria.generation in {None, root.name}]
+    roots = [root for root in find_generations(directory, fs=fs) if generation in {None, root.name}]
     if not roots:
-        name = "" if criteria.generation is None else f" {criteria.generation}"
+        name = "" if generation is None else f" {generation}"
         raise ConfigInvalid(f"{directory}: holds no generation{name}; kvtier inspect shows which there are")
-    if criteria.tenant:
-        _check_tenant(directory, roots, criteria.tenant, fs=fs)
+    if selection.tenant:
+        _check_tenant(directory, roots, selection.tenant, fs=fs)
     progress = progress or WalkProgress()
     progress.begin(len(roots) * (1 if is_dry else 2))
     results = []
-    adapter = None if criteria.lora is None else adapter_name_label(criteria.lora)
     for root in roots:
         results.append(result := Purged(str(root.relative_to(directory))))
         rooted = fs.rooted(str(root))
@@ -129,7 +120,7 @@ def purge_blocks(  # noqa: PLR0913 - keywords
             root=root,
             fs=rooted,
             threads=threads,
-            selection=Purge(criteria.tenant, adapter),
+            selection=selection,
             progress=progress,
             journal=JournalWriter(root, fs=rooted, clock=clock),
             result=result,
@@ -363,12 +354,17 @@ def purge(  # noqa: PLR0913 - keywords with defaults
     """Remove the blocks that match every given option, all blocks without one; without `yes` only count them."""
     if tenant and not is_tenant(tenant):
         raise ConfigInvalid(f"{tenant!r} cannot be a tenant: must be {_TENANT_FORM}")
-    criteria = Criteria(generation=generation, tenant=tenant, lora=lora)
+    selection = Purge(tenant, None if lora is None else adapter_name_label(lora))
     results = []
     if _generations(directory) or generation is not None:
         # Nothing is removed through a link, but the directory itself may be one.
         results = purge_blocks(
-            directory.resolve(), criteria, is_dry=not yes, threads=threads, progress=WalkProgress(tell)
+            directory.resolve(),
+            selection,
+            generation=generation,
+            is_dry=not yes,
+            threads=threads,
+            progress=WalkProgress(tell),
         )
     document = {
         "dryRun": not yes,
@@ -402,10 +398,9 @@ def gc(
     if yes:
         evicted = dict(report.tallies.evicted_blocks)
     else:
-        choice = sweeper.plan()
         evicted = Counter()
-        for reason, begin, end in zip(choice.reasons, [0, *choice.ends], choice.ends, strict=False):
-            evicted[reason.value] += end - begin
+        for reason, rows in sweeper.plan():
+            evicted[reason.value] += rows.size
     document |= {
         "evicted": {name: count for name, count in evicted.items() if count},
         "removedLeftovers": {name: count for name, count in report.tallies.removed_leftovers.items() if count},

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import NamedTuple, Self
 
@@ -21,7 +21,8 @@ from kvtier_connector.store.layout import block_path
 
 BATCH = 1024
 """Files between two reads of the journals."""
-_BUNDLE = 64
+_BUNDLES = 16
+"""Of one batch, each for one thread, since handing over work takes time, too."""
 _MOST_REFUSALS = 8
 """Of one bundle: a few files that cannot be removed must not keep all others, and a volume that refuses all will."""
 
@@ -56,24 +57,12 @@ class ActiveFileSystem(FileSystem):
             raise PermissionError(errno.EPERM, "not removed: this janitor does not hold the Lease of the tier", path)
 
 
-class Victim(NamedTuple):
-    """A file to remove."""
-
-    row: int
-    path: str
-    """Absolute."""
-    written_ns: int
-    """When the file was written, by the volume's clock: a younger file is another one."""
-    now_ns: int
-    """By the same clock: a file of a later time tells nothing."""
-
-
 class Fate(NamedTuple):
-    """Result for a victim."""
+    """What became of a chosen block."""
 
     row: int
     freed_bytes: int
-    """0 if it was gone already, or stays."""
+    """0 if its file was gone already, or stays."""
     rewritten_ns: int = 0
     """When it was written anew meanwhile, so that it stays; 0 if it was not."""
 
@@ -91,10 +80,15 @@ class Eviction:
         pool: Executor,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Store the decision."""
-        self._choice, self._catalog, self._clock = choice, catalog, clock
+        """Store the decision; `clock` is the volume's time."""
+        self._catalog, self._clock = catalog, clock
         self._fs, self._tier_dir, self._pool = fs, tier_dir, pool
-        self._next = 0
+        self._batches = deque(
+            (reason, rows[start : start + BATCH].tolist())
+            for reason, rows in choice
+            for start in range(0, rows.size, BATCH)
+        )
+        self._count = len(self._batches)
         self._spared: set[int] = set()
         catalog.touched.clear()
         self.removed: Counter[str] = Counter()
@@ -104,13 +98,13 @@ class Eviction:
 
     @property
     def is_done(self) -> bool:
-        """Whether every victim was dealt with."""
-        return self._next >= self._choice.rows.size
+        """Whether every chosen block was dealt with."""
+        return not self._batches
 
     @property
     def share(self) -> float:
-        """Share of the victims that were dealt with, from 0 to 1."""
-        return self._next / max(1, self._choice.rows.size)
+        """Share of the chosen blocks that were dealt with, from 0 to 1."""
+        return 1 - len(self._batches) / max(1, self._count)
 
     def step(self) -> None:
         """Remove the next batch; read the journals first.
@@ -120,21 +114,14 @@ class Eviction:
         """
         self._spare(self._catalog.touched)
         self._catalog.touched.clear()
-        reason = self._choice.reason(self._next)
-        end = min(self._next + BATCH, next(each for each in self._choice.ends if each > self._next))
-        rows = [int(row) for row in self._choice.rows[self._next : end]]
-        self._next = end
-        victims = [self._victim(row) for row in rows if self._may_go(row, reason)]
-        try:
-            fates = remove_victims(self._pool, self._fs, self._chains(victims))
-        except OSError:
-            self._spare(victim.row for victim in victims)
-            raise
+        reason, batch = self._batches.popleft()
+        rows = [row for row in batch if self._may_go(row, reason)]
+        fates, refusal = self._remove(rows)
         # Files that were refused, and those before one that was written anew.
-        kept = {victim.row for victim in victims} - {fate.row for fate in fates}
-        self._spare([*kept, *(fate.row for fate in fates if fate.rewritten_ns)])
+        self._spare(set(rows) - {fate.row for fate in fates})
         for fate in fates:
             if fate.rewritten_ns:
+                self._spare([fate.row])
                 self._catalog.rows["created"][fate.row] = fate.rewritten_ns
                 self.spared += 1
                 continue
@@ -142,6 +129,8 @@ class Eviction:
             if fate.freed_bytes:
                 self.removed[reason.value] += 1
                 self.freed_bytes[reason.value] += fate.freed_bytes
+        if refusal is not None and not fates:
+            raise refusal
 
     def _may_go(self, row: int, reason: EvictionReason) -> bool:
         if not self._catalog.rows["is_alive"][row]:
@@ -151,21 +140,17 @@ class Eviction:
         self.spared += is_spared
         return not is_spared
 
-    def _victim(self, row: int) -> Victim:
-        path = f"{self._tier_dir}/{self._catalog.digest(row)}/{block_path(self._catalog.key(row))}"
-        return Victim(row, path, int(self._catalog.rows["created"][row]), self._clock())
-
-    def _chains(self, victims: list[Victim]) -> list[list[Victim]]:
-        """Put victims of one prefix together, in the order of the decision: the end of a prefix first."""
-        chains: list[list[Victim]] = []
-        chain_of: dict[int, list[Victim]] = {}
-        for victim in reversed(victims):
-            chain = chain_of.get(self._catalog.parent_of(victim.row))
+    def _chains(self, rows: list[int]) -> list[list[int]]:
+        """Put blocks of one prefix together, in the order of the decision: the end of a prefix first."""
+        chains: list[list[int]] = []
+        chain_of: dict[int, list[int]] = {}
+        for row in reversed(rows):
+            chain = chain_of.get(self._catalog.parent_of(row))
             if chain is None:
                 chain = []
                 chains.append(chain)
-            chain_of[victim.row] = chain
-            chain.append(victim)
+            chain_of[row] = chain
+            chain.append(row)
         # The least recently used prefix first, too.
         return [chain[::-1] for chain in reversed(chains)]
 
@@ -176,55 +161,45 @@ class Eviction:
                 self._spared.add(row)
                 row = self._catalog.parent_of(row)  # noqa: PLW2901 - up the prefix
 
+    def _remove(self, rows: list[int]) -> tuple[list[Fate], OSError | None]:
+        """Remove files, several chains at once; return those that were tried and not refused, and a refusal.
 
-def remove_victims(pool: Executor, fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> list[Fate]:
-    """Remove files, several chains at once; return the results of those that were tried and not refused.
+        The files of a chain go one after the other, and none after one that stays. So a process that dies leaves no
+        block without those before it, and neither does a file that was written anew.
+        """
+        paths = {
+            row: f"{self._tier_dir}/{self._catalog.digest(row)}/{block_path(self._catalog.key(row))}" for row in rows
+        }
+        written_ns = {row: int(self._catalog.rows["created"][row]) for row in rows}
+        now_ns = self._clock()
 
-    The files of a chain go one after the other, and none after one that stays. So a process that dies leaves no block
-    without those before it, and neither does a file that was written anew.
+        def remove(row: int) -> Fate:
+            try:
+                status = self._fs.stat(paths[row])
+                # By the volume's clock: a younger file is another one, and one of a later time tells nothing.
+                if written_ns[row] < status.st_mtime_ns <= now_ns:
+                    return Fate(row, 0, status.st_mtime_ns)
+                self._fs.unlink(paths[row])
+            except (FileNotFoundError, NotADirectoryError):
+                return Fate(row, 0)
+            return Fate(row, status.st_size)
 
-    Raises:
-        OSError: at the end, if the volume refused all that were tried.
-    """
-    # Short chains together, since handing over work takes time, too.
-    bundles: list[list[Sequence[Victim]]] = [[]]
-    for chain in chains:
-        if sum(map(len, bundles[-1])) >= _BUNDLE:
-            bundles.append([])
-        bundles[-1].append(chain)
-    fates: list[Fate] = []
-    refusals: list[OSError] = []
-    for some, refused in pool.map(lambda bundle: _remove_bundle(fs, bundle), bundles):
-        fates += some
-        refusals += refused
-    if refusals and not fates:
-        raise refusals[0]
-    return fates
-
-
-def _remove_bundle(fs: FileSystem, chains: Iterable[Sequence[Victim]]) -> tuple[list[Fate], list[OSError]]:
-    fates: list[Fate] = []
-    refusals: list[OSError] = []
-    for chain in chains:
-        try:
-            for victim in chain:
-                fates.append(_remove(fs, victim))
-                if fates[-1].rewritten_ns:
+        def remove_bundle(chains: list[list[int]]) -> tuple[list[Fate], list[OSError]]:
+            fates, refusals = list[Fate](), list[OSError]()
+            for chain in chains:
+                try:
+                    for row in chain:
+                        fates.append(remove(row))
+                        if fates[-1].rewritten_ns:
+                            break
+                except OSError as error:
+                    refusals.append(error)
+                if len(refusals) == _MOST_REFUSALS:
+                    # The next ones would most likely wait for the same answer.
                     break
-        except OSError as error:
-            refusals.append(error)
-        if len(refusals) == _MOST_REFUSALS:
-            # The next ones would most likely wait for the same answer.
-            break
-    return fates, refusals
+            return fates, refusals
 
-
-def _remove(fs: FileSystem, victim: Victim) -> Fate:
-    try:
-        status = fs.stat(victim.path)
-        if victim.written_ns < status.st_mtime_ns <= victim.now_ns:
-            return Fate(victim.row, 0, status.st_mtime_ns)
-        fs.unlink(victim.path)
-    except (FileNotFoundError, NotADirectoryError):
-        return Fate(victim.row, 0)
-    return Fate(victim.row, status.st_size)
+        chains = self._chains(rows)
+        done = list(self._pool.map(remove_bundle, [chains[start::_BUNDLES] for start in range(_BUNDLES)]))
+        refusals = [error for _, some in done for error in some]
+        return [fate for fates, _ in done for fate in fates], next(iter(refusals), None)

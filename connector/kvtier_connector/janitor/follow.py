@@ -22,12 +22,9 @@ from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, pa
 ACTIVE_SECONDS = 600.0
 """A process that told of a block within this time counts as a writer."""
 _READ_BYTES = 4096 * RECORD_BYTES
-_MOST_READS = 512
-"""Journals opened in one call; the others are opened by the next calls."""
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 10.0
-"""A journal without new records is opened again after a pause that doubles up to this."""
-_LONGEST_IDLE_PAUSE_SECONDS = 60.0
+_PAUSE_SECONDS = 5.0
+"""A journal without new records is opened again after this."""
+_IDLE_PAUSE_SECONDS = 60.0
 """The same for a journal without new records for `ACTIVE_SECONDS`: its process is idle or dead."""
 _MOST_STALLS = 3
 """Reads after which a record that stays unreadable is skipped; before, it may be in the middle of being written."""
@@ -48,7 +45,6 @@ class _Segment:
     """When it had new records; in the beginning, when it was first listed."""
     next_at: float = 0.0
     read_at: float = -math.inf
-    pause: float = _FIRST_PAUSE_SECONDS
     stalls: int = 0
     is_over: bool = False
     """Whether nothing will be added, since its writer has begun the next segment."""
@@ -137,7 +133,6 @@ class JournalFollower:
         if self.has_read_all:
             self._pass_at = self._now()
         self.has_read_all = True
-        reads = 0
         digests = list(digests)
         self._unread = {path: each for path, each in self._unread.items() if path.partition("/")[0] in digests}
         for digest in digests:
@@ -150,10 +145,9 @@ class JournalFollower:
             self._unread.pop(directory, None)
             began_ns = self._clock()
             for name, segment, is_last in due:
-                if reads >= _MOST_READS or not has_time():
+                if not has_time():
                     self.has_read_all = False
                     return
-                reads += 1
                 is_more = True
                 while is_more:
                     try:
@@ -234,17 +228,14 @@ class JournalFollower:
         segment.is_over = not is_last and not segment.stalls and count < _READ_BYTES
         if records:
             segment.active_at = segment.next_at = self._now()
-            segment.pause = _FIRST_PAUSE_SECONDS
         else:
             self._put_off(segment)
         return records, is_more
 
     def _put_off(self, segment: _Segment) -> None:
-        """Pause longer and longer before a journal without new records is opened again."""
+        """Pause before a journal without new records is opened again."""
         is_idle = self._now() - segment.active_at > ACTIVE_SECONDS
-        longest = _LONGEST_IDLE_PAUSE_SECONDS if is_idle else _LONGEST_PAUSE_SECONDS
-        segment.pause = min(2 * segment.pause, longest)
-        segment.next_at = self._now() + segment.pause
+        segment.next_at = self._now() + (_IDLE_PAUSE_SECONDS if is_idle else _PAUSE_SECONDS)
 
     def _fail(self, path: str, message: str, size: int | None = None) -> None:
         """Record that a journal cannot be read, and whether it has grown."""

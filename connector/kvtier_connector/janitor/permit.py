@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection
+from datetime import timedelta
 
 from kvtier_connector.janitor.catalog import CATALOG_FILE
 from kvtier_connector.janitor.policy import Room
@@ -203,7 +204,8 @@ class VolumeTime:
             return "clock: the volume does not tell its time, so nothing is removed by its age"
         if self._jumped_until is None:
             return ""
-        return f"clock: the volume's jumped ahead by {_duration(self._jump_seconds)}; the jump is ignored for an hour"
+        jump = timedelta(minutes=round(self._jump_seconds / 60))
+        return f"clock: the volume's jumped ahead by {jump}; the jump is ignored for an hour"
 
     def look(self) -> None:
         """Ask the volume, once a minute."""
@@ -222,11 +224,3 @@ class VolumeTime:
             if now < self._jumped_until:
                 return
         self._offset_ns, self._jumped_until, self.is_known = offset_ns, None, True
-
-
-def _duration(seconds: float) -> str:
-    """Return a time with the unit that leaves few digits."""
-    for unit, length in (("days", 86_400), ("hours", 3600)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds / 60:.0f} minutes"

@@ -97,19 +97,8 @@ class Limits:
     """Blocks created earlier have expired; nanoseconds since 1970."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Rows to remove, in this order, with reasons."""
-
-    rows: Ints
-    reasons: tuple[EvictionReason, ...]
-    """One for each stretch of `rows`."""
-    ends: tuple[int, ...]
-    """Where the stretches end."""
-
-    def reason(self, index: int) -> EvictionReason:
-        """Return the reason of the block at this place of `rows`."""
-        return next(reason for reason, end in zip(self.reasons, self.ends, strict=True) if index < end)
+Choice = list[tuple[EvictionReason, Ints]]
+"""Rows to remove, in this order, by reason."""
 
 
 def quota_of(config: JanitorConfig, tenant: str) -> int:
@@ -252,7 +241,7 @@ def choose(blocks: BlockColumns, limits: Limits) -> Choice:
     above_floor = int(blocks.size[~picker.is_taken].sum()) - limits.floor_bytes
     if wanted > 0 and above_floor > 0:
         picker.take(-(-wanted // limits.portion), EvictionReason.VOLUME, most=above_floor)
-    return picker.choice()
+    return picker.choice
 
 
 class _Picker:
@@ -262,15 +251,14 @@ class _Picker:
         self._blocks = blocks
         self._order = order
         self.is_taken: Flags = np.zeros(blocks.size.size, np.bool_)
-        self._rows: list[Ints] = []
-        self._reasons: list[EvictionReason] = []
+        self.choice: Choice = []
 
     def take_expired(self, rows: Ints) -> None:
         self._take(rows[np.argsort(-self._blocks.position[rows], kind="stable")], EvictionReason.TTL)
 
     def take(self, wanted: int, reason: EvictionReason, *, among: Flags | None = None, most: int | None = None) -> None:
         """Take the first blocks that have `wanted` bytes together, never more than `most`."""
-        rows = self._order[~self.is_taken[self._order]] if self._rows else self._order
+        rows = self._order[~self.is_taken[self._order]] if self.choice else self._order
         if among is not None:
             rows = rows[among[rows]]
         sums = np.cumsum(self._blocks.size[rows])
@@ -279,13 +267,7 @@ class _Picker:
             count = min(count, int(np.searchsorted(sums, most, side="right")))
         self._take(rows[:count], reason)
 
-    def choice(self) -> Choice:
-        rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
-        ends = tuple(np.cumsum([each.size for each in self._rows]).tolist())
-        return Choice(rows=rows, reasons=tuple(self._reasons), ends=ends)
-
     def _take(self, rows: Ints, reason: EvictionReason) -> None:
         if rows.size:
             self.is_taken[rows] = True
-            self._rows.append(rows.astype(np.int64))
-            self._reasons.append(reason)
+            self.choice.append((reason, rows))

@@ -300,14 +300,15 @@ class Sweeper(TierSweeper):
         if situation == self._fruitless and not is_expired:
             return
         choice = self._choose(limits)
-        is_large = int(self.catalog.rows["size"][choice.rows].sum()) > MOST_SHARE * used_bytes
+        sizes = self.catalog.rows["size"]
+        is_large = sum(int(sizes[rows].sum()) for _, rows in choice) > MOST_SHARE * used_bytes
         if is_large and self._recount_since is None:
             self._recount_since, self._is_behind = self._now(), True
             self._scrub.recount()
             return
         self._recount_since = None
-        self._fruitless = () if choice.rows.size else situation
-        if choice.rows.size:
+        self._fruitless = () if choice else situation
+        if choice:
             self._eviction_began = self._now()
             catalog, fs, pool = self.catalog, self._fs, self._pool
             self._eviction = Eviction(choice, catalog=catalog, fs=fs, tier_dir=self._dir, pool=pool, clock=self._clock)
@@ -315,8 +316,7 @@ class Sweeper(TierSweeper):
     def _choose(self, limits: Limits) -> Choice:
         order = self._cleanup.order(self.config.current)
         blocks, rows = self.catalog.columns(order, is_aging=limits.expire_before is not None)
-        choice = choose(blocks, limits)
-        return replace(choice, rows=rows[choice.rows])
+        return [(reason, rows[chosen]) for reason, chosen in choose(blocks, limits)]
 
     def _limits(self) -> Limits:
         limits = make_limits(

@@ -225,9 +225,8 @@ class VllmFilesSweeper(TierSweeper):
             tenant=zeros,
             age=np.where(is_last, -1, is_old),
         )
-        choice = choose(columns, limits)
-        for index, row in enumerate(choice.rows.tolist()):
-            yield files[row], choice.reason(index).value
+        for reason, chosen in choose(columns, limits):
+            yield from ((files[row], reason.value) for row in chosen.tolist())
 
     def _is_removed(self, file: File, reason: str, spared: set[str], failures: list[OSError]) -> bool:
         """Remove a file that is unchanged since it was chosen. A read spares it from making room, once in a row.

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
@@ -396,7 +397,7 @@ class Scrub:
         self._rested_at = self._now() + _HURRY_REST * (self._now() - self._began_at)
         if len(self.unread) > self._read:
             raise next(iter(self.unread.values()))
-        self._catalog.end_walk()
+        self._catalog.end_walk(self._is_unread)
         self.is_counted, self.walked_at = True, self._began_at
         if self._is_thorough:
             self.recounted_at, self._is_thorough = self._began_at, False
@@ -444,11 +445,15 @@ class Scrub:
             self._partial_bytes[listing.piece] = counted
 
     def _fail(self, piece: BlockDirectory, error: OSError) -> None:
-        """Record an unreadable directory, and keep its blocks: it is not known that they are gone."""
+        """Record an unreadable directory."""
         self._failures.setdefault(piece, error)
         # It is reported at the end of the walk, and tried again soon afterwards.
         self._pause, self.next_at = 0.0, self._now()
-        self._catalog.see(self._catalog.rows_below(*piece))
+
+    def _is_unread(self, digest: str, key: BlockKey) -> bool:
+        """Return whether a block lies below an unreadable directory: then it is not known whether it is gone."""
+        above = PurePosixPath(block_path(key)).parents
+        return any(BlockDirectory(digest, str(path)) in self._failures for path in above)
 
     def _look_later(self, place: Place, named: _Named) -> None:
         if len(self._named) < _MOST_NAMED:

@@ -75,7 +75,7 @@ def test_a_walk_forgets_blocks_that_it_did_not_find_and_keeps_those_added_meanwh
     catalog.begin_walk()
     catalog.see(first)
     add(catalog, 3)
-    assert catalog.end_walk() == 1
+    catalog.end_walk()
     generation = catalog.generation("aa")
     assert [catalog.find(generation, key(number)) >= 0 for number in (1, 2, 3)] == [True, False, True]
 
@@ -119,8 +119,8 @@ def test_a_lookup_of_a_tenants_block_does_not_add_the_tenant() -> None:
 def order_of_eviction(catalog: Catalog) -> list[int]:
     """Return the numbers of the blocks, the first to go at the front."""
     blocks, rows = catalog.columns(["aa"])
-    choice = choose(blocks, Limits(high_bytes=1, low_bytes=0))
-    return [int.from_bytes(catalog.key(int(rows[row])).hash[:4], "little") for row in choice.rows]
+    ((_, chosen),) = choose(blocks, Limits(high_bytes=1, low_bytes=0))
+    return [int.from_bytes(catalog.key(int(row)).hash[:4], "little") for row in rows[chosen]]
 
 
 def test_a_use_of_the_last_block_moves_the_whole_prefix_behind_the_others() -> None:

@@ -15,9 +15,10 @@ from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 
 from kvtier_connector.contract.errors import StoreUnavailable
-from kvtier_connector.janitor.commands import Criteria, purge_blocks
+from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.store import fs as fs_module
 from kvtier_connector.store.fs import CREATE_FLAGS, DIRECTORY_MODE, LOCAL, READ_FLAGS, FileSystem, make_directories
+from kvtier_connector.store.journal import Purge
 from kvtier_connector.store.layout import block_path
 
 LEVELS = ["tenants", "tenants/alice", "tenants/alice/blocks", "the first digits", "the next digits"]
@@ -67,7 +68,7 @@ def test_a_purge_removes_nothing_through_a_link(rig: Rig, tmp_path: Path, level:
     engine = rig.engine()
     engine.put(1, tenant="alice")
     fs = Plants(engine, level, tmp_path / "outside")
-    purge_blocks(rig.dir, Criteria(), is_dry=False, fs=fs, threads=1)
+    purge_blocks(rig.dir, Purge(), is_dry=False, fs=fs, threads=1)
     assert fs.precious is not None
     assert fs.precious.exists()
 

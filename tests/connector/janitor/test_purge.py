@@ -15,7 +15,7 @@ import pytest
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Rig, key, payload
 
-from kvtier_connector.janitor.commands import Criteria, purge_blocks
+from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.store.blockstore import BlockStore, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import Purge, PurgeLog, record_purge
@@ -24,7 +24,8 @@ from kvtier_connector.store.layout import NO_LINEAGE, PURGES_FILE, BlockKey, Lin
 QUEUED = 2000
 WRITERS = 4
 SQL = Lineage(adapter=adapter_name_label("sql") + 16 * "a")
-ALL = Criteria()
+ALL = Purge()
+ADAPTER = adapter_name_label("sql")
 
 
 class Writers:
@@ -64,10 +65,9 @@ class Writers:
 
 CASES = {
     "all": (ALL, "", NO_LINEAGE),
-    "a generation": (Criteria(generation="aa"), "", NO_LINEAGE),
-    "a tenant": (Criteria(tenant="alice"), "alice", NO_LINEAGE),
-    "an adapter": (Criteria(lora="sql"), "", SQL),
-    "an adapter of a tenant": (Criteria(lora="sql", tenant="alice"), "alice", SQL),
+    "a tenant": (Purge("alice"), "alice", NO_LINEAGE),
+    "an adapter": (Purge(None, ADAPTER), "", SQL),
+    "an adapter of a tenant": (Purge("alice", ADAPTER), "alice", SQL),
 }
 
 
@@ -133,8 +133,8 @@ def test_partial_files_go_with_what_they_belong_to_however_young_and_are_counted
         for number in range(2):
             path.with_name(f".{path.name}.{number:032x}-partial").write_bytes(whole)
     outcomes = []
-    for criteria, is_dry in itertools.product((Criteria(tenant="alice"), Criteria(lora="sql"), ALL), (True, False)):
-        if criteria != Criteria(lora="sql") or is_dry:
+    for criteria, is_dry in itertools.product((Purge("alice"), Purge(None, ADAPTER), ALL), (True, False)):
+        if criteria != Purge(None, ADAPTER) or is_dry:
             (purged,) = purge_blocks(rig.dir, criteria, is_dry=is_dry)
             outcomes.append((purged.blocks, purged.partials, purged.bytes // BLOCK_BYTES))
     assert outcomes == [(1, 2, 3), (1, 2, 3), (0, 0, 0), (1, 2, 3), (1, 2, 3)]

@@ -11,7 +11,8 @@ import pytest
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
-from kvtier_connector.janitor.commands import Criteria, purge_blocks
+from kvtier_connector.janitor.commands import purge_blocks
+from kvtier_connector.store.journal import Purge
 from kvtier_connector.store.layout import block_path
 
 DAY = 86_400.0
@@ -183,12 +184,12 @@ def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_
     assert second.report.usage.blocks == 30
 
 
-@pytest.mark.parametrize("criteria", [Criteria(), Criteria(tenant="")])
-def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(rig: Rig, criteria: Criteria) -> None:
+@pytest.mark.parametrize("selection", [Purge(), Purge("")])
+def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(rig: Rig, selection: Purge) -> None:
     engine = rig.engine()
     engine.put_chain(*range(10))
     path = block_path(key(9))
     fs = Unreadable(f"{engine.root}/{path.rpartition('/')[0]}")
-    (purged,) = purge_blocks(rig.dir, criteria, is_dry=False, fs=fs)
+    (purged,) = purge_blocks(rig.dir, selection, is_dry=False, fs=fs)
     assert (purged.blocks, purged.failed, engine.there(range(10))) == (9, 1, [9])
     assert path.rpartition("/")[0] in purged.problem
