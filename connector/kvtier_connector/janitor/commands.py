@@ -393,8 +393,6 @@ def gc(
     sweeper.open()
     sweeper.finish(tell)
     report = sweeper.report
-    if report is None:
-        raise ConfigInvalid(f"{settings.tier_dir}: could not be read")
     if yes:
         evicted = dict(report.tallies.evicted_blocks)
     else:

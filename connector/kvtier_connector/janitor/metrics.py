@@ -107,10 +107,6 @@ class Tallies:
         self.sweeps += 1
         self.sweep_seconds, self.last_sweep = seconds, ended
 
-    def copy(self) -> Tallies:
-        """Return a copy, which other threads may read."""
-        return copy.deepcopy(self)
-
     @property
     def evicted_for_room(self) -> int:
         """Blocks that were removed for another reason than their age."""
@@ -201,7 +197,7 @@ def report_of(
     return replace(
         base,
         usage=usage,
-        tallies=tallies.copy(),
+        tallies=copy.deepcopy(tallies),
         tenants=len(by_tenant),
         other_tenants_bytes=catalog.total.bytes - sum(each.bytes for _, each in largest),
     )
@@ -305,27 +301,20 @@ def exposition(report: Callable[[], JanitorReport]) -> Callable[[], bytes]:
     return lambda: generate_latest(registry)
 
 
-class Page(NamedTuple):
-    """The answer at one path."""
-
-    status: int
-    content_type: str
-    body: bytes
-
-
-Pages = Mapping[str, Callable[[], Page]]
+Pages = Mapping[str, Callable[[], tuple[int, str, bytes]]]
+"""Status, content type and body at each path."""
 
 
 def make_pages(*, metrics: Callable[[], bytes], usage: Callable[[], str], health: Callable[[], str]) -> Pages:
     """Return the served pages; `health` returns why this process should be restarted, empty if it should not."""
 
-    def show_health() -> Page:
+    def show_health() -> tuple[int, str, bytes]:
         sickness = health()
-        return Page(503 if sickness else 200, "text/plain; charset=utf-8", f"{sickness or 'ok'}\n".encode())
+        return 503 if sickness else 200, "text/plain; charset=utf-8", f"{sickness or 'ok'}\n".encode()
 
     return {
-        METRICS_PATH: lambda: Page(200, "text/plain; version=0.0.4; charset=utf-8", metrics()),
-        USAGE_PATH: lambda: Page(200, "application/json", usage().encode()),
+        METRICS_PATH: lambda: (200, "text/plain; version=0.0.4; charset=utf-8", metrics()),
+        USAGE_PATH: lambda: (200, "application/json", usage().encode()),
         HEALTH_PATH: show_health,
     }
 
@@ -364,12 +353,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.server.pages.get(self.path.partition("?")[0])
-        answer = Page(404, "text/plain", b"not here\n") if page is None else page()
-        self.send_response(answer.status)
-        self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
+        status, content_type, body = (404, "text/plain", b"not here\n") if page is None else page()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(answer.body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
         """Log nothing: probes come every few seconds."""

@@ -50,11 +50,6 @@ class Space(NamedTuple):
     total_bytes: int = 0
     free_bytes: int = 0
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the file system tells its size."""
-        return self.total_bytes > 0
-
 
 def make_space(total_bytes: int, free_bytes: int) -> Space:
     """Return the usable part of a file system's answer."""
@@ -153,8 +148,6 @@ def is_due(limits: Limits, *, used_bytes: int, oldest_ns: int | None) -> bool:
 
 def _min_free_bytes(config: JanitorConfig, space: Space) -> int:
     """Return how much of the file system must stay free; 0 where its size is not known."""
-    if not space.is_known:
-        return 0
     wanted = max(config.min_free_bytes, int(config.min_free_fraction * space.total_bytes))
     return min(wanted, space.total_bytes)
 
@@ -184,10 +177,10 @@ def make_room(config: JanitorConfig, space: Space, *, used_bytes: int, is_paused
     if config.max_bytes and used_bytes > config.max_bytes * share:
         return Room(0, f"blocks take {used_bytes} bytes, more than {share:.0%} of max_bytes={config.max_bytes}")
     wanted = int(_min_free_bytes(config, space) * (1.0 if is_paused else _CRITICAL_SHARE))
-    if space.is_known and space.free_bytes < wanted:
+    if space.free_bytes < wanted:
         return Room(0, f"the volume has {space.free_bytes} bytes free, less than {wanted}")
     rooms = [config.max_bytes - used_bytes] if config.max_bytes else []
-    rooms += [space.free_bytes - wanted] if space.is_known and wanted else []
+    rooms += [space.free_bytes - wanted] if wanted else []
     return Room(min(rooms, default=None))
 
 

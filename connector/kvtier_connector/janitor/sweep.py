@@ -63,14 +63,14 @@ class TierSweeper:
         self,
         config: JanitorConfig,
         *,
-        fs: FileSystem,
-        clock: Callable[[], int],
-        now: Callable[[], float],
-        may_act: Callable[[], bool],
-        is_starting: bool,
+        fs: FileSystem = LOCAL,
+        clock: Callable[[], int] = time.time_ns,
+        now: Callable[[], float] = time.monotonic,
+        may_act: Callable[[], bool] = lambda: True,
+        is_lasting: bool = True,
         ask_volume: Callable[[], int | None] | None = None,
     ) -> None:
-        """Store the settings; nothing is read or written yet.
+        """Store the settings; `open` begins.
 
         Args:
             config: The settings; `configure` replaces them.
@@ -78,20 +78,24 @@ class TierSweeper:
             clock: Nanoseconds since 1970 by this host's clock.
             now: Seconds that never go back.
             may_act: Called before each removal: whether this is still the active janitor of the tier.
-            is_starting: As for `VolumeTime`.
+            is_lasting: Whether it keeps catalog and permit on the volume; a single sweep beside a janitor does not.
             ask_volume: Returns the volume's time as `clock` does, None where it does not tell; by default from a file.
         """
         self.config = config
         self._dir = str(Path(config.tier_dir))
         self._fs = active_fs = ActiveFileSystem(fs, self._dir, may_act=may_act)
+        if not is_lasting and ask_volume is None and not may_act():
+            # A dry run writes nothing to the volume, and removes nothing by this host's time.
+            ask_volume = clock
         ask = ask_volume or (lambda: ask_volume_ns(active_fs, self._dir) if may_act() else None)
-        self._clocks = VolumeTime(ask=ask, is_starting=is_starting, clock=clock, now=now)
+        self._clocks = VolumeTime(ask=ask, is_starting=is_lasting, clock=clock, now=now)
+        self._is_lasting = is_lasting
         self._now, self._may_act = now, may_act
         self._problems = Problems(config.tier, now=now)
         self._tallies = Tallies()
         self._space = Space()
-        self.report: JanitorReport | None = None
-        """The last one; None before the first step."""
+        self.report = JanitorReport(usage=Usage(tier=config.tier), max_bytes=config.max_bytes)
+        """The last one; nothing is counted before the first step."""
 
     def _look_at_clock(self) -> None:
         self._clocks.look()
@@ -105,30 +109,10 @@ class TierSweeper:
 class Sweeper(TierSweeper):
     """The sweeper of kvtier's own blocks."""
 
-    def __init__(  # noqa: PLR0913 - keywords with defaults
-        self,
-        config: JanitorConfig,
-        *,
-        fs: FileSystem = LOCAL,
-        clock: Callable[[], int] = time.time_ns,
-        now: Callable[[], float] = time.monotonic,
-        may_act: Callable[[], bool] = lambda: True,
-        is_lasting: bool = True,
-        ask_volume: Callable[[], int | None] | None = None,
-    ) -> None:
-        """Store the settings, as `TierSweeper` does.
-
-        `is_lasting`: Whether it keeps catalog and permit on the volume; a single sweep beside a janitor does not.
-        """
-        if not is_lasting and ask_volume is None and not may_act():
-            # A dry run writes nothing to the volume, and removes nothing by this host's time.
-            ask_volume = clock
-        super().__init__(
-            config, fs=fs, clock=clock, now=now, may_act=may_act, is_starting=is_lasting, ask_volume=ask_volume
-        )
-        fs, clock = self._fs, self._clocks.time_ns
-        self._clock = clock
-        self._is_lasting = is_lasting
+    def open(self) -> None:
+        """Begin, with the catalog of an earlier janitor if the volume has it."""
+        config, fs, now = self.config, self._fs, self._now
+        self._clock = clock = self._clocks.time_ns
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="kvtier-janitor")
         self.catalog = Catalog()
         self._journals = JournalFollower(self._dir, fs=fs, clock=clock, now=now)
@@ -154,9 +138,6 @@ class Sweeper(TierSweeper):
         self._last_used_ns: dict[int, int] = {}
         self._extremes_at = now()
         self._extremes_of = -1
-
-    def open(self) -> None:
-        """Take over the catalog of an earlier janitor, if the volume has it."""
         with self._problems.trying("catalog"):
             if (saved := load(self.catalog, self._dir, fs=self._fs)) is None:
                 return
@@ -441,7 +422,7 @@ class Sweeper(TierSweeper):
         self._oldest_ns, self._last_used_ns = self.catalog.extremes()
 
     def _publish(self, is_time: bool) -> None:
-        if not is_time and self._eviction is None and self.report is not None:
+        if not is_time and self._eviction is None:
             return
         self._look_at_extremes()
         quarantined = Sum().plus(*self._cleanup.quarantined.values())

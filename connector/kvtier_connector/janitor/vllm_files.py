@@ -12,11 +12,11 @@ between two walks.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import stat
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from kvtier_connector.janitor.metrics import JanitorReport
 from kvtier_connector.janitor.policy import BlockColumns, choose, make_limits
 from kvtier_connector.janitor.sweep import STEP_SECONDS, TierSweeper
 from kvtier_connector.janitor.walk import list_directory
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import FileSystem
 
 _REST = 4
 """The next walk begins after this many times as long as the last one took."""
@@ -96,27 +96,15 @@ def _directories(fs: FileSystem, path: str, pattern: re.Pattern[str]) -> list[st
 class VllmFilesSweeper(TierSweeper):
     """The sweeper of the files of vLLM's own tier."""
 
-    def __init__(
-        self,
-        config: JanitorConfig,
-        *,
-        fs: FileSystem = LOCAL,
-        clock: Callable[[], int] = time.time_ns,
-        now: Callable[[], float] = time.monotonic,
-        may_act: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Store the settings, as `TierSweeper` does."""
-        super().__init__(config, fs=fs, clock=clock, now=now, may_act=may_act, is_starting=False)
+    def open(self) -> None:
+        """Begin: an earlier janitor saved nothing."""
         self._work: Iterator[None] | None = None
         self._next_walk = 0.0
         self._spared: set[str] = set()
         """Paths of files that stayed in the last sweep because they were read meanwhile."""
         self._stuck: set[str] = set()
         """Paths of files that could not be removed: others go before them."""
-        self._usage = Usage(tier=config.tier)
-
-    def open(self) -> None:
-        """Begin: an earlier janitor saved nothing."""
+        self._usage = Usage(tier=self.config.tier)
 
     def configure(self, config: JanitorConfig) -> None:
         """Follow other settings from the next step on."""
@@ -298,7 +286,7 @@ class VllmFilesSweeper(TierSweeper):
         )
         self.report = JanitorReport(
             usage=usage,
-            tallies=self._tallies.copy(),
+            tallies=copy.deepcopy(self._tallies),
             problems=dict(self._problems.messages),
             max_bytes=self.config.max_bytes,
         )

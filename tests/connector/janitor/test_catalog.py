@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_connector.janitor.catalog import Catalog, Sum
-from kvtier_connector.janitor.policy import Limits, choose
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 
 SIZE = 5000
@@ -69,17 +68,6 @@ def test_many_blocks_are_all_found_again() -> None:
     assert all(catalog.key(catalog.find(generation, key(number))) == key(number) for number in range(0, count, 997))
 
 
-def test_a_walk_forgets_blocks_that_it_did_not_find_and_keeps_those_added_meanwhile() -> None:
-    catalog = Catalog()
-    first, _ = add(catalog, 1), add(catalog, 2)
-    catalog.begin_walk()
-    catalog.see(first)
-    add(catalog, 3)
-    catalog.end_walk()
-    generation = catalog.generation("aa")
-    assert [catalog.find(generation, key(number)) >= 0 for number in (1, 2, 3)] == [True, False, True]
-
-
 def test_a_generation_is_dropped_whole_and_its_number_is_used_again() -> None:
     catalog = Catalog()
     add(catalog, 1, "bb")
@@ -114,22 +102,3 @@ def test_a_lookup_of_a_tenants_block_does_not_add_the_tenant() -> None:
     catalog = Catalog()
     assert catalog.find(catalog.generation("aa"), key(1, "t1")) == -1
     assert catalog.tenants == [""]
-
-
-def order_of_eviction(catalog: Catalog) -> list[int]:
-    """Return the numbers of the blocks, the first to go at the front."""
-    blocks, rows = catalog.columns(["aa"])
-    ((_, chosen),) = choose(blocks, Limits(high_bytes=1, low_bytes=0))
-    return [int.from_bytes(catalog.key(int(row)).hash[:4], "little") for row in rows[chosen]]
-
-
-def test_a_use_of_the_last_block_moves_the_whole_prefix_behind_the_others() -> None:
-    catalog = Catalog()
-    rows = [
-        add(catalog, number, parent=parent, used_ns=number + 1) for number, parent in enumerate([None, 0, 1, 1, None])
-    ]
-    assert order_of_eviction(catalog) == [2, 3, 1, 0, 4]
-    catalog.use(rows[2], 100)
-    assert order_of_eviction(catalog) == [3, 4, 2, 1, 0]
-    catalog.use(rows[4], 101)
-    assert order_of_eviction(catalog) == [3, 2, 1, 0, 4]

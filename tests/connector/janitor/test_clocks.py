@@ -31,7 +31,6 @@ def jump(rig: Rig, seconds: float) -> None:
 
 
 def problems(sweeper: Sweeper) -> str:
-    assert sweeper.report is not None
     return "; ".join(sweeper.report.usage.problems)
 
 

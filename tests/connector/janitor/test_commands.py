@@ -38,16 +38,13 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_without_yes_nothing_is_removed(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = run_json(capsys, "purge", rig.dir, "--all")
-    assert (answer["dryRun"], answer["blocks"], answer["bytes"]) == (True, 6, 6 * BLOCK_BYTES)
-    assert engine.there(range(6)) == list(range(6))
-
-
-def test_with_yes_it_is(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = run_json(capsys, "purge", rig.dir, "--all", "--yes")
-    assert (answer["dryRun"], answer["blocks"]) == (False, 6)
-    assert engine.there(range(6)) == []
+@pytest.mark.parametrize(("yes", "left"), [((), list(range(6))), (("--yes",), [])])
+def test_without_yes_nothing_is_removed(
+    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], yes: tuple[str, ...], left: list[int]
+) -> None:
+    answer = run_json(capsys, "purge", rig.dir, "--all", *yes)
+    assert (answer["dryRun"], answer["blocks"], answer["bytes"]) == (not yes, 6, 6 * BLOCK_BYTES)
+    assert engine.there(range(6)) == left
 
 
 def test_what_an_adapter_computed_goes_and_nothing_else(
@@ -253,12 +250,6 @@ def test_a_word_that_is_no_verb_is_refused_with_those_that_are_like_it(
 ) -> None:
     assert main([word]) == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", sorted(app.VERBS))
-def test_every_verb_says_what_it_does_and_which_options_it_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
-    assert f"Usage: kvtier {name}" in capsys.readouterr().out
 
 
 def test_without_the_package_of_a_checksum_a_check_says_what_is_missing(engine: Engine, rig: Rig) -> None:

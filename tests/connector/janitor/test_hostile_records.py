@@ -58,7 +58,6 @@ def test_a_wrong_length_evicts_nothing(rig: Rig, payload_bytes: int, number: int
         sweeper = rig.sweeper(**LIMITS)
     sweep(rig, sweeper)
     assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
-    assert sweeper.report is not None
     assert (sweeper.report.usage.used_bytes, sweeper.report.usage.store_pause) == (BLOCKS * BLOCK_BYTES, "")
     assert sweeper.report.usage.problems == ()
 

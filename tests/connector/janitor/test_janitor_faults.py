@@ -34,10 +34,7 @@ def test_what_the_volume_refuses_is_stated_until_it_is_over(rig: Rig, number: in
     engine.put_chain(*range(10))
     fs = Refusing("", *calls, number=number)
     sweeper = rig.sweeper(fs, **LIMITS)
-    for _ in range(3):
-        sweeper.step()
-        rig.clock.move(10)
-    assert sweeper.report is not None
+    rig.work(sweeper, 3)
     assert any(os.strerror(number) in problem for problem in sweeper.report.usage.problems)
     fs.calls = ()
     rig.clock.move(100)
@@ -113,9 +110,7 @@ def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes
         shutil.copytree(before, rig.dir, copy_function=shutil.copy2)
         try:
             sweeper = rig.sweeper(Dying(step), keep_previous=0, **LIMITS)
-            for _ in range(8):
-                sweeper.step()
-                rig.clock.move(10)
+            rig.work(sweeper, 8)
             sweeper.close()
             has_died = False
         except CrashError:
@@ -139,9 +134,7 @@ def test_the_beginning_of_a_prefix_stays_as_long_as_its_end_does(rig: Rig) -> No
     engine.put_chain(*range(100, 110))
     sweeper = rig.sweeper(Refusing(key(90).hash.hex(), "unlink"), max_bytes=110 * BLOCK_BYTES, low_watermark=0.001)
     sweeper.step()
-    for _ in range(5):
-        rig.clock.move(10)
-        sweeper.step()
+    rig.work(sweeper, 5)
     assert engine.there(range(100)) == list(range(91))
     assert engine.there(range(100, 110)) == []
 
@@ -197,9 +190,7 @@ def test_a_janitor_that_loses_the_lease_in_the_middle_of_a_batch_removes_no_more
         may_act=fs.may_act,
     )
     sweeper.open()
-    for _ in range(20):
-        rig.clock.move(10)
-        sweeper.step()
+    rig.work(sweeper, 20)
     # Each of the threads may be in the middle of one.
     assert 200 - len(engine.there(range(200))) <= 10 + rig.config.threads - 1
 

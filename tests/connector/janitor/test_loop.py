@@ -161,11 +161,3 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
             assert get(server.port, "/other")[0] == 404
     finally:
         server.close()
-
-
-def test_what_it_says_is_what_the_operator_reads(rig: Rig) -> None:
-    rig.engine().put(*range(10))
-    config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)
-    with running(Loop(config, tick_seconds=0.05)) as loop:
-        wait_for(lambda: decode(loop.usage()).evicted_blocks == 7, "the eviction")
-    assert loop.report().max_bytes == 4 * BLOCK_BYTES

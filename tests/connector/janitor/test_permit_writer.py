@@ -114,11 +114,8 @@ def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig) -
     rig.sweep(sweeper)
     fs.calls = ("stat", "open")
     engine.put(*range(1, 9))
-    for _ in range(20):
-        rig.clock.move(10)
-        sweeper.step()
+    rig.work(sweeper, 20)
     assert permit_of(rig).bytes == BLOCK_BYTES
-    assert sweeper.report is not None
     assert "look: 8 blocks" in sweeper.report.problems["look"]
     engine.put(9, 10)
     rig.sweep(sweeper)
@@ -156,9 +153,7 @@ def test_a_janitor_that_cannot_count_lets_the_permit_expire(rig: Rig, path: str,
     number = permit_of(rig).number
     fs.calls = calls
     engine.put(2)
-    for _ in range(20):
-        rig.clock.move(10)
-        sweeper.step()
+    rig.work(sweeper, 20)
     assert permit_of(rig).number == number
     fs.calls = ()
     rig.clock.move(700)
@@ -180,7 +175,6 @@ def test_while_a_journal_cannot_be_read_permits_go_on_from_walks(rig: Rig) -> No
             rig.sweep(sweeper)
         assert permit_of(rig).number != before
     assert permit_of(rig).bytes == 28 * BLOCK_BYTES // 16
-    assert sweeper.report is not None
     assert "counted by walking" in sweeper.report.problems["journals"]
     listed = fs.listed
     for _ in range(4):
@@ -265,9 +259,7 @@ def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_per
     waiting.open()
     rig.sweep(waiting)
     uncounted = rig.sweeper(Refusing("/blocks", "scandir"), max_bytes=100 * BLOCK_BYTES)
-    for _ in range(5):
-        uncounted.step()
-        rig.clock.move(10)
+    rig.work(uncounted, 5)
     assert not (rig.dir / PERMIT_FILE).exists()
 
 
@@ -318,15 +310,3 @@ def test_an_engine_stores_as_much_as_the_permit_says_and_nothing_once_the_janito
     rig.clock.move(PERMIT_SECONDS + 1)
     permit.refresh()
     assert permit.refusal() is StoreFault.NO_PERMIT
-
-
-def test_a_permit_is_renewed_where_one_step_has_no_time_for_all_journals(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier_connector.janitor.follow._MOST_READS", 5)
-    for number in range(8):
-        rig.engine().put(number)
-    sweeper = rig.sweeper(max_bytes=90 * BLOCK_BYTES)
-    for _ in range(12):
-        sweeper.step()
-    assert permit_of(rig).bytes > 0

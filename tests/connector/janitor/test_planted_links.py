@@ -79,10 +79,7 @@ def test_nothing_is_removed_where_the_tier_itself_is_a_link_and_that_is_stated(r
     sweeper = rig.sweeper(max_bytes=2 * BLOCK_BYTES)
     rig.dir.rename(tmp_path / "elsewhere")
     rig.dir.symlink_to(tmp_path / "elsewhere")
-    for _ in range(3):
-        sweeper.step()
-        rig.clock.move(10)
-    assert sweeper.report is not None
+    rig.work(sweeper, 3)
     assert engine.there(range(4)) == [0, 1, 2, 3]
     assert not sweeper.report.usage.is_counted
     assert any("is a link" in problem for problem in sweeper.report.usage.problems)

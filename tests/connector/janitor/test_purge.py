@@ -170,21 +170,6 @@ def test_a_directory_that_was_removed_counts_as_purged(rig: Rig) -> None:
     assert store.put(key(1), payload(1), queued=queued) is StoreFault.PURGED
 
 
-def test_purgers_at_once_lose_no_mark(tmp_path: Path) -> None:
-    fs = FileSystem()
-    threads = [
-        threading.Thread(target=record_purge, args=(fs, str(tmp_path), Purge(f"t{number:02}"))) for number in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    marks = PurgeLog(fs, str(tmp_path))
-    queued = time.monotonic()
-    marks.look()
-    assert all(marks.is_purged(key(1, f"t{number:02}"), NO_LINEAGE, queued) for number in range(8))
-
-
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_two_purges_at_once_leave_both_marks(rig: Rig, call: str) -> None:
     root = rig.engine().root

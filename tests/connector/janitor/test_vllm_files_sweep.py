@@ -59,7 +59,11 @@ class Volume:
         may_act: Callable[[], bool] = lambda: True,
         **changes: Any,
     ) -> VllmFilesSweeper:
-        return VllmFilesSweeper(self.config(**changes), fs=fs, clock=clock, now=lambda: self.seconds, may_act=may_act)
+        sweeper = VllmFilesSweeper(
+            self.config(**changes), fs=fs, clock=clock, now=lambda: self.seconds, may_act=may_act
+        )
+        sweeper.open()
+        return sweeper
 
     def sweep(self, sweeper: VllmFilesSweeper) -> None:
         """Let it walk and remove once; no time goes by meanwhile."""
@@ -97,7 +101,6 @@ def test_what_lies_there_is_counted_by_generation(volume: Volume) -> None:
     volume.store(7, age=20, generation=OLD)
     sweeper = volume.sweeper()
     volume.sweep(sweeper)
-    assert sweeper.report is not None
     usage = sweeper.report.usage
     assert (usage.is_counted, usage.blocks, usage.used_bytes) == (True, 4, 4 * SIZE)
     assert [(each.digest, each.blocks) for each in usage.generations] == [(CURRENT, 3), (OLD, 1)]
@@ -112,16 +115,8 @@ def test_the_least_recently_used_go_down_to_the_low_watermark(volume: Volume) ->
     volume.sweep(sweeper)
     left = [path for path in files if path.exists()]
     assert left == files[-10:]
-    assert sweeper.report is not None
     assert sweeper.report.tallies.evicted_blocks == {"budget": 11}
     assert sweeper.report.usage.used_bytes == 10 * SIZE
-
-
-def test_within_the_budget_nothing_goes(volume: Volume) -> None:
-    files = [volume.store(number, age=1000 - number) for number in range(10)]
-    sweeper = volume.sweeper(max_bytes=20 * SIZE)
-    volume.sweep(sweeper)
-    assert all(path.exists() for path in files)
 
 
 def test_what_is_too_old_goes_however_often_it_is_read(volume: Volume) -> None:
@@ -186,7 +181,6 @@ def test_a_file_that_was_read_since_it_was_chosen_stays(volume: Volume) -> None:
     sweeper = volume.sweeper(max_bytes=SIZE // 2 + 1, high_watermark=0.9, low_watermark=0.5, fs=ReadMeanwhile())
     volume.sweep(sweeper)
     assert path.exists()
-    assert sweeper.report is not None
     assert sweeper.report.tallies.spared_blocks == 1
     volume.sweep(sweeper)
     assert not path.exists()
@@ -217,15 +211,13 @@ def test_the_time_of_the_host_makes_nothing_old(volume: Volume, ahead_seconds: f
     sweeper = volume.sweeper(ttl_seconds=24 * 3600.0, clock=clock)
     volume.sweep(sweeper)
     assert (young.exists(), partial.exists(), old.exists()) == (True, True, False)
-    assert sweeper.report is not None
     assert sweeper.report.problems == {}
     assert sorted(path.name for path in volume.dir.iterdir()) == [CURRENT]
 
 
 def test_who_may_not_act_removes_nothing(volume: Volume) -> None:
     path = volume.store(1, age=1000)
-    sweeper = volume.sweeper(ttl_seconds=60.0, may_act=lambda: False)
-    volume.sweep(sweeper)
+    volume.sweep(volume.sweeper(ttl_seconds=60.0, may_act=lambda: False))
     assert path.exists()
 
 
@@ -234,7 +226,6 @@ def test_a_volume_that_refuses_is_stated_until_it_answers(volume: Volume) -> Non
     fs = Refusing("", "scandir", number=errno.EACCES)
     sweeper = volume.sweeper(fs=fs)
     sweeper.step()
-    assert sweeper.report is not None
     assert "Permission denied" in sweeper.report.problems["walk"]
     fs.calls = ()
     volume.sweep(sweeper)
@@ -255,7 +246,6 @@ def test_files_that_cannot_be_removed_keep_no_others_from_going(volume: Volume) 
 
     sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7, fs=Refusing())
     volume.sweep(sweeper)
-    assert sweeper.report is not None
     assert "Permission denied" in sweeper.report.problems["walk"]
     for _ in range(2):
         volume.sweep(sweeper)
@@ -269,7 +259,6 @@ def test_a_tier_that_nothing_was_stored_of_is_empty_and_no_problem(tmp_path: Pat
     volume = Volume(tmp_path / "serving.new")
     sweeper = volume.sweeper()
     volume.sweep(sweeper)
-    assert sweeper.report is not None
     assert (sweeper.report.usage.is_counted, sweeper.report.usage.blocks, sweeper.report.problems) == (True, 0, {})
 
 

@@ -72,10 +72,7 @@ def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, place: str,
     fs.path = f"{engine.root}/{place}"
     for tenant in ("", "alice", "bob"):
         (engine.root / block_path(key(5, tenant))).unlink()
-    for _ in range(60):
-        rig.clock.move(10)
-        sweeper.step()
-    assert sweeper.report is not None
+    rig.work(sweeper, 60)
     hidden = {1: 0, 10: 1, 20: 2}[count]
     assert sweeper.report.usage.blocks == 27 + hidden
     assert [problem for problem in sweeper.report.usage.problems if place in problem] or place == ALICE
@@ -113,9 +110,7 @@ def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig) -> None:
 
     sweeper = rig.sweeper(Counted(f"{engine.root}/tenants/alice/blocks/030"))
     rig.sweep(sweeper)
-    for _ in range(2 * 360):
-        rig.clock.move(10)
-        sweeper.step()
+    rig.work(sweeper, 2 * 360)
     assert 5 <= len(tried) <= 10
 
 
@@ -156,10 +151,7 @@ def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig:
     fs.path = ""
     second = rig.sweeper(fs)
     fs.path = str(rig.dir)
-    for _ in range(3):
-        second.step()
-        rig.clock.move(10)
-    assert second.report is not None
+    rig.work(second, 3)
     assert second.report.usage.blocks == 5
     assert any("Input/output" in problem for problem in second.report.usage.problems)
     fs.path = ""
@@ -176,10 +168,7 @@ def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_
     rig.sweep(first)
     first.close()
     second = rig.sweeper(Unreadable(place), verify_seconds=100.0)
-    for _ in range(60):
-        second.step()
-        rig.clock.move(10)
-    assert second.report is not None
+    rig.work(second, 60)
     assert any("alice/blocks/030" in problem for problem in second.report.usage.problems)
     assert second.report.usage.blocks == 30
 

@@ -147,11 +147,16 @@ class Rig:
         sweeper.open()
         return sweeper
 
+    def work(self, sweeper: Sweeper, steps: int, *, seconds: float = 10) -> None:
+        """Let it take some steps, with so much time before each."""
+        for _ in range(steps):
+            self.clock.move(seconds)
+            sweeper.step()
+
     def sweep(self, sweeper: Sweeper) -> Usage:
         """Let the janitor do all that is to be done now."""
         for _ in range(1000):
             self.clock.move(sweeper.config.sweep_seconds if sweeper.is_idle else 0.0)
             if sweeper.step() > 0 and sweeper.is_idle:
                 break
-        assert sweeper.report is not None
         return sweeper.report.usage
