@@ -11,9 +11,9 @@ import hashlib
 import json
 import struct
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,16 +122,18 @@ class Catalog:
         """All blocks together."""
         return Sum().plus(*self._sums.values())
 
-    def sums(self) -> Mapping[tuple[int, int], Sum]:
-        """Return the blocks by numbers of generation and tenant."""
-        return dict(self._sums)
+    def sums(self, by: Literal["generation", "tenant"]) -> dict[int, Sum]:
+        """Return the blocks of each generation or tenant that has any, by its number."""
+        found: defaultdict[int, Sum] = defaultdict(Sum)
+        for (generation, tenant), each in self._sums.items():
+            number = tenant if by == "tenant" else generation
+            found[number] = found[number].plus(each)
+        return dict(found)
 
-    def used_by_tenant(self) -> dict[int, int]:
-        """Return the bytes of each tenant number that has any."""
-        used: Counter[int] = Counter()
-        for (_, tenant), each in self._sums.items():
-            used[tenant] += each.bytes
-        return dict(used)
+    def tenants_of(self, digest: str) -> set[str]:
+        """Return the tenants that have blocks of a generation."""
+        number = self.generation(digest)
+        return {self.tenants[tenant] for generation, tenant in self._sums if generation == number}
 
     def generation(self, digest: str) -> int:
         """Return the number of a generation, a new one if need be; raise OverflowError where there are too many."""
@@ -283,10 +285,10 @@ class Catalog:
         self.largest_bytes = int(rows["size"].max()) if rows.size else 0
         self._sort()
 
-    def columns(self, order: Sequence[str], *, is_aging: bool = True) -> tuple[BlockColumns, Ints]:
+    def columns(self, order: Sequence[str]) -> tuple[BlockColumns, Ints]:
         """Return the blocks as the policy reads them, and the row of each.
 
-        The generations of `order` are evicted after all others, its first one last. `is_aging`: creation times matter.
+        The generations of `order` are evicted after all others, its first one last.
         """
         living = self.rows
         rows = np.flatnonzero(living["is_alive"]).astype(np.int32)
@@ -302,13 +304,12 @@ class Catalog:
         # Narrow types, and names dropped before the other columns are made: memory is scarce.
         position = column("position", np.int32)
         before = link(living["name"][rows], living["parent"][rows], position)
-        used = column("used", np.int64)
         blocks = BlockColumns(
             before=before,
             position=position,
             size=column("size", np.int64),
-            created=column("created", np.int64) if is_aging else used,
-            used=used,
+            created=column("created", np.int64),
+            used=column("used", np.int64),
             tenant=column("tenant", np.int32),
             age=ages[living["generation"][rows]],
         )

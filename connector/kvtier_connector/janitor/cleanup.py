@@ -115,14 +115,14 @@ class Cleanup:
         active = {each.digest: self._active_ns.get(each.digest, each.created_ns) for each in self.generations}
         return sorted(active, key=lambda digest: (digest != current, -active[digest], digest))
 
-    def retire(self, config: JanitorConfig, may_go_on: Callable[[], bool]) -> Iterator[tuple[str, bool]]:
-        """Remove generations that are neither current, nor to keep, nor in use; yield each, and whether it is gone.
+    def retire(self, config: JanitorConfig, may_go_on: Callable[[], bool]) -> bool:
+        """Remove generations that are neither current, nor to keep, nor in use; return whether all of it is done.
 
         Raises:
             OSError: at the end, if the volume refused or a generation holds files of other programs; the others went.
         """
         if self._now() < self._activity_at:
-            return
+            return True
         failed: OSError | None = None
         others = [each for each in self.generations if each.digest != config.current]
         self._active_ns = {}
@@ -153,11 +153,11 @@ class Cleanup:
                 self.generations = [each for each in self.generations if each.digest != digest]
                 self.quarantined.pop(digest, None)
                 self._removed["generation"] += 1
-            yield digest, is_gone
-        if is_all_gone and failed is None:
-            self._activity_at = self._now() + _ACTIVITY_SECONDS
         if failed is not None:
             raise failed
+        if is_all_gone:
+            self._activity_at = self._now() + _ACTIVITY_SECONDS
+        return is_all_gone
 
     @property
     def is_leftover_due(self) -> bool:
@@ -223,8 +223,7 @@ class Cleanup:
                 self._unlink(path, "journal")
 
     def _remove_empty_tenants(self, digest: str, before_ns: int) -> None:
-        number = self._catalog.generation(digest)
-        busy = {self._catalog.tenants[tenant] for generation, tenant in self._catalog.sums() if generation == number}
+        busy = self._catalog.tenants_of(digest)
         for tenant in find_tenants(self._fs, f"{self._dir}/{digest}"):
             path = f"{self._dir}/{digest}/{TENANTS}/{tenant}"
             with contextlib.suppress(FileNotFoundError):

@@ -385,9 +385,12 @@ def gc(
     from kvtier_connector.janitor.sweep import Sweeper  # noqa: PLC0415 - a check or a purge needs no numpy
 
     document: dict[str, Any] = {"dryRun": not yes, "evicted": {}, "removedLeftovers": {}}
-    if not _generations(directory):
+    if not (roots := _generations(directory)):
         return CommandResult(0, {**document, "blocks": 0, "bytes": 0, "problems": []})
-    settings = _settings(find_tier(directory), config, limits)
+    tiers = sorted({root.resolve().parent for root in roots})
+    if len(tiers) > 1:
+        raise ConfigInvalid(f"{directory}: holds several tiers; name one of {', '.join(map(str, tiers))}")
+    settings = _settings(tiers[0], config, limits)
     # Not lasting: a running janitor keeps its own catalog and permit.
     sweeper = Sweeper(settings, is_lasting=False, may_act=lambda: yes)
     sweeper.open()
@@ -430,22 +433,6 @@ def do(verb: str, directory: Path, options: Mapping[str, Any], tell: Tell) -> Co
         what = ", ".join(unknown)
         raise ConfigInvalid(f"{verb}: this release does not know {what}; use a kvtier of the same release")
     return command(directory, tell, **options)
-
-
-def find_tier(directory: Path) -> Path:
-    """Return the directory of a single tier: this one, that of this generation, or the only one below.
-
-    Raises:
-        ConfigInvalid: there is none, or several.
-    """
-    if (directory / TIER_FILE).is_file():
-        return directory.resolve().parent
-    tiers = sorted({root.parent for root in find_generations(directory)})
-    if len(tiers) > 1:
-        raise ConfigInvalid(f"{directory}: holds several tiers; name one of {', '.join(map(str, tiers))}")
-    if not tiers:
-        raise ConfigInvalid(f"{directory}: holds no tier: no directory at or below it has a {TIER_FILE}")
-    return tiers[0].resolve()
 
 
 def _generations(directory: Path) -> list[Path]:

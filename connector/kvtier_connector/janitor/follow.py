@@ -135,6 +135,7 @@ class JournalFollower:
         self.has_read_all = True
         digests = list(digests)
         self._unread = {path: each for path, each in self._unread.items() if path.partition("/")[0] in digests}
+        self._segments = {digest: each for digest, each in self._segments.items() if digest in digests}
         for digest in digests:
             directory = f"{digest}/{JOURNAL}"
             try:
@@ -163,11 +164,6 @@ class JournalFollower:
                     if records:
                         yield digest, self._timed(digest, records)
             self._read_ns[digest] = began_ns
-
-    def forget(self, digest: str) -> None:
-        """Stop following a generation that was removed."""
-        self._segments.pop(digest, None)
-        self._read_ns.pop(digest, None)
 
     def places(self) -> dict[str, dict[str, int]]:
         """Return the position up to which each journal was read, by generation."""

@@ -15,7 +15,7 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -168,16 +168,12 @@ def report_of(
 
     `last_used_ns` are nanoseconds since 1970 by number of the generation.
     """
-    by_generation: dict[int, Sum] = defaultdict(Sum)
-    by_tenant: dict[int, Sum] = defaultdict(Sum)
-    for (generation, tenant), each in catalog.sums().items():
-        by_generation[generation] = by_generation[generation].plus(each)
-        by_tenant[tenant] = by_tenant[tenant].plus(each)
+    by_generation, by_tenant = catalog.sums("generation"), catalog.sums("tenant")
     numbers = {digest: number for number, digest in enumerate(catalog.generations)}
     generations = []
     for known in base.usage.generations:
         number = numbers.get(known.digest, -1)
-        blocks, size = by_generation[number]
+        blocks, size = by_generation.get(number, Sum())
         last_used = last_used_ns.get(number, 0) / 1e9
         generations.append(replace(known, used_bytes=size, blocks=blocks, last_used=last_used))
     # Clients may name any number of tenants.

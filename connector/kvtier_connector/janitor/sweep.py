@@ -296,7 +296,7 @@ class Sweeper(TierSweeper):
 
     def _choose(self, limits: Limits) -> Choice:
         order = self._cleanup.order(self.config.current)
-        blocks, rows = self.catalog.columns(order, is_aging=limits.expire_before is not None)
+        blocks, rows = self.catalog.columns(order)
         return [(reason, rows[chosen]) for reason, chosen in choose(blocks, limits)]
 
     def _limits(self) -> Limits:
@@ -304,7 +304,7 @@ class Sweeper(TierSweeper):
             self.config,
             self._space,
             tenants=self.catalog.tenants,
-            used=self.catalog.used_by_tenant(),
+            used=self._used_by_tenant(),
             other_bytes=self._other_bytes(),
             now_ns=self._clock(),
         )
@@ -312,6 +312,9 @@ class Sweeper(TierSweeper):
         is_held = before_ns is not None and self._clocks.is_doubtful and self.catalog.expire_most(before_ns)
         self._problems.state("ttl", TTL_HELD if is_held else "")
         return replace(limits, expire_before=None) if is_held or not self._clocks.is_known else limits
+
+    def _used_by_tenant(self) -> dict[int, int]:
+        return {tenant: each.bytes for tenant, each in self.catalog.sums("tenant").items()}
 
     def _other_bytes(self) -> int:
         return sum(each.bytes for each in self._cleanup.quarantined.values()) + self._scrub.partial_bytes
@@ -380,7 +383,7 @@ class Sweeper(TierSweeper):
     def _tenants_over_quota(self) -> list[str]:
         """Return the tenants that may not store; one stays refused until it is below the high mark."""
         config, refused, found = self.config, self._permit.tenants, []
-        for number, used in self.catalog.used_by_tenant().items():
+        for number, used in self._used_by_tenant().items():
             tenant = self.catalog.tenants[number]
             quota = quota_of(config, tenant)
             if quota and used > quota * (config.high_watermark if tenant in refused else 1.0):
@@ -391,10 +394,7 @@ class Sweeper(TierSweeper):
         """Remove generations and files that are no blocks of a generation in use."""
         config = self.config
         with self._problems.trying("generations"):
-            for digest, is_gone in self._cleanup.retire(config, may_go_on):
-                self._is_hurried |= not is_gone
-                if is_gone:
-                    self._journals.forget(digest)
+            self._is_hurried |= not self._cleanup.retire(config, may_go_on)
         if self._cleanup.is_leftover_due:
             with self._problems.trying("tidy"):
                 self._cleanup.remove_leftovers(config)
