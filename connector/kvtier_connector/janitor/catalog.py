@@ -58,11 +58,8 @@ _MOST_NEW = 1 << 16
 """Rows found through a dict, before the sorted names are made anew."""
 _EPOCHS = 250
 _MOST_GENERATIONS = 1 << 16
-_MOST_SALTS = 1 << 14
-"""Clients may name any number of tenants; the salts of tenants in use are soon computed again."""
-_NAME_BITS = (1 << 64) - 1
 _NEARLY_ALL = 0.9
-_VERSION = 6
+_VERSION = 7
 """Of the saved file, its document and its rows."""
 _HEAD = struct.Struct("<IQ")
 """Checksum of everything after it, and length of the document."""
@@ -109,7 +106,6 @@ class Catalog:
         self._names: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._places: NDArray[np.int32] = np.zeros(0, np.int32)
         self._new: dict[int, int] = {}
-        self._salts: dict[tuple[int, str, int], int] = {}
         self._sums: dict[tuple[int, int], Sum] = {}
 
     @property
@@ -385,23 +381,8 @@ class Catalog:
         self._new.clear()
 
     def _name(self, generation: int, key: BlockKey, hash_: bytes) -> int:
-        place = (generation, key.tenant, key.group)
-        salt = self._salts.get(place)
-        if salt is None:
-            if len(self._salts) >= _MOST_SALTS:
-                self._salts.clear()
-            # From the tenant's name, since its number may change.
-            tenant = int.from_bytes(hashlib.blake2b(key.tenant.encode(), digest_size=8).digest(), "little")
-            salt = self._salts[place] = _mix(_mix(generation << 32 | key.group) ^ tenant)
-        return (int.from_bytes(hash_[:8], "little") ^ salt) or 1
-
-
-def _mix(number: int) -> int:
-    """Return 64 bits that look random (SplitMix64)."""
-    number = (number + 0x9E3779B97F4A7C15) & _NAME_BITS
-    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _NAME_BITS
-    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _NAME_BITS
-    return number ^ number >> 31
+        place = f"{generation}/{key.group}/{key.tenant}/".encode()
+        return int.from_bytes(hashlib.blake2b(place + hash_, digest_size=8).digest(), "little") or 1
 
 
 class SavedCatalog(NamedTuple):

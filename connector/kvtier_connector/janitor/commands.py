@@ -93,7 +93,6 @@ def purge_blocks(  # noqa: PLR0913 - keywords
     generation: str | None = None,
     fs: FileSystem = LOCAL,
     threads: int = 8,
-    clock: Callable[[], int] = time.time_ns,
     progress: WalkProgress | None = None,
 ) -> list[Purged]:
     """Remove the files that match, at or below the directory; with `is_dry` only count them.
@@ -122,7 +121,7 @@ def purge_blocks(  # noqa: PLR0913 - keywords
             threads=threads,
             selection=selection,
             progress=progress,
-            journal=JournalWriter(root, fs=rooted, clock=clock),
+            journal=JournalWriter(root, fs=rooted),
             result=result,
         )
         try:

@@ -58,7 +58,7 @@ class ActiveFileSystem(FileSystem):
 
 
 class Fate(NamedTuple):
-    """What became of a chosen block."""
+    """Result for a chosen block."""
 
     row: int
     freed_bytes: int

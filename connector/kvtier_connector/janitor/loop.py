@@ -153,8 +153,6 @@ class Loop:
         self._report: JanitorReport | None = None
         self._failure = ""
         self._config_problem = ""
-        self._config_version: tuple[int, ...] = ()
-        """Of the settings file as it was read last."""
         self._thread: threading.Thread | None = None
 
     def stop(self) -> None:
@@ -204,13 +202,7 @@ class Loop:
         if self._config_file is None:
             return
         try:
-            status = self._config_file.stat()
-            # The inode as well: a mounted ConfigMap changes by a link to another file.
-            version = (status.st_ino, status.st_mtime_ns, status.st_size)
-            if version == self._config_version and not self._config_problem:
-                return
             config = decode(self._config_file.read_text(encoding="utf-8"))
-            self._config_version = version
         except (OSError, ValueError, ConfigInvalid) as error:
             self._config_problem = f"{self._config_file}: {error}; staying with the settings before"
             return

@@ -123,7 +123,6 @@ class Sweeper(TierSweeper):
         self._cleanup = Cleanup(self._dir, fs=fs, catalog=self.catalog, removed=removed, clock=clock, now=now)
         self._permit = PermitWriter(self._dir, fs=fs, now=now)
         self._began_at = now()
-        self._is_hurried = False
         self._is_behind = False
         """Whether decisions wait for journals or files that a step had no time for."""
         self._fruitless: tuple[object, ...] = ()
@@ -150,7 +149,7 @@ class Sweeper(TierSweeper):
     def configure(self, config: JanitorConfig) -> None:
         """Follow other settings from the next step on."""
         self.config = config
-        self._is_hurried = True
+        self._next_look = 0.0
 
     def close(self) -> None:
         """Save the catalog; the permit runs out, or the next janitor renews it."""
@@ -188,9 +187,8 @@ class Sweeper(TierSweeper):
         def may_go_on() -> bool:
             return has_time() and self._may_act()
 
-        is_time = self._is_hurried or self._now() >= self._next_look
-        self._is_hurried = False
-        if is_time:
+        if is_time := self._now() >= self._next_look:
+            self._next_look = self._now() + self.config.sweep_seconds
             self._look()
         # Journals that a step had no time for are read in the next one.
         if is_time or self._eviction is not None or not self._journals.has_read_all:
@@ -207,16 +205,13 @@ class Sweeper(TierSweeper):
             if self._clocks.is_known:
                 self._remove_others(may_go_on)
             self._save_if_due()
-        if is_time:
-            self._next_look = self._now() + self.config.sweep_seconds
         self._publish(is_time)
         return self._pause_seconds()
 
     def _pause_seconds(self) -> float:
         """Return after how many seconds there is something to do again."""
         is_busy = (
-            self._is_hurried
-            or self._eviction is not None
+            self._eviction is not None
             or not self._journals.has_read_all
             or self._is_recounting
             or (not self._scrub.is_counted and not self._cannot_walk)
@@ -376,7 +371,7 @@ class Sweeper(TierSweeper):
             self._scrub.hurry(since)
             return False
         if is_early and not self._journals.has_opened_all(since):
-            self._is_hurried = True
+            self._next_look = 0.0
             return False
         return True
 
@@ -394,7 +389,8 @@ class Sweeper(TierSweeper):
         """Remove generations and files that are no blocks of a generation in use."""
         config = self.config
         with self._problems.trying("generations"):
-            self._is_hurried |= not self._cleanup.retire(config, may_go_on)
+            if not self._cleanup.retire(config, may_go_on):
+                self._next_look = 0.0
         if self._cleanup.is_leftover_due:
             with self._problems.trying("tidy"):
                 self._cleanup.remove_leftovers(config)

@@ -100,8 +100,6 @@ class VllmFilesSweeper(TierSweeper):
         """Begin: an earlier janitor saved nothing."""
         self._work: Iterator[None] | None = None
         self._next_walk = 0.0
-        self._spared: set[str] = set()
-        """Paths of files that stayed in the last sweep because they were read meanwhile."""
         self._stuck: set[str] = set()
         """Paths of files that could not be removed: others go before them."""
         self._usage = Usage(tier=self.config.tier)
@@ -147,12 +145,11 @@ class VllmFilesSweeper(TierSweeper):
         self._count(generations, files)
         decided, removed = self._now(), set[str]()
         self._stuck &= {each.path for each in files}
-        spared, self._spared = self._spared, set()
         condemned = self._condemned(files)
         for file, reason in [*self._abandoned(files, condemned), *self._chosen(files, condemned)]:
             if not self._may_act():
                 return
-            if self._is_removed(file, reason, spared, failures):
+            if self._is_removed(file, reason, failures):
                 removed.add(file.path)
             yield
         yield from self._remove_directories(condemned)
@@ -202,7 +199,7 @@ class VllmFilesSweeper(TierSweeper):
         expire_before = limits.expire_before if self._clocks.is_known else None
         limits = replace(limits, expire_before=expire_before, portion=1)
         rows, zeros = np.array([each[2:5] for each in files], np.int64).reshape(-1, 3), np.zeros(len(files), np.int64)
-        is_last = np.array([each.path in self._stuck or each.path in self._spared for each in files], np.bool_)
+        is_last = np.array([each.path in self._stuck for each in files], np.bool_)
         is_old = np.array([each.generation != self.config.current for each in files], np.bool_)
         columns = BlockColumns(
             before=zeros - 1,
@@ -216,17 +213,11 @@ class VllmFilesSweeper(TierSweeper):
         for reason, chosen in choose(columns, limits):
             yield from ((files[row], reason.value) for row in chosen.tolist())
 
-    def _is_removed(self, file: File, reason: str, spared: set[str], failures: list[OSError]) -> bool:
-        """Remove a file that is unchanged since it was chosen. A read spares it from making room, once in a row.
-
-        A refused file keeps no other from going.
-        """
+    def _is_removed(self, file: File, reason: str, failures: list[OSError]) -> bool:
+        """Remove a file that was not written anew since it was chosen; a refused file keeps no other from going."""
         path = f"{self._dir}/{file.path}"
         try:
-            found = self._fs.stat(path)
-            is_read = reason in {"budget", "volume"} and found.st_atime_ns > file.used_ns
-            if found.st_mtime_ns != file.mtime_ns or (is_read and file.path not in spared):
-                self._spared.add(file.path)
+            if self._fs.stat(path).st_mtime_ns != file.mtime_ns:
                 self._tallies.spared_blocks += not file.is_partial
                 return False
             self._fs.unlink(path)

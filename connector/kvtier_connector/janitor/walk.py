@@ -273,25 +273,25 @@ class Scrub:
     def apply(self, digest: str, records: Sequence[Record]) -> None:
         """Take in records of a journal, after a look at each file that they say was stored or removed."""
         generation = self._catalog.generation(digest)
-        told: dict[Place, _Named] = {}
+        noted: dict[Place, _Named] = {}
         for record in records:
             place, row = (digest, record.key), self._catalog.find(generation, record.key)
-            used_ns = max(record.time_ns, told[place].used_ns if place in told else 0)
+            used_ns = max(record.time_ns, noted[place].used_ns if place in noted else 0)
             if record.op == Op.STORED:
-                told[place] = _Named(0.0, used_ns, HEADER_BYTES + record.payload_bytes, record.lineage)
+                noted[place] = _Named(0.0, used_ns, HEADER_BYTES + record.payload_bytes, record.lineage)
             elif record.op == Op.GONE:
-                if row >= 0 and place not in told:
-                    told[place] = _Named(0.0, lineage=NO_LINEAGE)
+                if row >= 0 and place not in noted:
+                    noted[place] = _Named(0.0, lineage=NO_LINEAGE)
             elif record.op not in {Op.USED, Op.RETAINED}:
                 continue
             # A retained block counts as used when its time is over.
             elif row >= 0:
                 self._catalog.use(row, record.time_ns)
-            elif place in told:
-                told[place] = told[place]._replace(used_ns=used_ns)
+            elif place in noted:
+                noted[place] = noted[place]._replace(used_ns=used_ns)
             else:
                 self._look_later(place, _Named(self._now(), used_ns))
-        self._look(told)
+        self._look(noted)
 
     def resolve(self, may_go_on: Callable[[], bool]) -> None:
         """Look at the due blocks that journals named and that were not seen, and the unknown blocks before them."""

@@ -213,7 +213,7 @@ def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, ki
     assert usage.blocks == 5
 
 
-VERSION = 6
+VERSION = 7
 EMPTY: list[object] = [VERSION, [], [""], 0, {}, False]
 ROWS_OF_NO_GENERATION = bytes(ROW.itemsize)
 IMPOSSIBLE = [
