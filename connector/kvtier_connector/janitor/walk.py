@@ -92,7 +92,7 @@ class Listing:
     """Why the directory could not be read."""
 
 
-class Found(NamedTuple):
+class BlockFile(NamedTuple):
     """The file of a block."""
 
     size: int
@@ -101,7 +101,7 @@ class Found(NamedTuple):
     """None is known of one that is damaged or of another release; the file takes room all the same."""
 
 
-Looked = Found | OSError | None
+Looked = BlockFile | OSError | None
 """None: there is no such file. An error: it is not known."""
 
 
@@ -159,7 +159,7 @@ def look_at_block(fs: FileSystem, root: str, key: BlockKey, lineage: Lineage | N
     try:
         if lineage is not None:
             status = fs.stat(path)
-            return Found(status.st_size, status.st_mtime_ns, lineage) if stat.S_ISREG(status.st_mode) else None
+            return BlockFile(status.st_size, status.st_mtime_ns, lineage) if stat.S_ISREG(status.st_mode) else None
         fd = fs.open(path, READ_FLAGS)
         try:
             status = fs.fstat(fd)
@@ -170,7 +170,7 @@ def look_at_block(fs: FileSystem, root: str, key: BlockKey, lineage: Lineage | N
     except OSError as error:
         return None if error.errno in _ABSENT else error
     known = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE
-    return Found(status.st_size, status.st_mtime_ns, known)
+    return BlockFile(status.st_size, status.st_mtime_ns, known)
 
 
 class _Named(NamedTuple):
@@ -472,7 +472,7 @@ class Scrub:
         for found in self._pool.map(look, bundles):
             yield from found
 
-    def _add(self, place: Place, found: Found) -> int:
+    def _add(self, place: Place, found: BlockFile) -> int:
         """Take in a block that was looked at; return its row. A file from the future must not stay for ever."""
         digest, key = place
         written_ns, lineage = min(found.mtime_ns, self._clock()), found.lineage

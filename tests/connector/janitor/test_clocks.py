@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from tier_dir import BLOCK_BYTES, Clock, Rig, key
+from tier_dir import BLOCK_BYTES, Clock, Engine, Rig, key
 from waiting import until_the_next_tick
 
 from kvtier_connector.janitor.sweep import Sweeper
@@ -35,8 +35,7 @@ def problems(sweeper: Sweeper) -> str:
 
 
 @pytest.mark.parametrize("is_back", [True, False])
-def test_a_clock_that_jumps_ahead_is_believed_after_an_hour(rig: Rig, *, is_back: bool) -> None:
-    engine = rig.engine()
+def test_a_clock_that_jumps_ahead_is_believed_after_an_hour(rig: Rig, engine: Engine, *, is_back: bool) -> None:
     engine.put(*range(10))
     sweeper = rig.sweeper(ttl_seconds=DAY)
     look_on(rig, sweeper, 2 * HOUR)
@@ -49,8 +48,7 @@ def test_a_clock_that_jumps_ahead_is_believed_after_an_hour(rig: Rig, *, is_back
     assert (len(engine.there(range(10))), problems(sweeper)) == (10 if is_back else 0, "")
 
 
-def test_a_clock_that_jumped_keeps_no_rule_but_the_time_to_live_from_making_room(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_clock_that_jumped_keeps_no_rule_but_the_time_to_live_from_making_room(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     sweeper = rig.sweeper(ttl_seconds=DAY, max_bytes=100 * BLOCK_BYTES)
     look_on(rig, sweeper, 2 * HOUR)
@@ -60,8 +58,7 @@ def test_a_clock_that_jumped_keeps_no_rule_but_the_time_to_live_from_making_room
     assert engine.there(range(10)) == [6, 7, 8, 9]
 
 
-def test_what_grows_old_day_by_day_goes_in_time(rig: Rig) -> None:
-    engine = rig.engine()
+def test_what_grows_old_day_by_day_goes_in_time(rig: Rig, engine: Engine) -> None:
     sweeper = rig.sweeper(ttl_seconds=2 * DAY)
     for number in range(6):
         # The days go by within a second, and some volumes tell no shorter times.
@@ -77,8 +74,7 @@ def test_what_grows_old_day_by_day_goes_in_time(rig: Rig) -> None:
     assert (engine.there(range(6)), problems(sweeper)) == ([], "")
 
 
-def test_a_new_janitor_does_not_believe_for_an_hour_that_all_is_old(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_new_janitor_does_not_believe_for_an_hour_that_all_is_old(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     jump(rig, 30 * DAY)
     sweeper = rig.sweeper(ttl_seconds=DAY)
@@ -89,8 +85,7 @@ def test_a_new_janitor_does_not_believe_for_an_hour_that_all_is_old(rig: Rig) ->
     assert engine.there(range(10)) == []
 
 
-def test_ages_are_those_of_the_volume_where_the_host_is_ahead(rig: Rig) -> None:
-    engine = rig.engine()
+def test_ages_are_those_of_the_volume_where_the_host_is_ahead(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     jump(rig, 30 * DAY)
     rig.ahead_ns = int(30 * DAY * 1e9)
@@ -102,8 +97,9 @@ def test_ages_are_those_of_the_volume_where_the_host_is_ahead(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("ahead_seconds", [25 * HOUR, -25 * HOUR, 60.0])
-def test_a_host_of_another_time_than_the_volume_removes_nothing_that_is_young(rig: Rig, ahead_seconds: float) -> None:
-    engine = rig.engine()
+def test_a_host_of_another_time_than_the_volume_removes_nothing_that_is_young(
+    rig: Rig, engine: Engine, ahead_seconds: float
+) -> None:
     engine.put(*range(5))
     partial = engine.root / partial_path(block_path(key(77)), new_token())
     partial.parent.mkdir(exist_ok=True)
@@ -122,8 +118,7 @@ def test_a_host_of_another_time_than_the_volume_removes_nothing_that_is_young(ri
     assert sorted(path.name for path in rig.dir.iterdir()) == ["aa", "janitor.catalog", "permit.json"]
 
 
-def test_a_volume_that_does_not_say_what_time_it_is_loses_nothing_by_age(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_volume_that_does_not_say_what_time_it_is_loses_nothing_by_age(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     rig.clock.move(400 * DAY)
     sweeper = rig.sweeper(ttl_seconds=DAY)
@@ -136,9 +131,8 @@ def test_a_volume_that_does_not_say_what_time_it_is_loses_nothing_by_age(rig: Ri
 
 @pytest.mark.parametrize("ahead_seconds", [120.0, -120.0, 60.0, -60.0, -2 * DAY, 2 * DAY])
 def test_a_block_that_is_evicted_and_stored_anew_is_known_whatever_the_engines_clock_says(
-    rig: Rig, ahead_seconds: float
+    rig: Rig, engine: Engine, ahead_seconds: float
 ) -> None:
-    engine = rig.engine()
     engine.clock = Clock(ns=rig.clock.ns + int(ahead_seconds * 1e9))
     engine.put(*range(10))
     sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, low_watermark=0.5, ttl_seconds=DAY)
@@ -207,8 +201,7 @@ def test_an_engine_whose_clock_is_far_ahead_costs_no_block_of_another(rig: Rig) 
     assert engine.there(range(10)) == []
 
 
-def test_nobody_retains_a_block_for_longer_than_a_month(rig: Rig) -> None:
-    engine = rig.engine()
+def test_nobody_retains_a_block_for_longer_than_a_month(rig: Rig, engine: Engine) -> None:
     engine.put(0, 1)
     engine.note(Op.RETAINED, 0, ahead_seconds=1e9)
     sweeper = rig.sweeper(max_bytes=100 * BLOCK_BYTES)

@@ -183,14 +183,6 @@ def test_a_janitor_that_starts_anew_tells_everything_anew(rig: Rig, stage: Stage
     assert len(stage.agrees()) == 5
 
 
-def test_who_subscribes_late_is_told_everything(stage: Stage, engine: Engine) -> None:
-    engine.put(*range(5))
-    stage.agrees()
-    stage.subscriber.socket.close(0)
-    stage.subscriber = Subscriber(stage.port)
-    assert len(stage.agrees()) == 5
-
-
 def test_another_generation_replaces_what_was_told(rig: Rig, stage: Stage, engine: Engine) -> None:
     engine.put(1, 2)
     stage.agrees()

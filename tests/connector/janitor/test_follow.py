@@ -156,14 +156,6 @@ def test_damaged_records_are_skipped_after_a_while_and_counted(tmp_path: Path) -
     assert follower.journals.damaged == 2
 
 
-def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "journal").mkdir()
-    (tmp_path / "journal" / "notes.txt").write_text("hello")
-    (tmp_path / journal_path(JournalName(WRITER, 0))).write_bytes(b"x" * 10 * RECORD_BYTES)
-    follower = Follower(tmp_path)
-    assert [follower.read() for _ in range(8)] == [[]] * 8
-
-
 def test_a_full_segment_is_followed_by_the_next_and_a_finished_one_is_not_opened_again(tmp_path: Path) -> None:
     fs = CrashingFs(10**9)
     writer, follower = make_writer(tmp_path, segment_bytes=3 * RECORD_BYTES), Follower(tmp_path, fs)
@@ -205,8 +197,14 @@ def test_writers_are_those_that_lately_told_of_a_block_that_they_did_not_remove(
     assert follower.journals.writers == 0
 
 
-@pytest.mark.parametrize("call", ["scandir", "open", "preadv"])
-def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_path: Path, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "number"),
+    # A stale one is listed, so its blocks may be there: only a walk finds them.
+    [("scandir", errno.EIO), ("open", errno.EIO), ("open", errno.ESTALE), ("preadv", errno.EIO)],
+)
+def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(
+    tmp_path: Path, call: str, number: int
+) -> None:
     for _ in range(2):
         told(make_writer(tmp_path), 7)
     broken = [True]
@@ -214,28 +212,11 @@ def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(tmp_p
     def when(name: str, path: str | None) -> bool:
         return name == call and bool(broken) and broken.pop()
 
-    follower = Follower(tmp_path, FailingFs(OSError(errno.EIO, "broken"), when=when))
+    follower = Follower(tmp_path, FailingFs(OSError(number, "broken"), when=when))
     found = follower.read()
     assert "broken" in follower.journals.problem
     assert len(found) == (0 if call == "scandir" else 1)
     assert len(found) + len(follower.read()) == 2
-    assert follower.journals.problem == ""
-
-
-def test_a_journal_that_is_stale_on_the_server_is_reported_and_holds_up_no_other(tmp_path: Path) -> None:
-    stale, other = make_writer(tmp_path), make_writer(tmp_path)
-    is_failing = True
-    fs = FailingFs(
-        OSError(errno.ESTALE, "stale"), when=lambda name, path: is_failing and name == "open" and stale.writer in path
-    )
-    follower = Follower(tmp_path, fs)
-    told(stale, 0)
-    told(other, 1)
-    assert follower.numbers() == [1]
-    # It is listed, so its blocks may be there: only a walk finds them.
-    assert "stale" in follower.journals.problem
-    is_failing = False
-    assert follower.numbers() == [0]
     assert follower.journals.problem == ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_dir import BLOCK_BYTES, Rig
+from tier_dir import BLOCK_BYTES, Engine, Rig
 
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import FileSystem
@@ -41,8 +41,9 @@ class Small(FileSystem):
         ({"min_free_bytes": 10**30}, 0),
     ],
 )
-def test_blocks_go_until_as_much_as_was_asked_for_is_free(rig: Rig, settings: dict[str, Any], left: int) -> None:
-    engine = rig.engine()
+def test_blocks_go_until_as_much_as_was_asked_for_is_free(
+    rig: Rig, engine: Engine, settings: dict[str, Any], left: int
+) -> None:
     engine.put(*range(10))
     sweeper = rig.sweeper(Small(rig.dir, others=80), **settings)
     for _ in range(10):

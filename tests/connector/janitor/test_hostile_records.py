@@ -45,36 +45,34 @@ def sweep(rig: Rig, sweeper: Sweeper) -> None:
         rig.sweep(sweeper)
 
 
-@pytest.mark.parametrize("payload_bytes", [1 << 50, 2**64 - 1, 1 << 63, MAX_PAYLOAD_BYTES])
-@pytest.mark.parametrize("number", [0, BLOCKS])
+HOSTILE = {
+    "a wrong length": [(Op.STORED, number, {"payload_bytes": 1 << 50}) for number in (0, BLOCKS)],
+    "a negative length": [(Op.STORED, number, {"payload_bytes": 2**64 - 1}) for number in (0, BLOCKS)],
+    "the longest length": [(Op.STORED, number, {"payload_bytes": MAX_PAYLOAD_BYTES}) for number in (0, BLOCKS)],
+    "blocks that are not there": [(Op.STORED, number, {}) for number in range(1000, 1500)],
+    "blocks that are there as gone": [(Op.GONE, number, {"time_ns": 2**62}) for number in range(BLOCKS)],
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_wrong_length_evicts_nothing(rig: Rig, payload_bytes: int, number: int, *, is_restarted: bool) -> None:
-    engine = rig.engine()
+def test_wrong_records_evict_nothing_and_count_nothing(
+    rig: Rig, engine: Engine, case: str, *, is_restarted: bool
+) -> None:
     engine.put(*range(BLOCKS))
     sweeper = rig.sweeper(**LIMITS)
     rig.sweep(sweeper)
-    plant(engine, raw(Op.STORED, number, payload_bytes=payload_bytes, time_ns=rig.clock.ns))
+    plant(engine, *(raw(op, number, **{"time_ns": rig.clock.ns, **fields}) for op, number, fields in HOSTILE[case]))
     if is_restarted:
         sweeper = rig.sweeper(**LIMITS)
     sweep(rig, sweeper)
     assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
-    assert (sweeper.report.usage.used_bytes, sweeper.report.usage.store_pause) == (BLOCKS * BLOCK_BYTES, "")
-    assert sweeper.report.usage.problems == ()
+    usage = sweeper.report.usage
+    assert (usage.blocks, usage.used_bytes, usage.store_pause) == (BLOCKS, BLOCKS * BLOCK_BYTES, "")
+    assert usage.problems == ()
 
 
-def test_blocks_that_are_only_told_of_do_not_make_room_for_themselves(rig: Rig) -> None:
-    engine = rig.engine()
-    engine.put(*range(BLOCKS))
-    sweeper = rig.sweeper(**LIMITS)
-    rig.sweep(sweeper)
-    plant(engine, *(raw(Op.STORED, number, time_ns=rig.clock.ns) for number in range(1000, 1500)))
-    sweep(rig, sweeper)
-    assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
-    assert sweeper.catalog.total.blocks == BLOCKS
-
-
-def test_a_time_long_ago_makes_no_block_too_old(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_time_long_ago_makes_no_block_too_old(rig: Rig, engine: Engine) -> None:
     engine.put(*range(BLOCKS))
     sweeper = rig.sweeper(ttl_seconds=86_400.0)
     for _ in range(30):
@@ -86,18 +84,7 @@ def test_a_time_long_ago_makes_no_block_too_old(rig: Rig) -> None:
     assert engine.there(range(BLOCKS + 1)) == list(range(BLOCKS + 1))
 
 
-def test_what_others_say_is_gone_counts_until_it_is(rig: Rig) -> None:
-    engine = rig.engine()
-    engine.put(*range(BLOCKS))
-    sweeper = rig.sweeper(**LIMITS)
-    rig.sweep(sweeper)
-    plant(engine, *(raw(Op.GONE, number, time_ns=2**62) for number in range(BLOCKS)))
-    sweep(rig, sweeper)
-    assert sweeper.catalog.total.blocks == BLOCKS
-
-
-def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Rig, engine: Engine) -> None:
     engine.put(*range(BLOCKS))
     sweeper = rig.sweeper(**LIMITS)
     rig.sweep(sweeper)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Rig
+from tier_dir import BLOCK_BYTES, Engine, Rig
 from waiting import until
 
 from kvtier_connector.contract.janitor import encode
@@ -39,8 +39,7 @@ def running(loop: Loop) -> Iterator[Loop]:
         assert not thread.is_alive()
 
 
-def test_other_settings_are_followed_while_it_runs(rig: Rig, tmp_path: Path) -> None:
-    engine = rig.engine()
+def test_other_settings_are_followed_while_it_runs(rig: Rig, engine: Engine, tmp_path: Path) -> None:
     engine.put(*range(10))
     file = tmp_path / "janitor.json"
     file.write_text(encode(rig.config))
@@ -66,8 +65,7 @@ def test_settings_that_need_a_new_process_end_this_one(rig: Rig, tmp_path: Path)
     assert loop.run()
 
 
-def test_only_the_elected_one_acts(rig: Rig) -> None:
-    engine = rig.engine()
+def test_only_the_elected_one_acts(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     leads = threading.Event()
     config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)

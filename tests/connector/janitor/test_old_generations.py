@@ -101,8 +101,9 @@ def test_a_link_planted_in_an_old_generation_takes_nothing_else_with_it(rig: Rig
     assert not old.root.exists()
 
 
-def test_a_link_planted_in_the_place_of_the_quarantine_takes_nothing_else_with_it(rig: Rig, tmp_path: Path) -> None:
-    engine = rig.engine()
+def test_a_link_planted_in_the_place_of_the_quarantine_takes_nothing_else_with_it(
+    rig: Rig, engine: Engine, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "precious").write_text("mine")
@@ -153,8 +154,9 @@ def test_a_generation_that_engines_only_read_is_in_use_as_long_as_they_are_there
     assert not old.root.exists()
 
 
-def test_as_many_generations_as_updates_of_the_weights_leave_in_an_hour_are_counted_and_removed(rig: Rig) -> None:
-    engine = rig.engine()
+def test_as_many_generations_as_updates_of_the_weights_leave_in_an_hour_are_counted_and_removed(
+    rig: Rig, engine: Engine
+) -> None:
     for number in range(300):
         rig.engine(f"aa.p{number:030x}").put(number)
     engine.put(1000)

@@ -6,18 +6,16 @@ from __future__ import annotations
 import errno
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from planted import plant
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Refusing, Rig
+from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig
 
-from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, PermitWriter, share_of
+from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, share_of
 from kvtier_connector.janitor.policy import Room
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.blockstore import StoreFault
-from kvtier_connector.store.fs import LOCAL, new_token
+from kvtier_connector.store.fs import new_token
 from kvtier_connector.store.journal import encode_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path
 from kvtier_connector.store.permit import (
@@ -69,8 +67,7 @@ def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig)
     assert permit_of(rig).bytes == GIB // 16
 
 
-def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig) -> None:
-    engine = rig.engine()
+def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig, engine: Engine) -> None:
     engine.put(*range(12))
     fs = Refusing(".kvb", "unlink")
     sweeper = rig.sweeper(fs, max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
@@ -84,8 +81,7 @@ def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig) 
     assert permit_of(rig).bytes == BLOCK_BYTES
 
 
-def test_a_permit_is_renewed_in_time_and_when_half_of_it_is_used_up(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_permit_is_renewed_in_time_and_when_half_of_it_is_used_up(rig: Rig, engine: Engine) -> None:
     engine.put(0)
     sweeper = rig.sweeper(max_bytes=82 * BLOCK_BYTES, sweep_seconds=5)
     rig.sweep(sweeper)
@@ -106,8 +102,7 @@ def test_a_permit_is_renewed_in_time_and_when_half_of_it_is_used_up(rig: Rig) ->
     assert renewed_after(RENEW_SECONDS - 6)
 
 
-def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig) -> None:
-    engine = rig.engine()
+def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig, engine: Engine) -> None:
     engine.put(0)
     fs = Refusing(".kvb")
     sweeper = rig.sweeper(fs, max_bytes=11 * BLOCK_BYTES, high_watermark=1.0)
@@ -126,8 +121,7 @@ def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig) -
     assert (usage.blocks, usage.problems) == (11, ())
 
 
-def test_a_tenant_over_its_quota_is_refused_until_it_is_below_the_high_mark(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_tenant_over_its_quota_is_refused_until_it_is_below_the_high_mark(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5), tenant="alice")
     engine.put(*range(4), tenant="bob")
     fs = Refusing(".kvb", "unlink")
@@ -142,8 +136,9 @@ def test_a_tenant_over_its_quota_is_refused_until_it_is_below_the_high_mark(rig:
 
 
 @pytest.mark.parametrize(("path", "calls"), [("ns.llama/aa", ("open", "scandir")), ("ns.llama", ("scandir",))], ids=str)
-def test_a_janitor_that_cannot_count_lets_the_permit_expire(rig: Rig, path: str, calls: tuple[str, ...]) -> None:
-    engine = rig.engine()
+def test_a_janitor_that_cannot_count_lets_the_permit_expire(
+    rig: Rig, engine: Engine, path: str, calls: tuple[str, ...]
+) -> None:
     engine.put(1)
     fs = Refusing(path)
     sweeper = rig.sweeper(fs, max_bytes=100 * BLOCK_BYTES)
@@ -199,8 +194,9 @@ def test_an_unreadable_journal_is_forgotten_with_its_generation_whoever_removes_
     assert rig.sweep(sweeper).problems == ()
 
 
-def test_janitors_that_start_again_and_again_know_what_an_unreadable_journal_does_not_tell(rig: Rig) -> None:
-    engine = rig.engine()
+def test_janitors_that_start_again_and_again_know_what_an_unreadable_journal_does_not_tell(
+    rig: Rig, engine: Engine
+) -> None:
     first = rig.sweeper(max_bytes=34 * BLOCK_BYTES)
     engine.put(0)
     rig.sweep(first)
@@ -215,8 +211,7 @@ def test_janitors_that_start_again_and_again_know_what_an_unreadable_journal_doe
     assert stored <= 34
 
 
-def test_a_journal_of_another_release_is_counted_by_walking(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_journal_of_another_release_is_counted_by_walking(rig: Rig, engine: Engine) -> None:
     engine.put(1)
     writer = new_token()
     (engine.root / journal_path(JournalName(writer, 0))).write_bytes(b"later release " * 20)
@@ -279,14 +274,6 @@ def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> 
         rig.clock.move(seconds)
         sweeper.step()
     assert permit_of(rig).reason == "the volume has no room left"
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "socket"])
-def test_a_permit_replaces_whatever_is_no_file(tmp_path: Path, kind: str) -> None:
-    plant(kind, tmp_path / PERMIT_FILE)
-    writer = PermitWriter(str(tmp_path), fs=LOCAL)
-    writer.renew(Room(0, "full"), used_bytes=0, writers=0, largest_bytes=0, tenants=())
-    assert decode_permit((tmp_path / PERMIT_FILE).read_bytes()).reason == "full"
 
 
 def test_an_engine_stores_as_much_as_the_permit_says_and_nothing_once_the_janitor_is_gone(rig: Rig) -> None:

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import msgspec
 import zmq
 from locked_image import blocked_modules, prelude
-from tier_dir import BLOCK_BYTES, Rig
+from tier_dir import BLOCK_BYTES, Engine, Rig
 from waiting import until
 
 import kvtier_connector
@@ -54,8 +54,9 @@ def stored_events(port: int) -> int:
     return sum(event["type"] == "BlockStored" for event in events)
 
 
-def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(rig: Rig, tmp_path: Path) -> None:
-    engine = rig.engine()
+def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(
+    rig: Rig, engine: Engine, tmp_path: Path
+) -> None:
     engine.put_chain(*range(10))
     config_file, log = tmp_path / "janitor.json", tmp_path / "log"
     port = free_port()

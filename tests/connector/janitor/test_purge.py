@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Rig, key, payload
+from tier_dir import BLOCK_BYTES, Engine, Rig, key, payload
 
 from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.store.blockstore import BlockStore, Stored, StoreFault, StoreOutcome
@@ -90,8 +90,7 @@ def test_of_2000_queued_stores_none_is_left_after_a_purge(rig: Rig, case: str) -
 
 
 @pytest.mark.parametrize("case", ["a tenant", "an adapter"])
-def test_what_does_not_match_is_stored_all_the_same(rig: Rig, case: str) -> None:
-    engine = rig.engine()
+def test_what_does_not_match_is_stored_all_the_same(rig: Rig, engine: Engine, case: str) -> None:
     engine.put(QUEUED, tenant="alice", lineage=SQL)
     writers = Writers(engine.root)
     for number in range(400):
@@ -115,16 +114,14 @@ class PurgesBeforeTheRename(FileSystem):
         super().rename(source, target)
 
 
-def test_a_purge_between_the_look_and_the_rename_takes_the_partial_file(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_purge_between_the_look_and_the_rename_takes_the_partial_file(rig: Rig, engine: Engine) -> None:
     fs = PurgesBeforeTheRename(rig.dir)
     assert BlockStore(engine.root, fs=fs, direct=False).put(key(1), payload(1)) is StoreFault.PURGED
     assert fs.purged == 1
     assert list(engine.root.rglob("*.kvb*")) == []
 
 
-def test_partial_files_go_with_what_they_belong_to_however_young_and_are_counted(rig: Rig) -> None:
-    engine = rig.engine()
+def test_partial_files_go_with_what_they_belong_to_however_young_and_are_counted(rig: Rig, engine: Engine) -> None:
     engine.put(1, tenant="alice", lineage=SQL)
     engine.put(1, tenant="bob")
     for tenant in ("alice", "bob"):
@@ -140,8 +137,7 @@ def test_partial_files_go_with_what_they_belong_to_however_young_and_are_counted
     assert outcomes == [(1, 2, 3), (1, 2, 3), (0, 0, 0), (1, 2, 3), (1, 2, 3)]
 
 
-def test_a_writer_that_was_started_after_a_purge_stores_what_is_queued_from_then_on(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_writer_that_was_started_after_a_purge_stores_what_is_queued_from_then_on(rig: Rig, engine: Engine) -> None:
     purge_blocks(rig.dir, ALL, is_dry=False)
     store = BlockStore(engine.root, direct=False)
     before = time.monotonic()
@@ -160,8 +156,7 @@ def test_a_mark_that_cannot_be_read_counts_as_a_purge_of_everything(tmp_path: Pa
     assert marks.is_purged(key(1, "alice"), NO_LINEAGE, queued)
 
 
-def test_a_directory_that_was_removed_counts_as_purged(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_directory_that_was_removed_counts_as_purged(rig: Rig, engine: Engine) -> None:
     record_purge(FileSystem(), str(engine.root), Purge("nobody"))
     store = BlockStore(engine.root, direct=False)
     store.learn_purges()

@@ -27,8 +27,7 @@ def test_what_engines_stored_is_counted_from_their_journals(rig: Rig) -> None:
     assert usage.problems == ()
 
 
-def test_what_no_journal_tells_of_is_found_by_the_walk_with_its_place_in_the_prefix(rig: Rig) -> None:
-    engine = rig.engine()
+def test_what_no_journal_tells_of_is_found_by_the_walk_with_its_place_in_the_prefix(rig: Rig, engine: Engine) -> None:
     engine.put_chain(*range(10))
     shutil.rmtree(engine.root / "journal")
     sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6)
@@ -57,8 +56,7 @@ def test_journals_that_take_longer_than_a_step_are_heard_in_the_next_ones(rig: R
     assert sweeper.report.usage.blocks == 20
 
 
-def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig: Rig) -> None:
-    engine = rig.engine()
+def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     engine.use(0)
     sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
@@ -68,8 +66,7 @@ def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig
     assert engine.check() == []
 
 
-def test_a_use_of_the_last_block_keeps_the_whole_prefix(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_use_of_the_last_block_keeps_the_whole_prefix(rig: Rig, engine: Engine) -> None:
     engine.put_chain(*range(5))
     engine.put_chain(*range(5, 10))
     engine.use(4)
@@ -100,8 +97,7 @@ def test_a_block_whose_beginning_is_not_there_is_counted_all_the_same(rig: Rig) 
     assert rig.sweep(sweeper).blocks == 1
 
 
-def test_what_outlived_its_time_goes_though_it_is_read(rig: Rig) -> None:
-    engine = rig.engine()
+def test_what_outlived_its_time_goes_though_it_is_read(rig: Rig, engine: Engine) -> None:
     engine.put(1, 2)
     rig.clock.move(DAY)
     engine.put(3)
@@ -111,8 +107,9 @@ def test_what_outlived_its_time_goes_though_it_is_read(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("quota", [{"quotas": {"alice": 4 * BLOCK_BYTES}}, {"default_quota_bytes": 4 * BLOCK_BYTES}])
-def test_a_quota_holds_for_its_tenant_and_not_for_blocks_without_one(rig: Rig, quota: dict[str, Any]) -> None:
-    engine = rig.engine()
+def test_a_quota_holds_for_its_tenant_and_not_for_blocks_without_one(
+    rig: Rig, engine: Engine, quota: dict[str, Any]
+) -> None:
     engine.put(*range(10), tenant="alice")
     engine.put(*range(10))
     usage = rig.sweep(rig.sweeper(**quota, low_watermark=0.5))
@@ -120,8 +117,7 @@ def test_a_quota_holds_for_its_tenant_and_not_for_blocks_without_one(rig: Rig, q
     assert engine.there(range(10), "alice") == [8, 9]
 
 
-def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     first = rig.sweeper()
     rig.sweep(first)
@@ -132,8 +128,7 @@ def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig) -> Non
     assert (second.report.usage.blocks, second.report.usage.is_counted) == (5, True)
 
 
-def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     first = rig.sweeper()
     rig.sweep(first)
@@ -156,8 +151,7 @@ def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
     assert rig.sweep(rig.sweeper()).blocks == 5
 
 
-def test_what_vanished_without_a_word_is_forgotten_by_the_next_walk(rig: Rig) -> None:
-    engine = rig.engine()
+def test_what_vanished_without_a_word_is_forgotten_by_the_next_walk(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     sweeper = rig.sweeper(verify_seconds=100.0)
     rig.sweep(sweeper)
@@ -177,8 +171,7 @@ class Listed(WatchedFs):
         self.directories += call == "scandir" and path is not None and "/blocks/" in path
 
 
-def test_a_later_walk_lists_one_directory_at_a_time_and_gets_through(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_later_walk_lists_one_directory_at_a_time_and_gets_through(rig: Rig, engine: Engine) -> None:
     engine.put(1)
     for number in range(256):
         (engine.root / "blocks" / f"a{number:02x}").mkdir(parents=True, exist_ok=True)
@@ -196,8 +189,7 @@ def test_a_later_walk_lists_one_directory_at_a_time_and_gets_through(rig: Rig) -
     assert sum(listed) >= 256
 
 
-def test_leftovers_go_when_they_are_old(rig: Rig) -> None:
-    engine = rig.engine()
+def test_leftovers_go_when_they_are_old(rig: Rig, engine: Engine) -> None:
     engine.put(1)
     block = engine.root / "blocks/010"
     old, young = block / f".a.{'0' * 32}-partial", block / f".b.{'0' * 32}-partial"
@@ -229,8 +221,7 @@ def test_quarantined_files_count_and_do_not_outlive_the_time_to_live(rig: Rig) -
     assert [path.name for path in quarantine.iterdir()] == ["young"]
 
 
-def test_an_empty_tree_of_a_tenant_goes(rig: Rig) -> None:
-    engine = rig.engine()
+def test_an_empty_tree_of_a_tenant_goes(rig: Rig, engine: Engine) -> None:
     engine.put(1, tenant="alice")
     (engine.root / "tenants/alice/blocks/010" / f"{key(1).hash.hex()}_g0.kvb").unlink()
     shutil.rmtree(engine.root / "journal")
@@ -254,8 +245,7 @@ def abandon(engine: Engine, rig: Rig, numbers: range, size: int = BLOCK_BYTES) -
         os.utime(path, ns=(rig.clock.ns, rig.clock.ns))
 
 
-def test_half_written_files_count_in_the_budget_and_go(rig: Rig) -> None:
-    engine = rig.engine()
+def test_half_written_files_count_in_the_budget_and_go(rig: Rig, engine: Engine) -> None:
     engine.put(*range(20))
     sweeper = rig.sweeper(max_bytes=40 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
     rig.sweep(sweeper)
@@ -269,8 +259,7 @@ def test_half_written_files_count_in_the_budget_and_go(rig: Rig) -> None:
     assert sweeper.report.tallies.removed_leftovers["partial"] >= 60
 
 
-def test_a_half_written_file_goes_at_the_time_to_live_if_that_is_shorter(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_half_written_file_goes_at_the_time_to_live_if_that_is_shorter(rig: Rig, engine: Engine) -> None:
     engine.put(1)
     sweeper = rig.sweeper(ttl_seconds=600.0, verify_seconds=60.0)
     rig.sweep(sweeper)
@@ -279,8 +268,7 @@ def test_a_half_written_file_goes_at_the_time_to_live_if_that_is_shorter(rig: Ri
     assert not list(engine.root.rglob("*-partial"))
 
 
-def test_a_half_written_file_that_becomes_a_block_counts_once(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_half_written_file_that_becomes_a_block_counts_once(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     abandon(engine, rig, range(100, 110))
     sweeper = rig.sweeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
@@ -292,8 +280,7 @@ def test_a_half_written_file_that_becomes_a_block_counts_once(rig: Rig) -> None:
     assert (sweeper.report.usage.blocks, sweeper.report.tallies.evicted_blocks["budget"]) == (17, 0)
 
 
-def test_a_shared_beginning_stays_as_long_as_one_of_its_ends_does(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_shared_beginning_stays_as_long_as_one_of_its_ends_does(rig: Rig, engine: Engine) -> None:
     engine.put_chain(0, 1, 2, 3, 4)
     for number, parent, position in ((10, 1, 2), (11, 10, 3), (12, 11, 4)):
         engine.put(number, lineage=Lineage(key(parent).hash, position))

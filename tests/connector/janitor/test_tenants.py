@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
-from tier_dir import BLOCK_BYTES, Rig
+from tier_dir import BLOCK_BYTES, Engine, Rig
 
 from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
 from kvtier_connector.janitor.catalog import Catalog
@@ -79,8 +79,7 @@ def test_a_decision_looks_at_the_tenants_above_their_quotas_and_first_at_the_lar
     assert (len(quotas), min(quotas)) == (256, 744)
 
 
-def test_tenants_that_went_are_forgotten_when_the_ledger_is_saved(rig: Rig) -> None:
-    engine = rig.engine()
+def test_tenants_that_went_are_forgotten_when_the_ledger_is_saved(rig: Rig, engine: Engine) -> None:
     for number in range(20):
         engine.put(number, tenant=f"t{number}")
     sweeper = rig.sweeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
@@ -90,8 +89,7 @@ def test_tenants_that_went_are_forgotten_when_the_ledger_is_saved(rig: Rig) -> N
     assert [f't{number}"'.encode() in document for number in range(20)] == [False] * 16 + [True] * 4
 
 
-def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig) -> None:
-    engine = rig.engine()
+def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig, engine: Engine) -> None:
     for number in range(300):
         engine.put(number, tenant=f"t{number}")
     sweeper = rig.sweeper(default_quota_bytes=BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)

@@ -47,8 +47,9 @@ def fill(engine: Engine) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("place", "count"), PLACES)
-def test_what_cannot_be_read_is_stated_and_the_rest_is_counted(rig: Rig, number: int, place: str, count: int) -> None:
-    engine = rig.engine()
+def test_what_cannot_be_read_is_stated_and_the_rest_is_counted(
+    rig: Rig, engine: Engine, number: int, place: str, count: int
+) -> None:
     fill(engine)
     shutil.rmtree(engine.root / "journal")
     fs = Unreadable(f"{engine.root}/{place}", number)
@@ -63,8 +64,7 @@ def test_what_cannot_be_read_is_stated_and_the_rest_is_counted(rig: Rig, number:
 
 
 @pytest.mark.parametrize(("place", "count"), PLACES)
-def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, place: str, count: int) -> None:
-    engine = rig.engine()
+def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, engine: Engine, place: str, count: int) -> None:
     fill(engine)
     fs = Unreadable("")
     sweeper = rig.sweeper(fs, verify_seconds=100.0)
@@ -79,8 +79,7 @@ def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, place: str,
 
 
 @pytest.mark.parametrize("name", ["xyz", "ABC", "0300", "030/03"])
-def test_a_directory_that_no_block_can_be_in_is_nobodys_business(rig: Rig, name: str) -> None:
-    engine = rig.engine()
+def test_a_directory_that_no_block_can_be_in_is_nobodys_business(rig: Rig, engine: Engine, name: str) -> None:
     fill(engine)
     (engine.root / "blocks" / name).mkdir(parents=True)
     sweeper = rig.sweeper(Unreadable(f"{engine.root}/blocks/{name}"))
@@ -88,8 +87,7 @@ def test_a_directory_that_no_block_can_be_in_is_nobodys_business(rig: Rig, name:
     assert (usage.blocks, usage.problems) == (30, ())
 
 
-def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig) -> None:
-    engine = rig.engine()
+def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     shutil.rmtree(engine.root / "journal")
     fs = Unreadable(f"{engine.root}/{block_path(key(9)).rpartition('/')[0]}")
@@ -97,8 +95,7 @@ def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig) -> Non
     assert engine.there(range(10)) == [5, 6, 7, 8, 9]
 
 
-def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig) -> None:
-    engine = rig.engine()
+def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig, engine: Engine) -> None:
     fill(engine)
     tried = []
 
@@ -140,8 +137,7 @@ def test_a_quarantine_that_cannot_be_read_keeps_no_other_from_being_emptied(rig:
     assert any("aa/quarantine" in problem for problem in usage.problems)
 
 
-def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig: Rig) -> None:
-    engine = rig.engine()
+def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     first = rig.sweeper()
     rig.sweep(first)
@@ -160,8 +156,9 @@ def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig:
     assert (usage.blocks, usage.problems) == (5, ())
 
 
-def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_the_next_walk(rig: Rig) -> None:
-    engine = rig.engine()
+def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_the_next_walk(
+    rig: Rig, engine: Engine
+) -> None:
     fill(engine)
     place = f"{engine.root}/tenants/alice/blocks/030"
     first = rig.sweeper(Unreadable(place))
@@ -174,8 +171,9 @@ def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_
 
 
 @pytest.mark.parametrize("selection", [Purge(), Purge("")])
-def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(rig: Rig, selection: Purge) -> None:
-    engine = rig.engine()
+def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(
+    rig: Rig, engine: Engine, selection: Purge
+) -> None:
     engine.put_chain(*range(10))
     path = block_path(key(9))
     fs = Unreadable(f"{engine.root}/{path.rpartition('/')[0]}")
