@@ -19,20 +19,18 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier_connector.cascade.memory import BlockMemory
-from kvtier_connector.cascade.rates import Rates
 from kvtier_connector.contract import engine
 from kvtier_connector.contract.engine import CONFIG_FILE, MOST_DEFAULT_IO_PROCESSES, REPLACED_WEIGHTS, ConnectorConfig
 from kvtier_connector.contract.errors import ConfigInvalid, IdentityMismatch, StoreUnavailable
-from kvtier_connector.io_workers.buffers import Region
+from kvtier_connector.io_workers.buffers import Region, shape_of_rows
 from kvtier_connector.io_workers.lookups import LookupWorker
 from kvtier_connector.io_workers.pool import FEWEST, WorkerPool
 from kvtier_connector.io_workers.worker import PoolSettings
@@ -82,44 +80,6 @@ def read_config(path: str) -> ConnectorConfig:
     return engine.decode(text)
 
 
-class CpuRows(NamedTuple):
-    """The CPU tier."""
-
-    view: memoryview
-    """A table of one row a chunk: the bytes of all ranks side by side."""
-    number: int
-    length: int
-    """Of one, in bytes."""
-    fd: int | None
-    """The file behind them, if other processes can map it."""
-
-
-class Backlog(NamedTuple):
-    """Transfers between the CPU tier and the volume that have not ended, for metrics."""
-
-    transfers: int
-    loading: int
-    """Chunks."""
-    storing: int
-    oldest_began: float | None
-    """On `time.monotonic`."""
-    waiting: int
-    """Requests that wait for room in the CPU tier."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Directory:
-    """The parts of one directory; another directory gets new ones."""
-
-    config: ConnectorConfig
-    claim: identity.RootClaim
-    journal: JournalWriter
-    clock: VolumeClock
-    permit: StorePermit
-    workers: WorkerPool
-    lookups: LookupWorker
-
-
 class Attachment:
     """See the module.
 
@@ -131,7 +91,8 @@ class Attachment:
         self,
         config: ConnectorConfig,
         *,
-        rows: CpuRows,
+        rows: memoryview,
+        rows_fd: int | None,
         breaker: Breaker,
         stats: metrics.Stats,
         fs: FileSystem,
@@ -141,20 +102,20 @@ class Attachment:
 
         Args:
             config: The settings of the tier.
-            rows: The CPU tier.
+            rows: The CPU tier, a row for each chunk.
+            rows_fd: The file behind them, if other processes can map it.
             breaker: Stops what fails.
             stats: Where metrics are counted.
             fs: The system calls.
             generation: Digest of the blocks that the engine was started for; empty where it was not told.
         """
-        self._fs, self._rows, self._breaker, self._stats = fs, rows, breaker, stats
+        self._fs, self._breaker, self._stats = fs, breaker, stats
+        self._rows, self._rows_fd = rows, rows_fd
         self._generation = generation
         self.keyring = Keyring(config.keys_dir) if config.keys_dir else None
         self.memory = BlockMemory()
         self.is_current = True
         """True while the weights are those that the engine started with: the names of blocks stand for them."""
-        self._is_clean = False
-        """True if the last reset of the caches left nothing of earlier weights on the GPU."""
         self._look_seconds = config.refresh_seconds
         self._live_seconds = min(LIVE_SECONDS, config.refresh_seconds)
         self._live_file = RuntimeSettings(config.live_file, seconds=self._live_seconds)
@@ -168,7 +129,6 @@ class Attachment:
         """By which field of its identity the directory belongs to another model or layout; empty if it does not."""
         self._is_replaced = False
         """Whether the directory was removed or made anew since the scheduler's thread last asked."""
-        self._round_trip_seconds = 0.0
         self._timed_at = -math.inf
         """When the journal was written whose modification time the volume's clock was set by."""
         self._decided = threading.Event()
@@ -187,37 +147,34 @@ class Attachment:
         ]
 
     def _prepare(self, config: ConnectorConfig) -> None:
+        """Make the parts of a directory; another directory gets new ones."""
         root = Path(config.root)
-        clock, settings = VolumeClock(), _pool_settings(config)
-        permit = StorePermit(str(root.parent / PERMIT_FILE), clock, fs=self._fs)
-        permit.is_needed = False
-        rows = self._rows
-        self._directory = _Directory(
-            config=config,
-            claim=identity.RootClaim(root, {}, config.digest, fs=self._fs),
-            journal=JournalWriter(root, fs=self._fs),
-            clock=clock,
-            permit=permit,
-            workers=WorkerPool(
-                settings,
-                permit=permit,
-                keyring=self.keyring,
-                breaker=self._breaker,
-                rows=rows.view,
-                regions=() if rows.fd is None else (Region(rows.fd, 0, rows.number),),
-                fs=self._fs,
-            ),
-            lookups=LookupWorker(settings, fs=self._fs),
+        self._config, self._clock, settings = config, VolumeClock(), _pool_settings(config)
+        self._journal = JournalWriter(root, fs=self._fs)
+        self._permit = StorePermit(str(root.parent / PERMIT_FILE), self._clock, fs=self._fs)
+        self._permit.is_needed = False
+        row_count, _ = shape_of_rows(self._rows)
+        self.workers = WorkerPool(
+            settings,
+            permit=self._permit,
+            keyring=self.keyring,
+            breaker=self._breaker,
+            rows=self._rows,
+            regions=() if self._rows_fd is None else (Region(self._rows_fd, 0, row_count),),
+            fs=self._fs,
         )
+        """The processes that move blocks."""
+        self.lookups = LookupWorker(settings, fs=self._fs)
+        """The process that looks blocks up."""
 
     def open(self, spec: OffloadingSpec, declared: Sequence[Declared], wait_seconds: float) -> None:
         """Begin to use the directory, and wait this long at most for the volume's first answer.
 
         Weights that neither files nor a digest identify get a directory that no other engine uses.
         """
-        config = self._config
+        config, fs = self._config, self._fs
         revision = str(config.identity.get("model_revision", "main"))
-        facts = engine_facts(spec, declared, bytes_per_chunk=self._rows.length, revision=revision)
+        facts = engine_facts(spec, declared, bytes_per_chunk=shape_of_rows(self._rows)[1], revision=revision)
         if facts[_WEIGHTS] is None and self._generation in {"", config.digest}:
             alone = f"p{uuid.uuid4().hex}"[:MAX_EPOCH_CHARACTERS]
             name = str(Home(config.digest, alone))
@@ -229,10 +186,23 @@ class Attachment:
             )
             facts[_WEIGHTS], self._generation = alone, ""
             self.workers.close(0.0)
-            self._prepare(replace(config, digest=name, root=f"{config.root.rstrip('/').rpartition('/')[0]}/{name}"))
+            config = replace(config, digest=name, root=f"{config.root.rstrip('/').rpartition('/')[0]}/{name}")
+            self._prepare(config)
         self.workers.start()
         self.lookups.start()
-        self._start({**config.identity, **facts}, wait_seconds)
+        self._claim = identity.RootClaim(Path(config.root), {**config.identity, **facts}, config.digest, fs=fs)
+        # Before the engine can answer a request, so that the startup probe waits for all engines of the pod.
+        self._tell(lambda: self._report.begin(self.refusal))
+        self._patience.start()
+        for thread in self._threads:
+            thread.start()
+        if not self._decided.wait(wait_seconds):
+            logger.warning(
+                "kvtier %s: %s is not open after %.0f s; serving without the disk tier until then",
+                config.tier,
+                config.root,
+                wait_seconds,
+            )
 
     def close(self) -> None:
         """Stop within seconds, whatever the volume does: a worker that hangs is left behind and touches nothing."""
@@ -259,16 +229,6 @@ class Attachment:
         """The permitted use of the volume, as the live settings say."""
         return self._live_file.mode
 
-    @property
-    def workers(self) -> WorkerPool:
-        """The processes that move blocks."""
-        return self._directory.workers
-
-    @property
-    def lookups(self) -> LookupWorker:
-        """The process that looks blocks up."""
-        return self._directory.lookups
-
     def why_not(self, direction: Direction, *, is_stuck: bool) -> str | None:
         """Return why no chunk is moved that way at present, None if chunks are; `is_stuck`: none would start."""
         is_store = direction is Direction.STORE
@@ -280,7 +240,7 @@ class Attachment:
             return metrics.NEW_WEIGHTS
         if is_store and self.keyring is not None and not self.keyring.is_usable:
             return StoreFault.NO_KEY.value
-        if is_store and (refusal := self._directory.permit.refusal()) is not None:
+        if is_store and (refusal := self._permit.refusal()) is not None:
             return refusal.value
         if is_stuck:
             return metrics.STUCK
@@ -295,25 +255,22 @@ class Attachment:
         self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
     ) -> None:
         """Note for the janitor what was done; only memory is touched, and a journal is appended soon."""
-        self._directory.journal.append(op, key, payload_bytes, lineage, ahead_seconds=ahead_seconds)
+        self._journal.append(op, key, payload_bytes, lineage, ahead_seconds=ahead_seconds)
         self.note_use()
 
     def look_after(self) -> None:
         """Take over what the other thread found out; call it in each step."""
-        self.workers.round_trip_seconds = self._round_trip_seconds
         if self._is_replaced:
             self._is_replaced = False
             self.memory.clear()
 
-    def note_reset(self, *, is_clean: bool) -> None:
-        """Note a reset of the caches; `is_clean` is whether it left nothing on the GPU."""
-        self._is_clean = is_clean
-
-    def note_weights(self, *, is_original: bool) -> None:
+    def note_weights(self, *, is_original: bool, may_return: bool = False) -> None:
         """Take in a comparison of the weights by a worker.
 
-        The engine comes back only after a comparison of all weights that follows a clean reset: the GPU and the CPU
-        tier may hold blocks of other weights until then.
+        Args:
+            is_original: True if the weights are those of the start.
+            may_return: True if all workers compared all weights after a reset that left nothing on the GPU. The GPU and
+                the CPU tier may hold blocks of other weights until then.
         """
         if not is_original and self.is_current:
             self.is_current = False
@@ -323,19 +280,15 @@ class Attachment:
                 "reset_connector=True)",
                 self._config.tier,
             )
-
-    def note_all_weights(self, *, are_original: bool) -> None:
-        """Take in a comparison of all weights by all workers, the first one after a reset."""
-        self.note_weights(is_original=are_original)
-        if are_original and not self.is_current and self._is_clean:
+        elif is_original and may_return and not self.is_current:
             self.is_current = True
             # A gauge stays as it was set last.
             self._stats.set(metrics.REFUSED, 0, label=REPLACED_WEIGHTS)
             logger.warning("kvtier %s: the weights are those of the start again: blocks are used", self._config.tier)
 
-    def observe(self, now: float, backlog: Backlog, rates: Rates) -> None:
+    def observe(self) -> None:
         """Set the metrics that change without an event."""
-        stats, row_bytes = self._stats, self._rows.length
+        stats = self._stats
         stats.set(metrics.ACTIVE, int(self.is_readable and self.is_current and self.workers.is_usable))
         if not self.is_current:
             stats.set(metrics.REFUSED, 1, label=REPLACED_WEIGHTS)
@@ -348,34 +301,6 @@ class Attachment:
         counts = self.workers.counts()
         stats.set(metrics.STUCK_THREADS, counts.stuck)
         stats.set(metrics.IO_PROCESSES, counts.processes)
-        stats.set(metrics.QUEUED_LOAD_BYTES, backlog.loading * row_bytes)
-        stats.set(metrics.QUEUED_STORE_BYTES, backlog.storing * row_bytes)
-        stats.set(metrics.QUEUED_JOBS, backlog.transfers)
-        stats.set(metrics.OLDEST_JOB_SECONDS, 0.0 if backlog.oldest_began is None else now - backlog.oldest_began)
-        stats.set(metrics.WAITING_REQUESTS, backlog.waiting)
-        stats.set(metrics.VOLUME_RATE, rates.volume.value)
-        stats.set(metrics.PREFILL_RATE, rates.prefill.value)
-
-    @property
-    def _config(self) -> ConnectorConfig:
-        return self._directory.config
-
-    def _start(self, claimed: Mapping[str, Any], wait_seconds: float) -> None:
-        config = self._config
-        claim = identity.RootClaim(Path(config.root), claimed, config.digest, fs=self._fs)
-        self._directory = replace(self._directory, claim=claim)
-        # Before the engine can answer a request, so that the startup probe waits for all engines of the pod.
-        self._tell(lambda: self._report.begin(self.refusal))
-        self._patience.start()
-        for thread in self._threads:
-            thread.start()
-        if not self._decided.wait(wait_seconds):
-            logger.warning(
-                "kvtier %s: %s is not open after %.0f s; serving without the disk tier until then",
-                config.tier,
-                config.root,
-                wait_seconds,
-            )
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -388,7 +313,7 @@ class Attachment:
 
     def _run(self) -> None:
         self._refresh_live()
-        if not self._claim():
+        if not self._attach():
             return
         self._look()
         self._decided.set()
@@ -416,7 +341,7 @@ class Attachment:
             self._refresh_permit()
 
     def _refresh_permit(self) -> None:
-        permit = self._directory.permit
+        permit = self._permit
         if not permit.is_needed or not self.mode.may_store:
             return
         before = permit.reason
@@ -430,24 +355,24 @@ class Attachment:
             return
         problem = ""
         try:
-            self._directory.journal.flush()
+            self._journal.flush()
         except StoreUnavailable as error:
             problem = str(error)
         self._complain("journal", problem, "kvtier %s: the janitor is not told what is stored: %s")
         self._take_time()
 
     def _show_life(self) -> None:
-        self._directory.journal.show_life()
+        self._journal.show_life()
         self._take_time()
 
     def _take_time(self) -> None:
         """Read what time it is on the volume from the journal, if that was written just now."""
-        written_at = self._directory.journal.written_at
-        if not self._directory.permit.is_needed or written_at - self._timed_at < CLOCK_SECONDS:
+        written_at = self._journal.written_at
+        if not self._permit.is_needed or written_at - self._timed_at < CLOCK_SECONDS:
             return
-        if (modified_ns := self._directory.journal.ask_modified_ns()) is not None:
+        if (modified_ns := self._journal.ask_modified_ns()) is not None:
             self._timed_at = written_at
-            self._directory.clock.set(modified_ns)
+            self._clock.set(modified_ns)
 
     def _follow_live(self) -> None:
         while not self._closed.wait(self._live_seconds):
@@ -459,7 +384,7 @@ class Attachment:
         if live != before:
             logger.info("kvtier %s: %s", self._config.tier, live)
         self._complain("settings", self._live_file.problem)
-        self._directory.permit.is_needed = live.needs_permit
+        self._permit.is_needed = live.needs_permit
         if self.keyring is not None:
             self.keyring.activate(live.active_key)
             self.keyring.active()
@@ -471,7 +396,7 @@ class Attachment:
             logger.log(level, message, self._config.tier, problem)
         self._problems[topic] = problem
 
-    def _claim(self) -> bool:
+    def _attach(self) -> bool:
         config = self._config
         if self._generation not in {"", config.digest}:
             # An old pod whose container was restarted in a rollout: its blocks must not open the new generation.
@@ -493,7 +418,7 @@ class Attachment:
                 self._refresh_live()
                 continue
             try:
-                self._directory.claim.renew()
+                self._claim.renew()
             except IdentityMismatch as error:
                 self.refused_field = error.field or UNREADABLE
                 self._refuse(error)
@@ -506,7 +431,7 @@ class Attachment:
                 continue
             logger.info("kvtier %s: disk tier at %s", config.tier, config.root)
             self.refusal = ""
-            self._round_trip_seconds = _measure_round_trip(self._fs.rooted(config.root), config.root)
+            self.workers.round_trip_seconds = _measure_round_trip(self._fs.rooted(config.root), config.root)
             self.is_readable = True
             self._tell(self._report.attach)
             return True
@@ -517,7 +442,7 @@ class Attachment:
 
         A directory that was removed is made again with the next block; what was known of it is forgotten.
         """
-        claim = self._directory.claim
+        claim = self._claim
         try:
             state = claim.look(may_write=self.mode.may_store)
             is_new = claim.renew() if state is identity.RootState.OTHER else state is identity.RootState.GONE
@@ -542,25 +467,22 @@ class Attachment:
         self.refusal = message
 
     def _give_up(self) -> None:
-        reason, seconds = self.refusal, self._config.attach_grace_seconds
+        reason = self.refusal
+        if self._tell(lambda: self._report.give_up(reason)):
+            logger.error(
+                "kvtier %s: after %.0f s, serving without the disk tier until the volume answers: %s",
+                self._config.tier,
+                self._config.attach_grace_seconds,
+                reason,
+            )
 
-        def serve() -> None:
-            if self._report.give_up(reason):
-                logger.error(
-                    "kvtier %s: after %.0f s, serving without the disk tier until the volume answers: %s",
-                    self._config.tier,
-                    seconds,
-                    reason,
-                )
-
-        self._tell(serve)
-
-    def _tell(self, say: Callable[[], object]) -> None:
+    def _tell(self, say: Callable[[], object]) -> object:
         try:
-            say()
+            return say()
         except OSError as error:
             # The probe goes on waiting, and says for what.
             logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
+            return None
 
 
 def _measure_round_trip(fs: FileSystem, root: str) -> float:

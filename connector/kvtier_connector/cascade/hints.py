@@ -31,9 +31,8 @@ RETAIN: Final = "kv.retain"
 NO_LOAD: Final = "no_load"
 NO_STORE: Final = "no_store"
 
-_COUNTS = frozenset({"max_load_tokens", "max_offload_tokens"})
 _TIERS = "kv_load_tiers"
-_OF_VLLM = _COUNTS | {_TIERS}
+_OF_VLLM = frozenset({"max_load_tokens", "max_offload_tokens", _TIERS})
 _OF_OTHERS = frozenset({"transfer_id", "tp_size", "pp_size", "prompt_token_ids", TENANT_PARAMETER})
 """Known to vLLM or read elsewhere; who reads them says what is wrong with them, as far as vLLM does not show it."""
 _PARTS_OF_TIERS = {
@@ -86,29 +85,12 @@ class Hints(NamedTuple):
 NO_HINTS: Final = Hints()
 
 
-def understood(params: Any) -> dict[str, Any] | None:
-    """Return the ``kv_transfer_params`` without the values that vLLM would write to its log; None if they are none.
-
-    The rest means the same to vLLM.
-    """
-    if not isinstance(params, dict):
-        return None
-    refused = {key for key in _COUNTS if key in params and not _is_tokens(params[key])}
-    if (tiers := params.get(_TIERS)) is not None:
-        kept = _known_tiers(tiers)
-        if not isinstance(tiers, list) or (tiers and not kept):
-            refused.add(_TIERS)
-        elif len(kept) < len(tiers):
-            params = {**params, _TIERS: kept}
-    return {key: value for key, value in params.items() if key not in refused} if refused else params
-
-
-def _known_tiers(tiers: Any) -> list[Any]:
-    return [entry for entry in tiers if _is_tier(entry)] if isinstance(tiers, list) else []
-
-
-def _are_tiers(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_tier, value)))
+def _understood(key: str, value: Any) -> Any:
+    """Return as much of a parameter of vLLM's as it understands; None if that is nothing."""
+    if key != _TIERS:
+        return value if type(value) is int and value >= 0 else None
+    known = [entry for entry in value if _is_tier(entry)] if isinstance(value, list) else []
+    return known if known or value == [] else None
 
 
 def _is_tier(entry: Any) -> bool:
@@ -119,27 +101,26 @@ def _is_tier(entry: Any) -> bool:
     )
 
 
-def _is_tokens(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def parse_hints(params: Any, envelope: Any) -> tuple[Hints, dict[Any, Any] | None]:
+    """Return what a request asks for, with all that had to be ignored, and the parameters that vLLM may be shown.
 
-
-def parse_hints(params: Any, envelope: Any) -> Hints:
-    """Return what a request asks for, with all that had to be ignored.
+    vLLM would write the values of the others to its log. What is left means the same to vLLM; None if they are none.
 
     Args:
         params: Its ``kv_transfer_params``.
         envelope: Its ``kv_hints``, vLLM's object; None if it has none.
     """
     if not params and envelope is None:
-        return NO_HINTS
+        return NO_HINTS, None
     parser = _Parser()
-    if isinstance(params, Mapping):
-        parser.take_params(params)
+    understood = None
+    if isinstance(params, dict):
+        understood = parser.take_params(params)
     elif params is not None:
         parser.ignore("value", "kv_transfer_params")
     if envelope is not None:
         parser.take_actions(getattr(envelope, "protocol_version", None), getattr(envelope, "actions", None))
-    return parser.hints()
+    return parser.hints(), understood
 
 
 class _Parser:
@@ -160,7 +141,8 @@ class _Parser:
         is_shown = isinstance(name, str) and _SHOWN.fullmatch(name)
         self._problems.append(HintProblem(cause, str(name) if is_shown else "(not shown)"))
 
-    def take_params(self, params: Mapping[Any, Any]) -> None:
+    def take_params(self, params: dict[Any, Any]) -> dict[Any, Any]:
+        understood = dict(params)
         for key, value in params.items():
             if key in self._may:
                 # Who writes "false" wants a private prompt, and a misspelt one is not to be public.
@@ -173,10 +155,12 @@ class _Parser:
                 else:
                     self.ignore("value", key)
             elif key in _OF_VLLM:
-                if not (_are_tiers(value) if key == _TIERS else _is_tokens(value)):
+                understood[key] = _understood(key, value)
+                if understood[key] != value:
                     self.ignore("value", key)
             elif not isinstance(key, str) or not (key in _OF_OTHERS or key.startswith(_OF_OTHER_CONNECTORS)):
                 self.ignore("key", key)
+        return understood
 
     def take_actions(self, version: Any, actions: Any) -> None:
         if version not in ("0.1", "1.0"):

@@ -8,8 +8,6 @@ that could not be read although its file is there is set aside for a while, so t
 from __future__ import annotations
 
 import enum
-import functools
-import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,14 +18,11 @@ TRUST_SECONDS = 300.0
 """A block counts as present without a look at the volume for so long after it was written, read or seen."""
 ASIDE_SECONDS = 10.0
 """A block that the volume did not give counts as absent for so long."""
-DAMAGED_SECONDS = 600.0
-"""A block whose file was damaged twice counts as absent for so long: the file cannot be moved to quarantine."""
+DAMAGED_SECONDS = 60.0
+"""A block with a damaged file counts as absent for so long: if the file cannot be moved to quarantine, it stays."""
 _REMEMBERED = 1 << 16
-"""Blocks that are kept at least; twice as many at most, about 25 MB."""
+"""Blocks that are kept, the latest; about 25 MB."""
 _MOST_ASIDE = 1 << 14
-_HASH_BYTES = 13
-"""With two bytes of the group a name has 15 bytes. Two of a million blocks agree in these once in 10^19 times, and
-that costs a miss."""
 
 
 class Presence(enum.Enum):
@@ -46,29 +41,25 @@ class BlockMemory:
         """Start without a block.
 
         Args:
-            remembered: How many blocks are kept at least.
+            remembered: How many blocks are kept.
             now: Seconds that never go back.
         """
         self._remembered = remembered
         self._now = now
-        self._recent: dict[bytes, float] = {}
-        self._older: dict[bytes, float] = {}
-        """By name, when the block was last known to be there."""
-        self._asides: OrderedDict[bytes, float] = OrderedDict()
+        self._seen: OrderedDict[BlockKey, float] = OrderedDict()
+        """When each block was last known to be there; the latest comes last."""
+        self._asides: OrderedDict[BlockKey, float] = OrderedDict()
         """Blocks that could not be read, and until when they count as absent."""
-        self._damaged: OrderedDict[bytes, None] = OrderedDict()
-        """Blocks whose files were damaged, and should have been moved to quarantine."""
 
     def __len__(self) -> int:
         """Return how many blocks are remembered, those set aside included."""
-        return len(self._recent) + len(self._older) + len(self._asides) + len(self._damaged)
+        return len(self._seen) + len(self._asides)
 
     def state(self, key: BlockKey) -> Presence:
         """Say what a lookup may go by without a look at the volume."""
-        name = _compact(key)
-        if self._asides and self._asides.get(name, 0.0) > self._now():
+        if self._asides and self._asides.get(key, 0.0) > self._now():
             return Presence.ABSENT
-        seen = self._recent.get(name, self._older.get(name))
+        seen = self._seen.get(key)
         is_fresh = seen is not None and self._now() - seen < TRUST_SECONDS
         return Presence.PRESENT if is_fresh else Presence.UNKNOWN
 
@@ -79,74 +70,36 @@ class BlockMemory:
 
     def has(self, key: BlockKey) -> bool:
         """Say whether this engine wrote, read or saw the block, however long ago, and not in vain since."""
-        name = _compact(key)
-        return name in self._recent or name in self._older
+        return key in self._seen
 
     def add(self, key: BlockKey) -> None:
         """Note that this engine wrote the block, or read it."""
-        name = _compact(key)
-        if self._asides:
-            self._asides.pop(name, None)
-        if self._damaged:
-            self._damaged.pop(name, None)
-        self._remember(name)
+        self._asides.pop(key, None)
+        self.see(key)
 
     def see(self, key: BlockKey) -> None:
         """Note that the volume has a file of the block, which may be one that was set aside."""
-        name = _compact(key)
-        if name not in self._asides:
-            self._remember(name)
-
-    def _remember(self, name: bytes) -> None:
-        if len(self._recent) >= self._remembered and name not in self._recent:
-            self._older, self._recent = self._recent, {}
-        self._recent[name] = self._now()
+        if key not in self._asides:
+            _keep_last(self._seen, key, self._now(), most=self._remembered)
 
     def discard(self, key: BlockKey) -> None:
         """Note that the volume does not have the block."""
-        self._forget(_compact(key))
+        self._seen.pop(key, None)
 
-    def set_aside(self, key: BlockKey, seconds: float | None = None) -> None:
-        """Note that the block could not be read: it counts as absent for so long, or until it is written anew.
-
-        The default is `ASIDE_SECONDS`.
-        """
-        name = _compact(key)
-        self._forget(name)
-        self._asides[name] = self._now() + (ASIDE_SECONDS if seconds is None else seconds)
-        self._asides.move_to_end(name)
-        if len(self._asides) > _MOST_ASIDE:
-            self._asides.popitem(last=False)
-
-    def note_damage(self, key: BlockKey) -> None:
-        """Note that the file of the block was damaged, and should be in quarantine by now."""
-        name = _compact(key)
-        if name in self._damaged:
-            self.set_aside(key, DAMAGED_SECONDS)
-            return
-        self._forget(name)
-        self._damaged[name] = None
-        if len(self._damaged) > _MOST_ASIDE:
-            self._damaged.popitem(last=False)
+    def set_aside(self, key: BlockKey, *, is_damaged: bool = False) -> None:
+        """Note that the block could not be read: it counts as absent for a while, or until it is written anew."""
+        self.discard(key)
+        until = self._now() + (DAMAGED_SECONDS if is_damaged else ASIDE_SECONDS)
+        _keep_last(self._asides, key, until, most=_MOST_ASIDE)
 
     def clear(self) -> None:
         """Forget all blocks: the directory was removed or made anew."""
-        self._recent, self._older = {}, {}
+        self._seen.clear()
         self._asides.clear()
-        self._damaged.clear()
-
-    def _forget(self, name: bytes) -> None:
-        self._recent.pop(name, None)
-        self._older.pop(name, None)
 
 
-def _compact(key: BlockKey) -> bytes:
-    name = key.hash[:_HASH_BYTES]
-    if key.tenant:
-        name = (int.from_bytes(name, "big") ^ _mask(key.tenant)).to_bytes(_HASH_BYTES, "big")
-    return name + (key.group & 0xFFFF).to_bytes(2, "little")
-
-
-@functools.lru_cache(maxsize=4096)
-def _mask(tenant: str) -> int:
-    return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:_HASH_BYTES], "big")
+def _keep_last(times: OrderedDict[BlockKey, float], key: BlockKey, value: float, *, most: int) -> None:
+    times[key] = value
+    times.move_to_end(key)
+    if len(times) > most:
+        times.popitem(last=False)

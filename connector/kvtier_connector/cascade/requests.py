@@ -15,12 +15,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 from vllm.logger import init_logger
-from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import (
     Locality,
     Medium,
@@ -30,9 +28,10 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
+from vllm.v1.request import Request
 
 from kvtier_connector.cascade.hints import NO_HINTS, HintProblem, Hints
-from kvtier_connector.cascade.media import Media
+from kvtier_connector.cascade.media import KnownMedia, Media
 from kvtier_connector.cascade.memory import BlockMemory
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.contract.engine import TENANT_PARAMETER
@@ -60,25 +59,18 @@ class Tell(Protocol):
         """Take a note; only memory is touched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Salt:
-    """The cache salt of a request, which vLLM hashes into its blocks; never shown."""
-
-    value: str | None = field(repr=False)
-
-
 def find_tenant(context: ReqContext, source: str) -> str | None:
     """Return the request's tenant, empty if it has none, None if it cannot be told.
 
     Args:
-        context: The request.
+        context: The request; vLLM's own `Request`, with its cache salt, is part of its state.
         source: One of `contract.TENANT_SOURCES`.
     """
     if source == "CacheSalt":
-        salt: Salt | None = context.get_state(Salt)
-        if salt is None:
+        request: Request | None = context.get_state(Request)
+        if request is None:
             return None
-        return hashlib.sha256(salt.value.encode()).hexdigest()[:SALT_DIGITS] if salt.value else ""
+        return hashlib.sha256(request.cache_salt.encode()).hexdigest()[:SALT_DIGITS] if request.cache_salt else ""
     if source == "Parameter":
         named = (context.kv_transfer_params or {}).get(TENANT_PARAMETER)
         if named is None:
@@ -306,6 +298,7 @@ class TierRequests:
         self._tenant_source = tenant_source
         self._locality = locality
         self._adapters = adapters
+        self._known_media = KnownMedia()
         self._stats = stats
         self._logged: set[HintProblem] = set()
         self._ended: list[ReqContext] = []
@@ -316,9 +309,12 @@ class TierRequests:
         request: TierRequest | None = context.get_state(TierRequest)
         if request is None:
             tenant = find_tenant(context, self._tenant_source)
-            lora: LoRARequest | None = context.get_state(LoRARequest)
-            adapter = None if lora is None else self._adapters.read(lora)
-            media: Media | None = context.get_state(Media)
+            adapter = media = None
+            of_vllm: Request | None = context.get_state(Request)
+            if of_vllm is not None and of_vllm.lora_request is not None:
+                adapter = self._adapters.read(of_vllm.lora_request)
+            if of_vllm is not None and of_vllm.mm_features:
+                media = Media(of_vllm.mm_features, self._known_media)
             request = TierRequest(context, self.tokens, tenant, locality=self._locality, adapter=adapter, media=media)
             context.set_state(request)
         return request

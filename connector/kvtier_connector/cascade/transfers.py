@@ -42,19 +42,9 @@ _UNWANTED = _KEPT_OFF | {metrics.BYPASSED, metrics.INERT}
 """Causes for which the end of the engine loses no chunk."""
 
 REMEMBERED_CHUNKS = 1 << 17
-"""Chunks asked for last whose counts are kept, twice this many at most; about 30 MB."""
+"""Chunks asked for last whose counts are kept; about 35 MB."""
 _NAME_BYTES = 16
 """Of the end of vLLM's key: the group, and enough of the hash to tell a million chunks apart."""
-
-_Counters = tuple[metrics.Metric, metrics.Metric, metrics.Metric, metrics.Metric]
-"""Counters of seconds, blocks, file bytes and payload bytes."""
-_READ: _Counters = (metrics.READ_SECONDS, metrics.READ_BLOCKS, metrics.READ_BYTES, metrics.LOADED_BLOCK_BYTES)
-_WRITTEN: _Counters = (
-    metrics.WRITE_SECONDS,
-    metrics.WRITTEN_BLOCKS,
-    metrics.WRITTEN_BYTES,
-    metrics.STORED_BLOCK_BYTES,
-)
 
 
 class ReuseFilter:
@@ -69,12 +59,12 @@ class ReuseFilter:
         """Store the settings; chunks are written for their `min_reuse`-th request, 1 writes all and counts nothing."""
         self._min_reuse = min_reuse
         self._remembered = remembered
-        self._recent: dict[bytes, int] = {}
-        self._older: dict[bytes, int] = {}
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        """By name of a chunk; the one asked for last comes last."""
 
     def is_due(self, key: OffloadKey) -> bool:
         """Say whether enough requests have asked for the chunk, as far as that is remembered."""
-        return self._count(key[-_NAME_BYTES:]) >= self._min_reuse or self._min_reuse == 1
+        return self._min_reuse == 1 or self._counts.get(key[-_NAME_BYTES:], 0) >= self._min_reuse
 
     def note_request(self, keys: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
         """Count a request that asks for these chunks; return those that become due with it."""
@@ -83,16 +73,12 @@ class ReuseFilter:
         due = []
         for key in keys:
             name = key[-_NAME_BYTES:]
-            count = 1 + self._count(name)
-            self._recent[name] = count
+            self._counts[name] = count = 1 + self._counts.pop(name, 0)
             if count == self._min_reuse:
                 due.append(key)
-            if len(self._recent) >= self._remembered:
-                self._older, self._recent = self._recent, {}
+            if len(self._counts) > self._remembered:
+                self._counts.popitem(last=False)
         return due
-
-    def _count(self, name: bytes) -> int:
-        return self._recent.get(name, self._older.get(name, 0))
 
 
 class Landed(NamedTuple):
@@ -129,21 +115,6 @@ class _Transfer:
     """Whether its chunks were not written when vLLM offered them."""
 
 
-@dataclass(slots=True)
-class _Moved:
-    """Chunks moved in one direction since the last count: one count for many chunks."""
-
-    seconds: float = 0.0
-    blocks: int = 0
-    file_bytes: int = 0
-
-    def count(self, stats: metrics.Stats, counters: _Counters, row_bytes: int) -> None:
-        """Add it to the counters of its direction."""
-        amounts = (self.seconds, self.blocks, self.file_bytes, self.blocks * row_bytes)
-        for counter, amount in zip(counters, amounts, strict=True):
-            stats.count(counter, amount)
-
-
 class Transfers:
     """See the module."""
 
@@ -166,7 +137,6 @@ class Transfers:
         """By request, how many of the transfers are stores of it."""
         self._next_task = 0
         self._landed: list[Landed] = []
-        self._read, self._written = _Moved(), _Moved()
         self._finished: list[JobResult] = []
         self._stored: list[OffloadKey] = []
         self._deferred: OrderedDict[OffloadKey, _Deferred] = OrderedDict()
@@ -183,10 +153,13 @@ class Transfers:
         """Return how many transfers have not ended."""
         return len(self._transfers)
 
-    @property
-    def oldest_began(self) -> float | None:
-        """When the oldest transfer that has not ended was ordered, on `time.monotonic`."""
-        return min((transfer.began for transfer in self._transfers.values()), default=None)
+    def observe(self, now: float) -> None:
+        """Set the metrics of what has not ended; `now` is on `time.monotonic`."""
+        stats, oldest = self._stats, min((transfer.began for transfer in self._transfers.values()), default=now)
+        stats.set(metrics.QUEUED_LOAD_BYTES, self.loading * self._row_bytes)
+        stats.set(metrics.QUEUED_STORE_BYTES, self.storing * self._row_bytes)
+        stats.set(metrics.QUEUED_JOBS, len(self._transfers))
+        stats.set(metrics.OLDEST_JOB_SECONDS, now - oldest)
 
     def is_storing(self, context: ReqContext) -> bool:
         """Say whether chunks of a request are being written."""
@@ -271,17 +244,12 @@ class Transfers:
             self._close(transfer)
 
     def take_landed(self) -> Sequence[Landed]:
-        """Return the chunks of loads that ended since the last call, and count them."""
+        """Return the chunks of loads that ended since the last call."""
         landed, self._landed = self._landed, []
-        if landed:
-            read, self._read = self._read, _Moved()
-            read.count(self._stats, _READ, self._row_bytes)
         return landed
 
     def take_finished(self) -> Sequence[JobResult]:
-        """Return the transfers that ended since the last call, and count what was written."""
-        written, self._written = self._written, _Moved()
-        written.count(self._stats, _WRITTEN, self._row_bytes)
+        """Return the transfers that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -329,13 +297,14 @@ class Transfers:
     def _end_load(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome
         self.loading -= 1
-        self._read.seconds += done.seconds
+        self._stats.count(metrics.READ_SECONDS, done.seconds)
         name = self._requests.of(transfer.order.req_context).block_key(key)
         self._remember_load(name, outcome)
         if isinstance(outcome, Hit):
             transfer.done.append(key)
-            self._read.blocks += 1
-            self._read.file_bytes += outcome.bytes_read
+            self._stats.count(metrics.READ_BLOCKS)
+            self._stats.count(metrics.READ_BYTES, outcome.bytes_read)
+            self._stats.count(metrics.LOADED_BLOCK_BYTES, self._row_bytes)
         else:
             self._stats.count(metrics.MISSES, cause=self._load_cause(done))
         self._landed.append(Landed(key, isinstance(outcome, Hit), done.seconds))
@@ -350,14 +319,14 @@ class Transfers:
             # The volume failed, not the file.
             memory.set_aside(name)
         elif isinstance(outcome, Fault):
-            memory.note_damage(name)
+            memory.set_aside(name, is_damaged=True)
             if outcome.is_damage:
                 self._attachment.tell_janitor(Op.GONE, name, 0)
 
     def _end_store(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome
         self.storing -= 1
-        self._written.seconds += done.seconds
+        self._stats.count(metrics.WRITE_SECONDS, done.seconds)
         if isinstance(outcome, Stored | Present):
             transfer.done.append(key)
             self._stored.append(key)
@@ -366,8 +335,9 @@ class Transfers:
             block = transfer.blocks[key]
             self._attachment.memory.add(block.name)
             if isinstance(outcome, Stored):
-                self._written.blocks += 1
-                self._written.file_bytes += outcome.bytes_written
+                self._stats.count(metrics.WRITTEN_BLOCKS)
+                self._stats.count(metrics.WRITTEN_BYTES, outcome.bytes_written)
+                self._stats.count(metrics.STORED_BLOCK_BYTES, self._row_bytes)
                 # A compressed block takes less of the volume than its row.
                 payload_bytes = outcome.bytes_written - HEADER_BYTES
                 self._attachment.tell_janitor(Op.STORED, block.name, payload_bytes, block.lineage)

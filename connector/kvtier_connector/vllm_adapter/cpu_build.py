@@ -55,40 +55,28 @@ class _Ref(NamedTuple):
     turn: int
 
 
-class _Where(NamedTuple):
-    """The blocks of one group in a transfer: engine block `blocks[i]` is block `inner[i]` of chunk `chunks[i]`."""
-
-    blocks: _Indices
-    chunks: _Indices
-    inner: _Indices
-
-
-def locate(gpu_spec: GPULoadStoreSpec, chunk_ids: npt.NDArray[np.int32], blocks_per_chunk: int) -> list[_Where]:
+def locate(
+    gpu_spec: GPULoadStoreSpec, chunk_ids: npt.NDArray[np.int32], blocks_per_chunk: int
+) -> list[tuple[_Indices, _Indices, _Indices]]:
     """Match the engine's blocks with their places in the chunks, group by group.
 
     The first chunk of a group may be entered in the middle and the last one left early; `block_indices` says at which
     block of the request each group starts.
+
+    Returns:
+        For each group, the engine's blocks, the chunk of each, and its number in the chunk.
     """
-    starts = [start % blocks_per_chunk for start in gpu_spec.block_indices]
-    used = [
-        -(-(start + size) // blocks_per_chunk) if size else 0
-        for start, size in zip(starts, gpu_spec.group_sizes, strict=True)
-    ]
-    if sum(used) != len(chunk_ids):
-        raise ValueError(f"the transfer names {len(chunk_ids)} chunks, but its blocks fill {sum(used)}")
     groups = []
     first_block = first_chunk = 0
-    for start, size, count in zip(starts, gpu_spec.group_sizes, used, strict=True):
-        places = start + np.arange(size, dtype=np.int64)
-        groups.append(
-            _Where(
-                blocks=gpu_spec.block_ids[first_block : first_block + size].astype(np.int64),
-                chunks=chunk_ids[first_chunk : first_chunk + count].astype(np.int64)[places // blocks_per_chunk],
-                inner=places % blocks_per_chunk,
-            )
-        )
+    for size, index in zip(gpu_spec.group_sizes, gpu_spec.block_indices, strict=True):
+        places = index % blocks_per_chunk + np.arange(size, dtype=np.int64)
+        numbers = first_chunk + places // blocks_per_chunk
+        blocks = gpu_spec.block_ids[first_block : first_block + size].astype(np.int64)
+        groups.append((blocks, chunk_ids[numbers].astype(np.int64), places % blocks_per_chunk))
         first_block += size
-        first_chunk += count
+        first_chunk = int(numbers[-1]) + 1 if size else first_chunk
+    if first_chunk != len(chunk_ids):
+        raise ValueError(f"the transfer names {len(chunk_ids)} chunks, but its blocks fill {first_chunk}")
     return groups
 
 
@@ -177,9 +165,9 @@ class CpuCopyWorker(OffloadingWorker):
         started = time.perf_counter()
         groups = locate(engine, primary.block_ids, self._blocks_per_chunk)
         transfer_bytes = 0
-        for where, refs in zip(groups, self._groups, strict=True):
+        for place, refs in zip(groups, self._groups, strict=True):
             for ref in refs:
-                blocks, chunks, inner = where
+                blocks, chunks, inner = place
                 if is_store and ref.writers > 1:
                     mine = (chunks * self._blocks_per_chunk + inner) % ref.writers == ref.turn
                     blocks, chunks, inner = blocks[mine], chunks[mine], inner[mine]

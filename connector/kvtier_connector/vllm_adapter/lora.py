@@ -18,7 +18,6 @@ import uuid
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vllm.logger import init_logger
@@ -29,10 +28,8 @@ from kvtier_connector.vllm_adapter.fingerprint import add_value
 
 logger = init_logger("vllm.kvtier.lora")
 
-_CONTENTS: Final = re.compile(r"@([0-9a-f]{64})/*$")
+_CONTENTS: Final = re.compile(r"@[0-9a-f]{64}/*$")
 """Ends a path that names its contents: the SHA-256 of adapter_config.json and the weight file, concatenated."""
-_WEIGHT_FILES: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""Names of an adapter's weight file, in the order of vLLM's preference."""
 
 
 class AdapterIdentity(NamedTuple):
@@ -191,7 +188,6 @@ def _identify(name: str, path: str, digests: Mapping[int, str]) -> AdapterIdenti
 
 @dataclass(slots=True)
 class _Watched:
-    path: str
     digest: str | None = None
     model: weakref.ref[Any] | None = None
     """vLLM's object that was digested last: vLLM makes a new one each time it reads the files."""
@@ -222,7 +218,7 @@ class LoadedAdapters:
                 # vLLM says more when it fails to load the adapter for the request itself.
                 logger.warning("The LoRA adapter %s cannot be loaded", request.lora_name)
             else:
-                self._watched.setdefault(number, _Watched(request.lora_path))
+                self._watched.setdefault(number, _Watched())
         if self._watched:
             self._compare()
         self._reports += [AdapterReport(number, self._digest_of(number)) for number in asked]
@@ -249,8 +245,6 @@ class LoadedAdapters:
             watched.model = weakref.ref(model)
             if watched.digest is not None and digest != watched.digest:
                 self._reports.append(AdapterReport(number, digest))
-            if digest != watched.digest and not _has_named_contents(watched.path):
-                logger.error("The files of a LoRA adapter are not those that its path names: %s", watched.path)
             watched.digest = digest
 
 
@@ -265,19 +259,3 @@ def digest_of(model: Any) -> str:
         logger.exception("The weights of a LoRA adapter cannot be read: no other engine shares its blocks")
         return f"unreadable {uuid.uuid4()}"
     return total.hexdigest()
-
-
-def _has_named_contents(path: str) -> bool:
-    """Compare the files in a directory with the SHA-256 in its name; True without one."""
-    named = _CONTENTS.search(path)
-    if named is None:
-        return True
-    weights = [file for name in _WEIGHT_FILES if (file := Path(path, name)).is_file()]
-    total = hashlib.sha256()
-    try:
-        for file in (Path(path, "adapter_config.json"), *weights[:1]):
-            with file.open("rb") as opened:
-                hashlib.file_digest(opened, lambda: total)
-    except OSError:
-        return False
-    return total.hexdigest() == named[1]

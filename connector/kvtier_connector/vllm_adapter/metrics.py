@@ -9,6 +9,7 @@ prefix is vLLM's because it unregisters its own metrics, and only those, when a 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -116,9 +117,6 @@ OLDEST_JOB_SECONDS = Metric(
 WAITING_REQUESTS = Metric(
     "vllm:kvtier_disk_waiting_requests", "Requests that wait for room in the CPU tier to be loaded.", is_gauge=True
 )
-REFUSED_PROMOTIONS = Metric(
-    "vllm:kvtier_disk_refused_promotions", "Blocks on the shared volume that were computed for want of room."
-)
 
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
@@ -225,15 +223,14 @@ class Stats:
     def __init__(self) -> None:
         """Start empty."""
         self._stats = OffloadingConnectorStats()
-        self.has_counted = False
-        """True if a counter grew since the last `take`."""
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        """By name and labels, what the counters grew by: vLLM's own call takes as long as reading a chunk in."""
         self._tenants: set[str] = set()
 
     def count(self, metric: Metric, amount: float = 1, *, cause: str | None = None) -> None:
         """Add to a counter."""
         if amount:
-            self.has_counted = True
-            self._stats.increase_counter(self._checked(metric, cause), amount, () if cause is None else (cause,))
+            self._counts[self._checked(metric, cause), () if cause is None else (cause,)] += amount
 
     def count_saved(self, tenant: str, seconds: float) -> None:
         """Add the seconds of computing that a hit of a tenant saved; 0 is nothing, and makes no label.
@@ -253,8 +250,16 @@ class Stats:
 
     def take(self) -> OffloadingConnectorStats:
         """Return the observations and start over."""
-        taken, self._stats, self.has_counted = self._stats, OffloadingConnectorStats(), False
+        taken, self._stats = self._stats, OffloadingConnectorStats()
+        counts, self._counts = self._counts, Counter()
+        for (name, labels), amount in counts.items():
+            taken.increase_counter(name, amount, labels)
         return taken
+
+    @property
+    def has_counted(self) -> bool:
+        """True if a counter grew since the last `take`."""
+        return bool(self._counts)
 
     @staticmethod
     def _checked(metric: Metric, label: str | None) -> str:

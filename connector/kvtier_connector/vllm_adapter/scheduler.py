@@ -32,10 +32,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtier_connector.cascade.fetch import Load
-from kvtier_connector.cascade.hints import parse_hints, understood
-from kvtier_connector.cascade.media import KnownMedia, Media
+from kvtier_connector.cascade.hints import parse_hints
 from kvtier_connector.cascade.rates import Way
-from kvtier_connector.cascade.requests import Salt
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared
@@ -133,10 +131,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.tier.stats)
         self._adapters = self.manager.tier.adapters
-        self._known_media = KnownMedia()
         self._weights, self._declared = WorkerQuestion(self.config.num_workers), WorkerQuestion(self.config.num_workers)
         self._is_reset = False
         """True from a reset of the caches until a step has the workers compare all weights."""
+        self._is_clean = False
+        """True if the last reset left nothing of earlier weights on the GPU."""
         self._arriving: set[str] = set()
         """Requests whose prefix is read ahead once it is known what the volume has of it."""
         self._splits = self.manager.splits
@@ -158,20 +157,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     @override
     def on_new_request(self, request: Request) -> None:
-        hints = parse_hints(request.kv_transfer_params, getattr(request, "kv_hints", None))
         # vLLM logs what it does not understand, reads anything as if it were an object, and a client may send anything.
-        request.kv_transfer_params = understood(request.kv_transfer_params)
+        hints, request.kv_transfer_params = parse_hints(request.kv_transfer_params, getattr(request, "kv_hints", None))
         super().on_new_request(request)
         status = self._req_status[request.request_id]
-        status.req_context.set_state(Salt(request.cache_salt))
+        status.req_context.set_state(request)
         status.req_context.set_state(hints)
         self.manager.tier.requests.count(hints)
         status.max_load_tokens = status.max_load_tokens if hints.may_load else 0
         status.max_offload_tokens = status.max_offload_tokens if hints.may_store else 0
-        if (lora := request.lora_request) is not None:
-            status.req_context.set_state(lora)
-        if request.mm_features:
-            status.req_context.set_state(Media(request.mm_features, self._known_media))
         if hints.may_load and not request.skip_reading_prefix_cache:
             self._look_up(status)
 
@@ -371,7 +365,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         for _, is_original in reports.values():
             attachment.note_weights(is_original=is_original)
         if (answers := self._weights.take(reports)) is not None:
-            attachment.note_all_weights(are_original=all(answers))
+            attachment.note_weights(is_original=all(answers), may_return=self._is_clean)
 
     @override
     def has_pending_push_work(self) -> bool:
@@ -410,7 +404,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         super().reset_cache()
         self._weights.drop()
         self._is_reset = True
-        self.manager.tier.attachment.note_reset(is_clean=self.manager.is_gpu_empty())
+        self._is_clean = self.manager.is_gpu_empty()
         self._current_batch_jobs_to_flush |= flushed
         if self._stale_jobs:
             self.manager.hold()

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector.cascade.attach import Attachment, Backlog, CpuRows, read_config
+from kvtier_connector.cascade.attach import Attachment, read_config
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.lookup import Lookups
 from kvtier_connector.cascade.memory import Presence
@@ -137,7 +137,8 @@ class SharedVolumeTier(SecondaryTierManager):
         self.drain.watch()
         self.attachment = Attachment(
             config,
-            rows=CpuRows(primary_kv_view, self.row_count, self.row_bytes, getattr(offloading_spec, "region_fd", None)),
+            rows=primary_kv_view,
+            rows_fd=getattr(offloading_spec, "region_fd", None),
             breaker=Breaker(),
             stats=self.stats,
             fs=self.fs,
@@ -213,7 +214,6 @@ class SharedVolumeTier(SecondaryTierManager):
     def count_computed(self, cause: str, chunks: int) -> None:
         """Count chunks that the volume has and that are computed all the same."""
         self.stats.count(metrics.MISSES, chunks, cause=cause)
-        self.stats.count(metrics.REFUSED_PROMOTIONS, chunks if cause == metrics.BUDGET else 0)
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -295,9 +295,11 @@ class SharedVolumeTier(SecondaryTierManager):
         if now < self._next_stats and not (is_idle and (self.stats.has_counted or not self._was_idle)):
             return None
         self._next_stats, self._was_idle = now + self.stats_seconds, is_idle
-        transfers = self.transfers
-        backlog = Backlog(len(transfers), transfers.loading, transfers.storing, transfers.oldest_began, self.waiting)
-        self.attachment.observe(now, backlog, self.rates)
+        self.attachment.observe()
+        self.transfers.observe(now)
+        self.stats.set(metrics.WAITING_REQUESTS, self.waiting)
+        self.stats.set(metrics.VOLUME_RATE, self.rates.volume.value)
+        self.stats.set(metrics.PREFILL_RATE, self.rates.prefill.value)
         return self.stats.take()
 
     @override

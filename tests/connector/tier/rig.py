@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     OffloadKey,
@@ -33,10 +34,10 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.request import Request
 from waiting import until
 
 from kvtier_connector.cascade.fetch import Load
-from kvtier_connector.cascade.requests import Salt
 from kvtier_connector.contract import engine
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -168,7 +169,7 @@ class Rig:
     def request(self, request_id: str) -> ReqContext:
         context = ReqContext(req_id=request_id, kv_transfer_params=self.params)
         if self.salt is not None:
-            context.set_state(Salt(self.salt))
+            context.set_state(Request("salted", [0], SamplingParams(), None, cache_salt=self.salt))
         self.manager.on_new_request(context)
         return context
 

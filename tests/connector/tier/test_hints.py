@@ -18,7 +18,6 @@ from kvtier_connector.cascade.hints import (
     Hints,
     Retention,
     parse_hints,
-    understood,
 )
 
 
@@ -70,13 +69,13 @@ def hinted(*actions: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_asked_for_is_understood(params: Any, hints: Hints) -> None:
-    assert parse_hints(params, None) == hints
+    assert parse_hints(params, None)[0] == hints
 
 
 def test_vllms_own_envelope_says_the_same_as_an_object() -> None:
     envelope = KvHintsEnvelope("0.1", "m", [KvHintAction("a", "kv.retain", "1.0", {"directives": [{"duration": 3}]})])
-    assert parse_hints(None, envelope) == Hints(retained=Retention(3.0, None))
-    assert parse_hints({"kvtier_store": False}, envelope) == Hints(may_store=False, retained=Retention(3.0, None))
+    assert parse_hints(None, envelope)[0] == Hints(retained=Retention(3.0, None))
+    assert parse_hints({"kvtier_store": False}, envelope)[0] == Hints(may_store=False, retained=Retention(3.0, None))
 
 
 @pytest.mark.parametrize(
@@ -134,17 +133,17 @@ def test_vllms_own_envelope_says_the_same_as_an_object() -> None:
     ],
 )
 def test_what_is_not_understood_is_ignored_and_named(params: Any, cause: str, name: str) -> None:
-    hints = parse_hints(params, None)
+    hints, _ = parse_hints(params, None)
     assert hints == Hints(problems=(HintProblem(cause, name),))
     assert list(hints.taken) == []
 
 
 @pytest.mark.parametrize("value", ["false", "true", "no", 0, 1, None, [], {}])
 def test_a_prompt_is_public_only_if_its_client_says_so_or_nothing(value: Any) -> None:
-    assert parse_hints({"kvtier_store": value}, None) == Hints(
+    assert parse_hints({"kvtier_store": value}, None)[0] == Hints(
         may_store=False, problems=(HintProblem("value", "kvtier_store"),)
     )
-    assert parse_hints({"kvtier_load": value}, None) == Hints(
+    assert parse_hints({"kvtier_load": value}, None)[0] == Hints(
         may_load=False, problems=(HintProblem("value", "kvtier_load"),)
     )
 
@@ -153,20 +152,23 @@ def test_a_prompt_is_public_only_if_its_client_says_so_or_nothing(value: Any) ->
     ("given_params", "left"),
     [
         ("sk-live", None),
-        ({"max_load_tokens": "sk-live", "max_offload_tokens": 5}, {"max_offload_tokens": 5}),
-        ({"max_load_tokens": True, "max_offload_tokens": -1, "x": 1}, {"x": 1}),
+        ({"max_load_tokens": "sk-live", "max_offload_tokens": 5}, {"max_load_tokens": None, "max_offload_tokens": 5}),
+        (
+            {"max_load_tokens": True, "max_offload_tokens": -1, "x": 1},
+            {"max_load_tokens": None, "max_offload_tokens": None, "x": 1},
+        ),
         ({"kv_load_tiers": []}, {"kv_load_tiers": []}),
         (
             {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
             {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
         ),
         ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "sk-live"}]}, {"kv_load_tiers": [{"medium": "CPU"}]}),
-        ({"kv_load_tiers": [{"medium": "sk-live"}], "x": 1}, {"x": 1}),
-        ({"kv_load_tiers": {"medium": "CPU"}}, {}),
+        ({"kv_load_tiers": [{"medium": "sk-live"}], "x": 1}, {"kv_load_tiers": None, "x": 1}),
+        ({"kv_load_tiers": {"medium": "CPU"}}, {"kv_load_tiers": None}),
     ],
 )
 def test_vllm_gets_what_it_understands(given_params: Any, left: Any) -> None:
-    assert understood(given_params) == left
+    assert parse_hints(given_params, None)[1] == left
 
 
 KEYS = (
@@ -185,6 +187,7 @@ JSON = st.recursive(
 @given(JSON)
 def test_nothing_that_a_client_sends_raises(params: Any) -> None:
     for given_params in (params, {"kv_hints": params}, {"kv_hints": {"actions": params}}, hinted(params)):
-        assert isinstance(understood(given_params), dict | None)
-        retained = parse_hints(given_params, None).retained
+        hints, understood = parse_hints(given_params, None)
+        assert isinstance(understood, dict | None)
+        retained = hints.retained
         assert retained is None or 0 <= retained.seconds <= LONGEST_RETENTION_SECONDS

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,19 +108,6 @@ def test_an_adapter_whose_files_are_gone_is_answered_with_no_digest(
 ) -> None:
     assert Worker().ask(request_for(tmp_path / "nowhere")) is None
     assert "The LoRA adapter math cannot be loaded" in caplog.text
-
-
-def test_a_path_that_names_other_contents_than_its_files_have_is_an_error_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = write_real(tmp_path / "made", 1.0)
-    contents = b"".join((made / name).read_bytes() for name in ("adapter_config.json", WEIGHTS))
-    place = made.rename(tmp_path / f"math@{hashlib.sha256(contents).hexdigest()}")
-    assert Worker().ask(request_for(place)) is not None
-    assert "not those that its path names" not in caplog.text
-    write_real(place, 1.0, alpha=32)
-    assert Worker().ask(request_for(place)) is not None
-    assert "not those that its path names" in caplog.text
 
 
 def test_an_adapter_that_cannot_be_read_shares_blocks_with_no_other_engine(tmp_path: Path) -> None:

@@ -50,13 +50,14 @@ def test_a_block_that_is_gone_is_asked_for_again(memory: BlockMemory) -> None:
     assert not memory.has(key(1))
 
 
+@pytest.mark.parametrize(("is_damaged", "seconds"), [(False, ASIDE_SECONDS), (True, DAMAGED_SECONDS)])
 def test_a_block_that_the_volume_did_not_give_is_absent_for_a_while_whatever_lookups_see(
-    memory: BlockMemory, clock: Clock
+    memory: BlockMemory, clock: Clock, is_damaged: bool, seconds: float
 ) -> None:
-    memory.set_aside(key(1))
+    memory.set_aside(key(1), is_damaged=is_damaged)
     memory.see(key(1))
     assert memory.state(key(1)) is Presence.ABSENT
-    clock.seconds += ASIDE_SECONDS
+    clock.seconds += seconds
     assert memory.state(key(1)) is Presence.UNKNOWN
 
 
@@ -66,30 +67,18 @@ def test_a_block_that_was_written_anew_is_present_at_once(memory: BlockMemory) -
     assert memory.state(key(1)) is Presence.PRESENT
 
 
-def test_a_file_that_is_damaged_twice_could_not_be_moved_away_and_is_left_alone(
-    memory: BlockMemory, clock: Clock
-) -> None:
-    memory.note_damage(key(1))
-    assert memory.state(key(1)) is Presence.UNKNOWN
-    memory.note_damage(key(1))
-    assert memory.state(key(1)) is Presence.ABSENT
-    clock.seconds += DAMAGED_SECONDS
-    assert memory.state(key(1)) is Presence.UNKNOWN
-
-
 def test_the_memory_is_bounded_and_keeps_the_last_blocks(clock: Clock) -> None:
     memory = BlockMemory(remembered=100, now=clock)
     for number in range(1000):
         memory.add(key(number))
-    assert len(memory) <= 200
+    assert len(memory) == 100
     assert all(memory.has(key(number)) for number in range(900, 1000))
 
 
 def test_blocks_that_could_not_be_read_are_bounded_too(memory: BlockMemory) -> None:
     for number in range(40_000):
         memory.set_aside(key(number))
-        memory.note_damage(key(number))
-    assert len(memory) <= 1 << 15
+    assert len(memory) <= 1 << 14
 
 
 def test_nothing_is_known_of_a_directory_that_was_made_anew(memory: BlockMemory) -> None:

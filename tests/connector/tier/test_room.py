@@ -23,7 +23,7 @@ def test_a_prefix_longer_than_the_cpu_tier_streams_through_it_and_is_served_whol
 
     assert rig.serve(keys(blocks)).hit_blocks == blocks
     assert rig.metric("vllm:kvtier_disk_read_blocks") == blocks
-    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") == 0
 
 
 def test_a_part_of_the_prefix_that_is_in_the_cpu_tier_does_not_keep_the_rest_out(rigs: Rigs) -> None:
@@ -80,7 +80,7 @@ def test_requests_that_together_want_more_than_the_cpu_tier_are_all_served_whole
     rig = rigs.make(chunks=chunks)
     assert serve_together(rig, wanted) == dict.fromkeys(wanted, blocks)
     assert rig.metric("vllm:kvtier_disk_read_blocks") == requests * blocks
-    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") == 0
 
 
 def test_requests_do_not_wait_for_each_other_while_the_volume_answers_slowly(rigs: Rigs) -> None:
@@ -96,7 +96,7 @@ def test_requests_do_not_wait_for_each_other_while_the_volume_answers_slowly(rig
     rig = rigs.make(chunks=30, fs=fs)
 
     assert serve_together(rig, wanted) == dict.fromkeys(wanted, 16)
-    assert rig.metric("vllm:kvtier_disk_refused_promotions") == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") == 0
 
 
 def test_rows_are_given_to_requests_in_their_order_and_to_chunks_in_that_of_the_prefix(rigs: Rigs) -> None:
@@ -132,7 +132,7 @@ def test_a_load_whose_rows_can_never_come_gives_up(rigs: Rigs) -> None:
 
     assert rig.serve(keys(8)).hit_blocks == 0
     assert rig.metric("vllm:kvtier_disk_misses", "budget") >= 1
-    assert rig.metric("vllm:kvtier_disk_refused_promotions") >= 1
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") >= 1
     rig.manager.primary_tier.complete_load(keys(4, first=100), holder)
     assert rig.serve(keys(8), "later").hit_blocks == 8
 

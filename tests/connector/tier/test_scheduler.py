@@ -370,7 +370,7 @@ def test_a_prefix_longer_than_the_cpu_tier_is_loaded_whole(engines: Engines, wri
     reader = restart(engines, Shape(cpu_chunks=6))
     assert reader.ask("r", PROMPT) == REST
     finish(reader)
-    assert reader.metric("vllm:kvtier_disk_refused_promotions") == 0
+    assert reader.metric("vllm:kvtier_disk_misses", "budget") == 0
 
 
 def test_many_requests_share_a_small_cpu_tier(engines: Engines) -> None:
