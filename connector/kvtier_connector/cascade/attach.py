@@ -319,14 +319,9 @@ class Attachment:
         self._decided.set()
         while not self._closed.is_set():
             is_used = self._has_work.wait(REST_SECONDS)
-            if is_used:
-                self._has_work.clear()
-            if not self.mode.may_load:
-                pass
-            elif is_used:
-                self._look()
-            else:
-                self._show_life()
+            self._has_work.clear()
+            if self.mode.may_load:
+                (self._look if is_used else self._show_life)()
             self._closed.wait(self._look_seconds)
         if self.is_readable and self.mode.may_load:
             # The last blocks are worth telling, too.

@@ -104,7 +104,7 @@ def _is_tier(entry: Any) -> bool:
 def parse_hints(params: Any, envelope: Any) -> tuple[Hints, dict[Any, Any] | None]:
     """Return what a request asks for, with all that had to be ignored, and the parameters that vLLM may be shown.
 
-    vLLM would write the values of the others to its log. What is left means the same to vLLM; None if they are none.
+    vLLM would write the values of the others to its log. Parameters of another type than a dictionary become None.
 
     Args:
         params: Its ``kv_transfer_params``.

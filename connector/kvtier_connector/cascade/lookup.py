@@ -62,7 +62,6 @@ class Lookups:
         self._open: dict[int, _Lookup] = {}
         self._wanted: dict[tuple[TierRequest, int], list[OffloadKey]] = {}
         """Chunks that are no prefix, and are asked for with this step."""
-        self._answered: list[str] = []
         self._next = 0
 
     @property
@@ -142,14 +141,8 @@ class Lookups:
             # A request that waits no longer goes on without the answer.
             if answer.number in lookup.request.lookups:
                 self._note_found(lookup, answer.number, found)
-                self._answered.append(lookup.request.name)
                 if found is None:
                     yield lookup.request
-
-    def take_answered(self) -> list[str]:
-        """Return the requests whose answers came since the last call."""
-        answered, self._answered = self._answered, []
-        return answered
 
     def _submit(self, request: TierRequest, keys: tuple[OffloadKey, ...], *, is_prefix: bool) -> None:
         self._next += 1

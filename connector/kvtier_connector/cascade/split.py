@@ -13,8 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+from vllm.v1.request import Request
 
+from kvtier_connector.cascade.fetch import Fetches
 from kvtier_connector.cascade.rates import STALLED_SECONDS, Rate, Rates
+from kvtier_connector.cascade.requests import TierRequest
+from kvtier_connector.vllm_adapter import metrics
 
 HEAD_TOKENS = 2048
 """Most tokens of a head in one step: a join waits for the end of the step under way."""
@@ -77,6 +82,67 @@ class Split:
     def is_overtaken(self) -> bool:
         """Whether the head was computed to the end of the hit."""
         return self.computed >= self.end
+
+    def count(self, stats: metrics.Stats, *, has_joined: bool) -> None:
+        """Count how it ended: one that joins loads the chunks that were read, another computes them."""
+        loaded = self.end - self.computed if has_joined else 0
+        discarded = max(0, self.computed - self.ready_from) if has_joined else self.ready * self.chunk_tokens
+        stats.count(metrics.SPLIT_JOINS, int(has_joined))
+        stats.count(metrics.SPLIT_TOKENS, min(self.computed, self.end) - self.local_tokens, cause=metrics.COMPUTED)
+        stats.count(metrics.SPLIT_TOKENS, loaded, cause=metrics.LOADED)
+        stats.count(metrics.SPLIT_TOKENS, discarded, cause=metrics.DISCARDED)
+
+
+def may_be_split(request: Request) -> bool:
+    """Say whether a request is of those whose hits may be split."""
+    params = request.sampling_params
+    return not (
+        request.num_preemptions
+        or request.lora_request is not None
+        or request.mm_features
+        or params is None
+        or params.prompt_logprobs is not None
+    )
+
+
+def order_backwards(
+    split: Split,
+    window: int,
+    *,
+    fetches: Fetches,
+    request: TierRequest,
+    find: Callable[[OffloadKey], ChunkStatus | None],
+) -> list[OffloadKey]:
+    """Order the next chunks of a split hit, from its end on, as far as there is room; note which have come.
+
+    Args:
+        split: The hit.
+        window: Chunks that may be ordered and not there yet.
+        fetches: Has them read.
+        request: Its request.
+        find: Returns the row of a chunk; None without one.
+
+    Returns:
+        The chunks that were ordered.
+    """
+    keys = split.keys
+    last = len(keys) - split.ordered
+    # Chunks that the head is about to compute are not worth reading.
+    overtaken = -(-(split.computed - split.begin) // split.chunk_tokens)
+    first = max(last - (window - (split.ordered - split.ready)), overtaken, 0)
+    leased: list[OffloadKey] = []
+    if first < last and not request.missing:
+        batch = keys[first:last][::-1]
+        wanted = [key for key in batch if key not in fetches.under_way and key not in request.leased]
+        leased = fetches.lease(wanted, split.context)
+        split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
+    while split.ready < split.ordered:
+        key = keys[-1 - split.ready]
+        chunk = None if key in fetches.under_way else find(key)
+        if chunk is None or not chunk.is_ready:
+            break
+        split.ready += 1
+    return leased
 
 
 class Splits:

@@ -32,7 +32,7 @@ from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.cascade.split import LEAST_WINDOW_CHUNKS, Split, Splits
+from kvtier_connector.cascade.split import LEAST_WINDOW_CHUNKS, Split, Splits, order_backwards
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -70,7 +70,7 @@ class KVTierManager(TieringOffloadingManager):
         self._counted = OffloadingConnectorStats()
         """Counters of vLLM's own metrics since the last `get_stats`."""
         self._retry_context = ReqContext(req_id="kvtier-retry")
-        self.splits = Splits(tier.rates, self.order_backwards)
+        self.splits = Splits(tier.rates, self._order_backwards)
         """The hits whose heads are computed while they are read."""
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
@@ -252,27 +252,10 @@ class KVTierManager(TieringOffloadingManager):
                 load.failed.add(number)
                 missing.add(key)
 
-    def order_backwards(self, split: Split) -> None:
-        """Order the next chunks of a split hit, from its end on, as far as there is room; note which have come."""
-        fetches, context, keys = self._fetches, split.context, split.keys
-        request = self.request(context)
-        last = len(keys) - split.ordered
-        # Chunks that the head is about to compute are not worth reading.
-        window = self.splits.window_chunks(split) - (split.ordered - split.ready)
-        overtaken = -(-(split.computed - split.begin) // split.chunk_tokens)
-        first = max(last - window, overtaken, 0)
-        if first < last and not request.missing:
-            batch = keys[first:last][::-1]
-            wanted = [key for key in batch if key not in fetches.under_way and key not in request.leased]
-            leased = fetches.lease(wanted, context)
-            self._note_source(leased, context)
-            split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
-        while split.ready < split.ordered:
-            key = keys[-1 - split.ready]
-            chunk = None if key in fetches.under_way else self._chunks(key)
-            if chunk is None or not chunk.is_ready:
-                break
-            split.ready += 1
+    def _order_backwards(self, split: Split) -> None:
+        request, window = self.request(split.context), self.splits.window_chunks(split)
+        leased = order_backwards(split, window, fetches=self._fetches, request=request, find=self._chunks)
+        self._note_source(leased, split.context)
 
     def end_lease(self, req_context: ReqContext) -> None:
         """Read no more ahead for a request."""

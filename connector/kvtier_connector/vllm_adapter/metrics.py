@@ -9,7 +9,7 @@ prefix is vLLM's because it unregisters its own metrics, and only those, when a 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -223,7 +223,7 @@ class Stats:
     def __init__(self) -> None:
         """Start empty."""
         self._stats = OffloadingConnectorStats()
-        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._counts: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
         """By name and labels, what the counters grew by: vLLM's own call takes as long as reading a chunk in."""
         self._tenants: set[str] = set()
 
@@ -251,7 +251,7 @@ class Stats:
     def take(self) -> OffloadingConnectorStats:
         """Return the observations and start over."""
         taken, self._stats = self._stats, OffloadingConnectorStats()
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = self._counts, defaultdict(float)
         for (name, labels), amount in counts.items():
             taken.increase_counter(name, amount, labels)
         return taken

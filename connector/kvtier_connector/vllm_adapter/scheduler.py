@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of the connector: lookups, loads and stores of each request.
 
-It differs from vLLM's own side in four ways. The worker gets a load in pieces: with each step the chunks that have
+It differs from vLLM's own side in three ways. The worker gets a load in pieces: with each step the chunks that have
 come into their rows since the last one, in the order of the prompt. The request runs when the last piece is on the GPU;
 a chunk that cannot be read ends the load, and vLLM computes from there on. A waiting request costs a step nothing until
-its condition is met. Reading begins when a request arrives. Requests whose prompt is stored stay out of vLLM's two
-walks over all running requests, because they have nothing to store until they end.
+its condition is met. Reading begins when a request arrives.
 """
 
 from __future__ import annotations
@@ -34,39 +33,27 @@ from vllm.v1.request import Request, RequestStatus
 from kvtier_connector.cascade.fetch import Load
 from kvtier_connector.cascade.hints import parse_hints
 from kvtier_connector.cascade.rates import Way
-from kvtier_connector.cascade.split import Split, Splits
-from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.cascade.requests import TierRequest
+from kvtier_connector.cascade.split import Split, may_be_split
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens
 from kvtier_connector.vllm_adapter.worker import KVTierMetadata, WorkerQuestion
 
 
-def filtered_output(output: SchedulerOutput, complete: set[str]) -> SchedulerOutput:
-    """Return the output without the complete requests that got no block: nothing of them changed.
+class KeyedRequestState(RequestOffloadState):
+    """vLLM's state of a request; a step that adds no hash costs nothing.
 
-    Requests that begin anew in this step are removed from `complete`.
+    vLLM walks over all hashes of each running request in each step.
     """
-    cached = output.scheduled_cached_reqs
-    complete.difference_update(cached.resumed_req_ids)
-    complete.difference_update(request.req_id for request in output.scheduled_new_reqs)
-    kept = [
-        number
-        for number, (name, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        if blocks is not None or name not in complete
-    ]
-    if len(kept) == len(cached.req_ids):
-        return output
-    fewer = replace(
-        cached,
-        req_ids=[cached.req_ids[number] for number in kept],
-        new_block_ids=[cached.new_block_ids[number] for number in kept],
-        num_computed_tokens=[cached.num_computed_tokens[number] for number in kept],
-        num_output_tokens=[cached.num_output_tokens[number] for number in kept],
-        # Only with pipeline parallelism.
-        new_token_ids=[cached.new_token_ids[number] for number in kept] if cached.new_token_ids else [],
-    )
-    return replace(output, scheduled_cached_reqs=fewer)
+
+    _hashes = 0
+
+    @override
+    def update_offload_keys(self) -> None:
+        if len(self.req.block_hashes) != self._hashes:
+            self._hashes = len(self.req.block_hashes)
+            super().update_offload_keys()
 
 
 def without_handoffs(output: SchedulerOutput, is_wanted: Callable[[str, int], bool]) -> SchedulerOutput:
@@ -114,7 +101,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self.config = with_exact_windows(self.config)
         # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
         self._chunks_being_loaded = None
-        self._is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
+        self.is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
         self._loading: dict[OffloadKey, Load] = {}
         """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
         self._loads: dict[str, Load] = {}
@@ -127,8 +114,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """By waiting request, the condition that it waits for."""
         self._stale_jobs: dict[int, int] = {}
         """Pieces and stores of before the cache was reset, with the workers that may still read or write their rows."""
-        self._complete: set[str] | None = set() if self.config.offload_prompt_only else None
-        """Requests that have nothing to store until they end; None where answers are stored, too."""
         self._first_tokens = FirstTokens(self.manager.tier.stats)
         self._adapters = self.manager.tier.adapters
         self._weights, self._declared = WorkerQuestion(self.config.num_workers), WorkerQuestion(self.config.num_workers)
@@ -136,10 +121,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """True from a reset of the caches until a step has the workers compare all weights."""
         self._is_clean = False
         """True if the last reset left nothing of earlier weights on the GPU."""
-        self._arriving: set[str] = set()
+        self._arriving: dict[str, TierRequest] = {}
         """Requests whose prefix is read ahead once it is known what the volume has of it."""
         self._splits = self.manager.splits
-        self._is_splitting = False
+        self.is_splitting = False
         """Whether hits are split that can be."""
         self.manager.count_backlog = self._count_backlog
         self._joined: set[str] = set()
@@ -160,7 +145,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # vLLM logs what it does not understand, reads anything as if it were an object, and a client may send anything.
         hints, request.kv_transfer_params = parse_hints(request.kv_transfer_params, getattr(request, "kv_hints", None))
         super().on_new_request(request)
-        status = self._req_status[request.request_id]
+        made = self._req_status[request.request_id]
+        status = KeyedRequestState(made.config, made.req, made.req_context, made.offloading_context)
+        self._req_status[request.request_id] = status
         status.req_context.set_state(request)
         status.req_context.set_state(hints)
         self.manager.tier.requests.count(hints)
@@ -201,30 +188,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             return tokens, True
         return tokens, is_async
 
-    def enable_splits(self, config: VllmConfig) -> Splits | None:
-        """Split hits from now on, and return what plans them; None where this engine cannot."""
-        is_plain = config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
-        # A request that joins finds its head again in the prefix cache of the GPU.
-        if not (is_plain and self._is_one_prefix and config.cache_config.enable_prefix_caching):
-            return None
-        self._is_splitting = True
-        return self._splits
+    def request(self, name: str) -> TierRequest | None:
+        """Return what the tier keeps of a request; None if it has ended."""
+        status = self._req_status.get(name)
+        return None if status is None else self.manager.request(status.req_context)
 
     def _is_alive(self, name: str) -> bool:
         status = self._req_status.get(name)
         return status is not None and not status.req.is_finished()
-
-    def is_lost(self, split: Split) -> bool:
-        """Say whether no more of a split comes: a chunk of it could not be read, or the volume hangs."""
-        return bool(self.manager.tier.rates.is_hanging or self.manager.request(split.context).missing)
-
-    def may_find(self, request: Request) -> bool:
-        """Say whether a request that waits may have a hit, as far as that is known."""
-        status = self._req_status.get(request.request_id)
-        if status is None:
-            return False
-        found = self.manager.request(status.req_context)
-        return bool(found.found or found.lookups or found.leased)
 
     def end_split(self, name: str, *, has_joined: bool) -> None:
         """End the split of a request: one that joins loads the chunks that were read, another computes them."""
@@ -232,33 +203,17 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status = self._req_status.get(name)
         if split is None or status is None:
             return
-        stats, size = self.manager.tier.stats, split.chunk_tokens
-        stats.count(metrics.SPLIT_JOINS, int(has_joined))
-        stats.count(metrics.SPLIT_TOKENS, min(split.computed, split.end) - split.local_tokens, cause=metrics.COMPUTED)
-        thrown = split.ready * size
+        split.count(self.manager.tier.stats, has_joined=has_joined)
         if has_joined:
             self._joined.add(name)
-            thrown = max(0, split.computed - split.ready_from)
-            stats.count(metrics.SPLIT_TOKENS, split.end - split.computed, cause=metrics.LOADED)
-        else:
-            self.manager.end_lease(status.req_context)
-            if self.manager.request(status.req_context).missing:
-                # Chunks that could not be read are offered again.
-                status.group_states[0].next_stored_chunk_idx = 0
-        stats.count(metrics.SPLIT_TOKENS, thrown, cause=metrics.DISCARDED)
+            return
+        self.manager.end_lease(status.req_context)
+        if self.manager.request(status.req_context).missing:
+            # Chunks that could not be read are offered again.
+            status.group_states[0].next_stored_chunk_idx = 0
 
     def _can_split(self, status: RequestOffloadState) -> bool:
-        """Say whether a request is of those whose hits may be split."""
-        request, params = status.req, status.req.sampling_params
-        return not (
-            not self._is_splitting
-            or request.num_preemptions
-            or request.lora_request is not None
-            or request.mm_features
-            or status.max_load_tokens is not None
-            or params is None
-            or params.prompt_logprobs is not None
-        )
+        return self.is_splitting and status.max_load_tokens is None and may_be_split(status.req)
 
     def _begin_split(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> None:
         """Have the head of a hit computed while its tail is read."""
@@ -281,7 +236,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
-        self._arriving.discard(name)
+        self._arriving.pop(name, None)
         self._joined.discard(name)
         is_found = num_external_tokens or self._req_status[name].num_locally_computed_tokens
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
@@ -378,7 +333,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens.end(name)
         self.end_split(name, has_joined=False)
         self._joined.discard(name)
-        self._arriving.discard(name)
+        self._arriving.pop(name, None)
         self._adapters.end(name)
         self._waits.pop(name, None)
         if name in self._loads:
@@ -396,8 +351,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._waits.clear()
         self._joined.clear()
         self._splits.clear()
-        if self._complete is not None:
-            self._complete.clear()
         self._stale_jobs.update({job_id: job.pending_count for job_id, job in self._jobs.items() if job.pending_count})
         # vLLM does not expect to be asked again before a step has told the workers what to wait for.
         flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
@@ -446,34 +399,16 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         return count
 
     @override
-    def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
-        complete = self._complete
-        super()._update_req_states(filtered_output(scheduler_output, complete) if complete else scheduler_output)
-
-    @override
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         # vLLM asserts that no state ends behind what a request may offload, and takes 0 for no limit.
         return dict(super()._build_partial_tail_store_jobs(without_handoffs(scheduler_output, self._may_store_to)))
-
-    @override
-    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        complete = self._complete
-        if complete is None:
-            return dict(super()._build_store_jobs(scheduler_output))
-        complete.difference_update(scheduler_output.finished_req_ids or ())
-        scheduled = scheduler_output.num_scheduled_tokens
-        wanted = {name: tokens for name, tokens in scheduled.items() if name not in complete}
-        jobs = super()._build_store_jobs(replace(scheduler_output, num_scheduled_tokens=wanted))
-        complete.update(name for name in wanted if self._is_complete(name))
-        return dict(jobs)
 
     def _look_up(self, status: RequestOffloadState) -> None:
         """Ask the volume for the chunks of a request that has just arrived."""
         status.update_offload_keys()
         context = status.req_context
         self.manager.tier.transfers.note_request(key for state in status.group_states for key in state.offload_keys)
-        if self._is_one_prefix and status.max_load_tokens is None:
-            self._arriving.add(context.req_id)
+        if self.is_one_prefix and status.max_load_tokens is None:
             self._read_ahead(status)
             if len(self._req_status) == 1 and self.manager.tier.lookups.wait():
                 self.manager.poll()
@@ -486,19 +421,23 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def _read_ahead_of_answered(self) -> None:
         """Have the volume read for requests whose lookups have been answered."""
-        for name in self.manager.tier.lookups.take_answered():
-            if name in self._arriving:
-                self._read_ahead(self._req_status[name])
+        for name in [name for name, request in self._arriving.items() if not request.lookups]:
+            self._read_ahead(self._req_status[name])
 
     def _read_ahead(self, status: RequestOffloadState) -> None:
         """Have the volume read for a request before vLLM gets to it."""
         first = self.count_local_tokens(status.req) // self.config.kv_group_configs[0].tokens_per_chunk
         keys = status.group_states[0].offload_keys[first:]
-        self.manager.read_ahead(keys, status.req_context, may_split=self._can_split(status))
+        context = status.req_context
+        self.manager.read_ahead(keys, context, may_split=self._can_split(status))
+        if (request := self.manager.request(context)).lookups:
+            self._arriving[context.req_id] = request
+        else:
+            self._arriving.pop(context.req_id, None)
 
     def _next_keys_of(self, status: RequestOffloadState) -> Sequence[OffloadKey]:
         """Return the chunks that the GPU does not have; none where a load need not begin with the first of them."""
-        if not (self._loading or self._splits) or not self._is_one_prefix or status.max_load_tokens is not None:
+        if not (self._loading or self._splits) or not self.is_one_prefix or status.max_load_tokens is not None:
             return ()
         first = status.num_locally_computed_tokens // self.config.kv_group_configs[0].tokens_per_chunk
         keys: Sequence[OffloadKey] = status.group_states[0].offload_keys[first:]
@@ -574,17 +513,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _may_store_to(self, name: str, token: int) -> bool:
         status = self._req_status.get(name)
         return status is not None and (status.max_offload_tokens is None or token <= status.max_offload_tokens)
-
-    def _is_complete(self, name: str) -> bool:
-        """Say whether every chunk that the request may ever offer while it runs has been offered."""
-        status = self._req_status.get(name)
-        if status is None:
-            return False
-        tokens = self._calc_num_offloadable_tokens(status, status.req.num_prompt_tokens)
-        return all(
-            state.next_stored_chunk_idx >= tokens // config.tokens_per_chunk
-            for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True)
-        )
 
 
 def _drop_output_in_flight(request: Request) -> None:

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from typing_extensions import override
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -32,7 +33,10 @@ class SyncSplitScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         scheduler = getattr(self.connector, "connector_scheduler", None)
         self._tier = scheduler if isinstance(scheduler, KVTierScheduler) else None
-        self._splits = None if self._tier is None else self._tier.enable_splits(self.vllm_config)
+        self._splits: Splits | None = None
+        if self._tier is not None and self._tier.is_one_prefix and _can_split(self.vllm_config):
+            self._tier.is_splitting = True
+            self._splits = self._tier.manager.splits
         self._limits: dict[str, int] = {}
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
@@ -65,7 +69,7 @@ class SyncSplitScheduler(Scheduler):
             if split is None:
                 continue
             split.computed = request.num_computed_tokens
-            if split.is_overtaken or self._tier.is_lost(split):
+            if split.is_overtaken or self._is_lost(split):
                 self._tier.end_split(request.request_id, has_joined=False)
             elif split.has_met and self.pause_state is PauseState.UNPAUSED and self._has_room_for(0):
                 self._join(request, split)
@@ -74,9 +78,20 @@ class SyncSplitScheduler(Scheduler):
         if heads:
             self._limits = self._share_out(splits, heads)
 
+    def _is_lost(self, split: Split) -> bool:
+        """Say whether no more of a split comes: a chunk of it could not be read, or the volume hangs."""
+        assert self._tier is not None
+        manager = self._tier.manager
+        return bool(manager.tier.rates.is_hanging or manager.request(split.context).missing)
+
+    def _may_find(self, request: Request) -> bool:
+        """Say whether a request that waits may have a hit, as far as that is known."""
+        assert self._tier is not None
+        found = self._tier.request(request.request_id)
+        return found is not None and bool(found.found or found.lookups or found.leased)
+
     def _share_out(self, splits: Splits, heads: list[tuple[Request, Split]]) -> dict[str, int]:
         """Return the tokens of this step for each head: those that other requests leave."""
-        assert self._tier is not None
         names = {request.request_id for request, _ in heads}
         left = self.max_num_scheduled_tokens
         for request in self.running:
@@ -85,7 +100,7 @@ class SyncSplitScheduler(Scheduler):
         for request in self.waiting:
             if left <= 0:
                 break
-            if not request.num_computed_tokens and not self._tier.may_find(request):
+            if not request.num_computed_tokens and not self._may_find(request):
                 left -= request.num_tokens
         limits = {}
         # One after the other, in the order of their arrival: shared out equally, all would be late.
@@ -178,6 +193,16 @@ class SyncSplitScheduler(Scheduler):
 
 class AsyncSplitScheduler(SyncSplitScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler, with split hits."""
+
+
+def _can_split(config: VllmConfig) -> bool:
+    """Say whether an engine computes a prompt in parts, and finds the head of a request that joins on the GPU again."""
+    return bool(
+        config.speculative_config is None
+        and config.parallel_config.pipeline_parallel_size == 1
+        and config.scheduler_config.enable_chunked_prefill
+        and config.cache_config.enable_prefix_caching
+    )
 
 
 def SplitScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM expects a class

@@ -105,7 +105,10 @@ def test_a_corrupt_block_is_a_miss_and_the_blocks_around_it_are_kept(rigs: Rigs)
     assert not damaged.exists()
 
 
-def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_next_one_of_that_name(rigs: Rigs) -> None:
+def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_next_one_of_that_name(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connector.cascade.memory.DAMAGED_SECONDS", 0.0)
     wanted = keys(3)
     rigs.make().offload(wanted)
     damaged = rigs.block_file(key(1))

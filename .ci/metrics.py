@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes or checks METRICS.md: ``python -m kvtier_connector.vllm_adapter.metrics_reference --write``."""
+"""Writes or checks connector/METRICS.md: ``python .ci/metrics.py --write``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtier_connector.janitor.metrics import METRICS as JANITOR_METRICS
 from kvtier_connector.vllm_adapter import connector
 from kvtier_connector.vllm_adapter.metrics import METRICS
 
-REFERENCE = Path(__file__).parents[2] / "METRICS.md"
+REFERENCE = Path(__file__).parents[1] / "connector" / "METRICS.md"
 
 _HEAD = """\
 # Metrics of the disk tier
 
 vLLM's `/metrics` endpoint serves them with its own labels (`model_name`, `engine`) added. The chart's monitors add
 `namespace` and `tier` ([docs/operations.md](../docs/operations.md#watch)). Written by
-`python -m kvtier_connector.vllm_adapter.metrics_reference --write`; do not edit.
+`python .ci/metrics.py --write`; do not edit.
 
 | Metric | Kind | Labels | Meaning |
 |---|---|---|---|
@@ -49,7 +49,7 @@ def render() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the document, or say whether it is up to date."""
-    return generated_page.run(arguments, prog="metrics_reference", file=REFERENCE, render=render)
+    return generated_page.run(arguments, prog="metrics.py", file=REFERENCE, render=render)
 
 
 def _row(name: str, documentation: str, labels: Sequence[str], *, is_gauge: bool) -> str:
