@@ -220,11 +220,6 @@ class Attachment:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     @property
-    def root(self) -> str:
-        """The directory."""
-        return self._config.root
-
-    @property
     def mode(self) -> Mode:
         """The permitted use of the volume, as the live settings say."""
         return self._live_file.mode
@@ -248,8 +243,7 @@ class Attachment:
 
     def note_use(self) -> None:
         """Have the directory looked at soon: the engine looks blocks up or stores some."""
-        if not self._has_work.is_set():
-            self._has_work.set()
+        self._has_work.set()
 
     def tell_janitor(
         self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
@@ -452,7 +446,7 @@ class Attachment:
             if is_new:
                 self._is_replaced = True
             gone = "was removed or made anew; its blocks are forgotten"
-            self._complain("directory", gone if is_new else "", f"kvtier %s: {self.root} %s")
+            self._complain("directory", gone if is_new else "", f"kvtier %s: {self._config.root} %s")
 
     def _refuse(self, error: Exception) -> None:
         message = str(error)

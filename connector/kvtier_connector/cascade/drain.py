@@ -104,12 +104,7 @@ class Drain:
             return False
         self._is_announced = True
         if waiting:
-            logger.info(
-                "kvtier %s: the engine ends; %d blocks wait to be written, for which there are %.0f s",
-                self._name,
-                waiting,
-                self._seconds,
-            )
+            logger.info("kvtier %s: %d blocks wait to be written, for %.0f s", self._name, waiting, self._seconds)
         return True
 
     def note(self, key: OffloadKey, *, is_written: bool) -> None:

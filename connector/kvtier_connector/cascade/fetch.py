@@ -179,7 +179,6 @@ class Fetches:
         self._line: OrderedDict[OffloadKey, None] = OrderedDict()
         """Those that wait for a row."""
         self._lessees: OrderedDict[str, ReqContext] = OrderedDict()
-        self._leased = 0
         self._most_leased = int(primary.chunks * LEASED_SHARE)
         self.is_held = False
         """Whether no row is given: the worker may still read rows that the CPU tier does not know of any more."""
@@ -203,7 +202,8 @@ class Fetches:
         """How many more could be fetched ahead."""
         if self._line or self.is_held:
             return 0
-        return max(0, min(self._most_leased - self._leased, self._primary.room))
+        leased = sum(len(self._request_of(lessee).leased) for lessee in self._lessees.values())
+        return max(0, min(self._most_leased - leased, self._primary.room))
 
     def count_waiting_requests(self) -> int:
         """Return how many requests wait for rows."""
@@ -233,7 +233,6 @@ class Fetches:
         for key in leased:
             self._begin(key, context).lessee = context
         if leased:
-            self._leased += len(leased)
             self._request_of(context).leased.update(leased)
             self._lessees[context.req_id] = context
             self.serve()
@@ -244,7 +243,6 @@ class Fetches:
         if self._lessees.pop(context.req_id, None) is None:
             return
         request = self._request_of(context)
-        self._leased -= len(request.leased)
         arrived = []
         for key in request.leased:
             fetch = self._fetches.get(key)
@@ -362,7 +360,6 @@ class Fetches:
             request = self._request_of(fetch.lessee)
             request.missing.add(key)
             request.leased.discard(key)
-            self._leased -= 1
 
     def _drop_unwanted(self, key: OffloadKey, fetch: _Fetch) -> None:
         if not fetch.has_row and not fetch.loads and fetch.lessee is None:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+from kvtier_connector.cascade.memory import keep_last
 from kvtier_connector.vllm_adapter.fingerprint import add_value
 
 REMEMBERED: Final = 1 << 18
@@ -47,10 +48,7 @@ class KnownMedia:
             found = digest_of(item)
             is_one = found is not None and (known is None or known.digest == found)
             known = _Known(found if is_one else None, None if item is None else weakref.ref(item))
-            self._known[name] = known
-        self._known.move_to_end(name)
-        while len(self._known) > self._remembered:
-            self._known.popitem(last=False)
+        keep_last(self._known, name, known, most=self._remembered)
         return known.digest
 
     def is_mixed(self, name: str) -> bool:

@@ -11,6 +11,7 @@ import enum
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvtier_connector.store.layout import BlockKey
 
@@ -23,6 +24,9 @@ DAMAGED_SECONDS = 60.0
 _REMEMBERED = 1 << 16
 """Blocks that are kept, the latest; about 25 MB."""
 _MOST_ASIDE = 1 << 14
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class Presence(enum.Enum):
@@ -80,7 +84,7 @@ class BlockMemory:
     def see(self, key: BlockKey) -> None:
         """Note that the volume has a file of the block, which may be one that was set aside."""
         if key not in self._asides:
-            _keep_last(self._seen, key, self._now(), most=self._remembered)
+            keep_last(self._seen, key, self._now(), most=self._remembered)
 
     def discard(self, key: BlockKey) -> None:
         """Note that the volume does not have the block."""
@@ -90,7 +94,7 @@ class BlockMemory:
         """Note that the block could not be read: it counts as absent for a while, or until it is written anew."""
         self.discard(key)
         until = self._now() + (DAMAGED_SECONDS if is_damaged else ASIDE_SECONDS)
-        _keep_last(self._asides, key, until, most=_MOST_ASIDE)
+        keep_last(self._asides, key, until, most=_MOST_ASIDE)
 
     def clear(self) -> None:
         """Forget all blocks: the directory was removed or made anew."""
@@ -98,8 +102,9 @@ class BlockMemory:
         self._asides.clear()
 
 
-def _keep_last(times: OrderedDict[BlockKey, float], key: BlockKey, value: float, *, most: int) -> None:
-    times[key] = value
-    times.move_to_end(key)
-    if len(times) > most:
-        times.popitem(last=False)
+def keep_last(entries: OrderedDict[_Key, _Value], key: _Key, value: _Value, *, most: int) -> None:
+    """Set an entry of a dictionary that keeps the last ones only."""
+    entries[key] = value
+    entries.move_to_end(key)
+    if len(entries) > most:
+        entries.popitem(last=False)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Protocol
 
@@ -126,8 +127,6 @@ class TierRequest:
         """Chunks that this request does without: they could not be read, or a lookup was late."""
         self.leased: set[OffloadKey] = set()
         """Chunks that were fetched for it before it was scheduled, and stay in the CPU tier for it."""
-        self.is_counted = False
-        """Whether what it found was counted."""
         self.causes: set[str] = set()
         """Of its misses, as far as they were counted."""
         self._wants_volume = context.load_tier_filter.allows(Medium.STORAGE, locality)
@@ -192,10 +191,10 @@ class TierRequest:
     def lineage(self, key: OffloadKey) -> Lineage:
         """Return the chunk's number and the hash of the one before it; nothing where vLLM did not note both."""
         self._read_on()
-        group = get_offload_group_idx(key)
-        position = self._position(key, group)
         label = self._identity.label if self._identity else ""
-        if position is None or not 0 < position < len(keys := self._keys.get(group, [])):
+        keys = self._keys.get(group := get_offload_group_idx(key), [])
+        position = self._ends[key] // self._tokens[group] - 1 if key in self._ends and keys else 0
+        if not 0 < position < len(keys) or keys[position] != key:
             return NO_LINEAGE._replace(adapter=label)
         return Lineage(self._hash(keys[position - 1]), position, label)
 
@@ -209,7 +208,7 @@ class TierRequest:
         found = []
         for keys in self._keys.values():
             last = next((key for key in keys[: -_LATE_CHUNKS - 1 : -1] if is_present(key)), None)
-            if last is None and (count := _count_prefix(keys, is_present)):
+            if last is None and (count := bisect_left(keys, 1, key=lambda key: not is_present(key))):
                 last = keys[count - 1]
             if last is not None:
                 found.append(last)
@@ -243,34 +242,15 @@ class TierRequest:
             block_hash = self._media.hash_of(block_hash, self._ends.get(key))
         return self._identity.hash_of(block_hash) if self._identity else block_hash
 
-    def _position(self, key: OffloadKey, group: int) -> int | None:
-        end = self._ends.get(key)
-        tokens = self._tokens.get(group)
-        return None if end is None or not tokens or end % tokens else end // tokens - 1
-
     def _read_on(self) -> None:
         """Take in what vLLM has noted since the last time; chunks of a group come in order."""
-        if self._seen == len(self._ends):
-            return
         for key in islice(self._ends, self._seen, None):
             group = get_offload_group_idx(key)
             keys = self._keys.setdefault(group, [])
             # A chunk that ends inside another one is no link of the chain.
-            if self._position(key, group) == len(keys):
+            if self._ends[key] == (len(keys) + 1) * self._tokens.get(group, 0):
                 keys.append(key)
         self._seen = len(self._ends)
-
-
-def _count_prefix(keys: Sequence[OffloadKey], is_present: Callable[[OffloadKey], bool]) -> int:
-    """Return how many are there from the first on, if behind one that is not there are none; by halving."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if is_present(keys[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 class TierRequests:
@@ -353,11 +333,9 @@ class TierRequests:
         is_storing: Callable[[ReqContext], bool],
     ) -> None:
         """Tell of those whose blocks have been written; call it when this step's orders to write are given."""
-        if self._ended:
-            waiting = []
-            for context in self._ended:
-                if is_storing(context):
-                    waiting.append(context)
-                else:
-                    self.of(context).note_hints(memory, tell, payload_bytes)
-            self._ended = waiting
+        ended, self._ended = self._ended, []
+        for context in ended:
+            if is_storing(context):
+                self._ended.append(context)
+            else:
+                self.of(context).note_hints(memory, tell, payload_bytes)

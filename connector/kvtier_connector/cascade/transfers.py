@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvtier_connector.cascade.attach import Attachment
 from kvtier_connector.cascade.drain import Drain
+from kvtier_connector.cascade.memory import keep_last
 from kvtier_connector.cascade.requests import TierRequests
 from kvtier_connector.io_workers.tasks import Answer, Done, Ending, Lane, Refused, Task
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
@@ -42,9 +43,7 @@ _UNWANTED = _KEPT_OFF | {metrics.BYPASSED, metrics.INERT}
 """Causes for which the end of the engine loses no chunk."""
 
 REMEMBERED_CHUNKS = 1 << 17
-"""Chunks asked for last whose counts are kept; about 35 MB."""
-_NAME_BYTES = 16
-"""Of the end of vLLM's key: the group, and enough of the hash to tell a million chunks apart."""
+"""Chunks asked for last whose counts are kept; about 40 MB."""
 
 
 class ReuseFilter:
@@ -59,12 +58,12 @@ class ReuseFilter:
         """Store the settings; chunks are written for their `min_reuse`-th request, 1 writes all and counts nothing."""
         self._min_reuse = min_reuse
         self._remembered = remembered
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
-        """By name of a chunk; the one asked for last comes last."""
+        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()
+        """The chunk asked for last comes last."""
 
     def is_due(self, key: OffloadKey) -> bool:
         """Say whether enough requests have asked for the chunk, as far as that is remembered."""
-        return self._min_reuse == 1 or self._counts.get(key[-_NAME_BYTES:], 0) >= self._min_reuse
+        return self._min_reuse == 1 or self._counts.get(key, 0) >= self._min_reuse
 
     def note_request(self, keys: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
         """Count a request that asks for these chunks; return those that become due with it."""
@@ -72,12 +71,10 @@ class ReuseFilter:
             return ()
         due = []
         for key in keys:
-            name = key[-_NAME_BYTES:]
-            self._counts[name] = count = 1 + self._counts.pop(name, 0)
+            count = 1 + self._counts.get(key, 0)
+            keep_last(self._counts, key, count, most=self._remembered)
             if count == self._min_reuse:
                 due.append(key)
-            if len(self._counts) > self._remembered:
-                self._counts.popitem(last=False)
         return due
 
 
@@ -205,10 +202,11 @@ class Transfers:
             block = self._deferred.get(key) or _Deferred(request.block_key(key), request.lineage(key), time.monotonic())
             transfer.blocks[key] = block
             if not (is_retry or self._reuse.is_due(key)):
-                _keep(self._unreused, key, block)
+                keep_last(self._unreused, key, block, most=MOST_DEFERRED)
                 self.end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
                 continue
-            _keep(self._deferred, key, block)
+            # Others behind it are tried before it is again: a tenant over its quota holds up no other.
+            keep_last(self._deferred, key, block, most=MOST_DEFERRED)
             if refusal is None:
                 tasks.append((number, Task(Lane.STORE, block.name, row, block.lineage, block.since)))
             else:
@@ -219,7 +217,7 @@ class Transfers:
         """Count a request that asks for chunks; those that enough have asked for by now are written soon."""
         for key in self._reuse.note_request(keys):
             if (block := self._unreused.pop(key, None)) is not None:
-                _keep(self._deferred, key, block)
+                keep_last(self._deferred, key, block, most=MOST_DEFERRED)
 
     def peek_deferred(self, most: int) -> list[OffloadKey]:
         """Return chunks that were not written and that no transfer is writing; the oldest first."""
@@ -306,7 +304,7 @@ class Transfers:
             self._stats.count(metrics.READ_BYTES, outcome.bytes_read)
             self._stats.count(metrics.LOADED_BLOCK_BYTES, self._row_bytes)
         else:
-            self._stats.count(metrics.MISSES, cause=self._load_cause(done))
+            self._stats.count(metrics.MISSES, cause=self._cause_of(done))
         self._landed.append(Landed(key, isinstance(outcome, Hit), done.seconds))
 
     def _remember_load(self, name: BlockKey, outcome: Answer | Refused | Ending) -> None:
@@ -344,14 +342,11 @@ class Transfers:
             else:
                 self._stats.count(metrics.PRESENT_BLOCKS)
             return
-        cause = self._store_cause(done)
+        cause = self._cause_of(done)
         if cause not in _UNWANTED:
             self._drain.note(key, is_written=False)
         if cause in _NEVER_AGAIN:
             self._deferred.pop(key, None)
-        elif transfer.is_retry and key in self._deferred:
-            # Others behind it are tried before it is again: a tenant over its quota holds up no other.
-            self._deferred.move_to_end(key)
         if not transfer.is_retry:
             # Once for each chunk, however often it is tried.
             self._stats.count(metrics.SKIPPED_STORES, cause=cause)
@@ -381,24 +376,13 @@ class Transfers:
             )
         )
 
-    def _load_cause(self, done: Done) -> str:
-        outcome = done.outcome
-        if isinstance(outcome, Fault):
-            return outcome.value
-        return self._cause_of(done) if isinstance(outcome, Refused | Ending) else metrics.ABSENT
-
-    def _store_cause(self, done: Done) -> str:
-        outcome = done.outcome
-        return outcome.value if isinstance(outcome, StoreFault) else self._cause_of(done)
-
     def _cause_of(self, done: Done) -> str:
-        """Return why a chunk was rejected before any I/O, or given up."""
-        if isinstance(done.outcome, Refused):
-            return done.outcome.cause
-        return metrics.DEADLINE if done.outcome is Ending.LATE else self._cause
-
-
-def _keep(chunks: OrderedDict[OffloadKey, _Deferred], key: OffloadKey, block: _Deferred) -> None:
-    chunks[key] = block
-    if len(chunks) > MOST_DEFERRED:
-        chunks.popitem(last=False)
+        """Return why a chunk was rejected before any I/O, given up, or neither read nor written."""
+        outcome = done.outcome
+        if isinstance(outcome, Refused):
+            return outcome.cause
+        if isinstance(outcome, Fault | StoreFault):
+            return str(outcome.value)
+        if isinstance(outcome, Miss):
+            return metrics.ABSENT
+        return metrics.DEADLINE if outcome is Ending.LATE else self._cause

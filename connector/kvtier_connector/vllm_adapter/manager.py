@@ -9,11 +9,10 @@ ones to the GPU while the next are being read. A chunk that is being read for on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -24,7 +23,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.tiering.base import JobResult, TieringOffloadingMetrics, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.manager import JobMetadata, TieringOffloadingManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -47,14 +46,6 @@ _VOLUME = 0
 """Number of our tier among vLLM's secondary ones: it is the only one."""
 
 
-class Match(NamedTuple):
-    """The chunks of a prefix that can be loaded."""
-
-    chunks: int
-    unknown: OffloadKey | None
-    """The first of them whose presence is unknown; ask again when `KVTierManager.is_known`."""
-
-
 class KVTierManager(TieringOffloadingManager):
     """vLLM's tiering with one tier below the CPU's; loads begin before all has landed. Scheduler's thread only."""
 
@@ -63,12 +54,11 @@ class KVTierManager(TieringOffloadingManager):
         super().__init__(primary_tier=primary_tier, secondary_tiers=[tier])
         self.tier = tier
         self._chunks = primary_tier.find
-        self._fetches = Fetches(primary_tier, self.request, self._read)
+        self.fetches = Fetches(primary_tier, self.request, self._read)
+        """Chunks on their way into the CPU tier."""
         self._loads: dict[str, Load] = {}
         self._copying = 0
         """Chunks that the worker is copying to the GPU."""
-        self._counted = OffloadingConnectorStats()
-        """Counters of vLLM's own metrics since the last `get_stats`."""
         self._retry_context = ReqContext(req_id="kvtier-retry")
         self.splits = Splits(tier.rates, self._order_backwards)
         """The hits whose heads are computed while they are read."""
@@ -94,16 +84,20 @@ class KVTierManager(TieringOffloadingManager):
             self.tier.lookups.ask(key, request)
         return found
 
-    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Match:
-        """Find how many chunks from the first on can be loaded; ask the volume for those that are unknown."""
+    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, OffloadKey | None]:
+        """Find how many chunks from the first on can be loaded; ask the volume for those that are unknown.
+
+        Returns:
+            How many, and the first of them whose presence is unknown; ask again when `is_known`.
+        """
         self._maybe_process_finished_jobs()
         request = self.request(req_context)
         count = 0
         unknown: OffloadKey | None = None
         # Of nearly every chunk of a long prompt it is plain where it is, and a step waits while that is found out.
-        is_early = request.is_pending or request.is_mixed or not self.tier.is_current
+        is_early = request.is_pending or request.is_mixed or not self.tier.attachment.is_current
         is_plain = not (is_early or (request.way and not request.way.reads))
-        fetched, chunks, is_on_volume = self._fetches.under_way, self._chunks, self.tier.knower(request)
+        fetched, chunks, is_on_volume = self.fetches.under_way, self._chunks, self.tier.knower(request)
         for number, key in enumerate(keys):
             if is_plain:
                 chunk = None if key in fetched else chunks(key)
@@ -123,7 +117,7 @@ class KVTierManager(TieringOffloadingManager):
                 self.tier.ask_prefix(keys[number:], request)
                 break
             count += 1
-        return Match(count, unknown)
+        return count, unknown
 
     def is_known(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Say whether it is known by now whether a request can load a chunk."""
@@ -131,7 +125,7 @@ class KVTierManager(TieringOffloadingManager):
         if request.is_pending or (request.is_asking(key) and self.tier.must_wait(request)):
             return False
         chunk = self._chunks(key)
-        return chunk is None or chunk.is_ready or key in self._fetches.under_way
+        return chunk is None or chunk.is_ready or key in self.fetches.under_way
 
     def decide(self, req_context: ReqContext, hit: Sequence[OffloadKey], *, may_split: bool = False) -> Way:
         """Decide, once until it is ordered, how a request gets the chunks that it found; without reading, look again.
@@ -143,7 +137,6 @@ class KVTierManager(TieringOffloadingManager):
         """
         request = self.request(req_context)
         on_volume = [key for key in hit if key in request.on_volume]
-        self._count(request, len(hit), len(on_volume))
         if not on_volume:
             if request.way is Way.SPLIT:
                 # It waited until another request had loaded them.
@@ -155,7 +148,7 @@ class KVTierManager(TieringOffloadingManager):
             if not request.way.reads:
                 cause = metrics.SHORT if request.way is Way.SHORT else metrics.SLOWER
                 self.tier.count_computed(cause, len(on_volume))
-                self._fetches.end_lease(req_context)
+                self.fetches.end_lease(req_context)
         return request.way
 
     def _choose_way(self, on_volume: Sequence[OffloadKey], req_context: ReqContext, *, may_split: bool) -> Way:
@@ -164,8 +157,8 @@ class KVTierManager(TieringOffloadingManager):
         outer = on_volume if len(size) > 1 else (on_volume[0], on_volume[-1])
         ends = [end for key in outer if (end := req_context.get_offload_key_position(key)) is not None]
         tokens = max(ends) - min(ends) + size[0] if ends else len(on_volume) * size[0]
-        under_way = sum(key in self._fetches.under_way for key in on_volume)
-        queued = (self.tier.transfers.loading + self._fetches.waiting - under_way) * size[0]
+        under_way = sum(key in self.fetches.under_way for key in on_volume)
+        queued = (self.tier.transfers.loading + self.fetches.waiting - under_way) * size[0]
         heads, tails = self.splits.work
         return self.tier.rates.choose(
             tokens,
@@ -181,27 +174,27 @@ class KVTierManager(TieringOffloadingManager):
 
     def read_ahead(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, may_split: bool = False) -> None:
         """Fetch what the volume has of a prefix, for a request whose turn has not come; `decide` follows then."""
-        fetched, chunks = self._fetches.under_way, self._chunks
+        fetched, chunks = self.fetches.under_way, self._chunks
         near = next((number for number, key in enumerate(keys) if not (key in fetched or chunks(key))), len(keys))
-        rest = self.match_prefix(keys[near:], req_context)
+        count, unknown = self.match_prefix(keys[near:], req_context)
         # Of many requests that share a prefix the first one has it fetched. To find it costs each of the others as
         # much again, and they are asked when their turn comes.
-        if rest.unknown is not None or (near and not rest.chunks):
+        if unknown is not None or (near and not count):
             return
-        shared = self.match_prefix(keys[:near], req_context)
-        on_volume = [key for key in keys[: near + rest.chunks] if key in self.request(req_context).on_volume]
-        if shared.chunks < near or shared.unknown is not None or not (on_volume and self._fetches.room):
+        shared, unknown = self.match_prefix(keys[:near], req_context)
+        on_volume = [key for key in keys[: near + count] if key in self.request(req_context).on_volume]
+        if shared < near or unknown is not None or not (on_volume and self.fetches.room):
             return
         way = self._choose_way(on_volume, req_context, may_split=may_split and on_volume[0] == keys[0])
         wanted = {Way.LOAD: on_volume, Way.SPLIT: on_volume[: -LEAST_WINDOW_CHUNKS - 1 : -1]}.get(way, [])
         # The I/O workers begin with the first ones while the others are still being noted.
         for first in range(0, len(wanted), AT_ONCE):
-            leased = self._fetches.lease(wanted[first : first + AT_ONCE], req_context)
+            leased = self.fetches.lease(wanted[first : first + AT_ONCE], req_context)
             self._note_source(leased, req_context)
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        if not (self.tier.is_current and self.request(req_context).hints.may_store):
+        if not (self.tier.attachment.is_current and self.request(req_context).hints.may_store):
             # Whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         return super().prepare_store(keys, req_context)
@@ -224,12 +217,12 @@ class KVTierManager(TieringOffloadingManager):
                 ready.append(key)
                 continue
             fetched.append(key)
-            if self._fetches.ask(key, load, number):
+            if self.fetches.ask(key, load, number):
                 promoted.append(key)
         if ready:
             self.primary_tier.prepare_load(ready, req_context)
         self._note_source(fetched, req_context)
-        self._fetches.end_lease(req_context)
+        self.fetches.end_lease(req_context)
         load.began_at = self.tier.rates.now()
         self.request(req_context).way = None
         if promoted:
@@ -248,18 +241,14 @@ class KVTierManager(TieringOffloadingManager):
         missing = self.request(load.context).missing
         for number, key in enumerate(load.keys):
             if load.rows[number] == NO_ROW and number not in load.failed:
-                self._fetches.leave(key, load)
+                self.fetches.leave(key, load)
                 load.failed.add(number)
                 missing.add(key)
 
     def _order_backwards(self, split: Split) -> None:
         request, window = self.request(split.context), self.splits.window_chunks(split)
-        leased = order_backwards(split, window, fetches=self._fetches, request=request, find=self._chunks)
+        leased = order_backwards(split, window, fetches=self.fetches, request=request, find=self._chunks)
         self._note_source(leased, split.context)
-
-    def end_lease(self, req_context: ReqContext) -> None:
-        """Read no more ahead for a request."""
-        self._fetches.end_lease(req_context)
 
     def load_of(self, name: str) -> Load:
         """Return the load of a request, from `prepare_load` to `release_load`."""
@@ -279,7 +268,7 @@ class KVTierManager(TieringOffloadingManager):
         unpinned = []
         for number, key in enumerate(load.keys):
             if load.rows[number] == NO_ROW:
-                self._fetches.leave(key, load)
+                self.fetches.leave(key, load)
             elif number not in handed:
                 unpinned.append(key)
         if unpinned:
@@ -291,13 +280,9 @@ class KVTierManager(TieringOffloadingManager):
         super().complete_load(keys, req_context)
         self._serve()
 
-    def hold(self) -> None:
-        """Give no row away: the worker may still read or write rows that the CPU tier does not know of any more."""
-        self._fetches.is_held = True
-
     def go_on(self) -> None:
         """Give rows away again."""
-        self._fetches.is_held = False
+        self.fetches.is_held = False
         self._serve()
 
     def poll(self) -> None:
@@ -309,32 +294,23 @@ class KVTierManager(TieringOffloadingManager):
         super().on_schedule_end(context)
         self._serve()
         self._retry_stores()
-        self.tier.waiting = self._fetches.count_waiting_requests()
+        self.tier.waiting = self.fetches.count_waiting_requests()
 
     @override
     def on_request_finished(self, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> None:
-        self._fetches.end_lease(req_context)
+        self.fetches.end_lease(req_context)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     @override
     def has_pending_work(self) -> bool:
-        return self._fetches.waiting > 0 or super().has_pending_work()
-
-    @override
-    def get_stats(self) -> OffloadingConnectorStats | None:
-        stats: OffloadingConnectorStats | None = super().get_stats()
-        counted, self._counted = self._counted, OffloadingConnectorStats()
-        if stats is None or counted.is_empty():
-            return stats or (None if counted.is_empty() else counted)
-        stats.aggregate(counted)
-        return stats
+        return self.fetches.waiting > 0 or super().has_pending_work()
 
     @override
     def reset_cache(self) -> None:
         """Forget everything in the CPU tier; every load was released before."""
-        self._fetches.end_leases()
+        self.fetches.end_leases()
         super().reset_cache()
-        self._fetches.clear()
+        self.fetches.clear()
         self._copying = 0
 
     @override
@@ -345,7 +321,7 @@ class KVTierManager(TieringOffloadingManager):
         tokens = self.tier.requests.tokens[0] * len(reads)
         self.tier.rates.note_landed(tokens, reads=reads, is_reading=self.tier.transfers.loading > 0)
         if landed:
-            self._fetches.take(landed)
+            self.fetches.take(landed)
             self._serve()
 
     @override
@@ -355,11 +331,11 @@ class KVTierManager(TieringOffloadingManager):
     def _find(self, key: OffloadKey, request: TierRequest) -> LookupResult:
         if request.is_pending:
             return LookupResult.RETRY
-        if request.is_mixed or not self.tier.is_current:
+        if request.is_mixed or not self.tier.attachment.is_current:
             # vLLM's key covers neither the contents of the adapter nor the weights, so the chunk may be of others.
             self.tier.presence(key, request)
             return LookupResult.MISS
-        if key not in self._fetches.under_way:
+        if key not in self.fetches.under_way:
             chunk = self._chunks(key)
             if chunk is not None:
                 return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING
@@ -401,12 +377,12 @@ class KVTierManager(TieringOffloadingManager):
         return is_urgent
 
     def _serve(self) -> None:
-        self._fetches.serve()
-        if self._fetches.waiting and not self._fetches.is_held and not self._is_anything_under_way():
+        self.fetches.serve()
+        if self.fetches.waiting and not self.fetches.is_held and not self._is_anything_under_way():
             # Every row is pinned by those that wait like the first: it does without, and they go on.
             self._metrics.on_promotion_allocation_failure()
             self.tier.count_computed(metrics.BUDGET, 1)
-            self._fetches.give_up_first()
+            self.fetches.give_up_first()
 
     def _is_anything_under_way(self) -> bool:
         """Say whether rows become free by themselves."""
@@ -423,22 +399,9 @@ class KVTierManager(TieringOffloadingManager):
             seconds = self.tier.rates.seconds_to_compute(chunks * self.tier.requests.tokens[0])
             self.tier.stats.count_saved(self.request(load.context).tenant, seconds)
 
-    def _count(self, request: TierRequest, chunks: int, on_volume: int) -> None:
-        """Count what a request found, once, in vLLM's own metrics: a call for each chunk costs more than finding it."""
-        if request.is_counted:
-            return
-        request.is_counted = True
-        stats, volume = self._counted, self._metrics.tier_label(_VOLUME)
-        for label, asked, found in (
-            (self._metrics.primary_tier_label, chunks, chunks - on_volume),
-            (volume, on_volume, on_volume),
-        ):
-            stats.increase_counter(TieringOffloadingMetrics.CHUNK_QUERIES, asked, label)
-            stats.increase_counter(TieringOffloadingMetrics.CHUNK_HITS, found, label)
-
     def _retry_stores(self) -> None:
         """Write deferred chunks, as long as nothing is loaded and the CPU tier has them."""
-        if self._loads or self._fetches:
+        if self._loads or self.fetches:
             return
         deferred = self.tier.peek_deferred(RETRIES)
         if not deferred:

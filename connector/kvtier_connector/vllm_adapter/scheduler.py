@@ -207,7 +207,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         if has_joined:
             self._joined.add(name)
             return
-        self.manager.end_lease(status.req_context)
+        self.manager.fetches.end_lease(status.req_context)
         if self.manager.request(status.req_context).missing:
             # Chunks that could not be read are offered again.
             status.group_states[0].next_stored_chunk_idx = 0
@@ -245,7 +245,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         if num_external_tokens == 0:
             if self._splits.get(name) is None:
                 # The chunks that were read ahead for it came to the GPU by another request.
-                self.manager.end_lease(status.req_context)
+                self.manager.fetches.end_lease(status.req_context)
             return
         load = self.manager.load_of(name)
         (job_id,) = status.transfer_jobs
@@ -360,7 +360,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._is_clean = self.manager.is_gpu_empty()
         self._current_batch_jobs_to_flush |= flushed
         if self._stale_jobs:
-            self.manager.hold()
+            # The worker may still read or write rows that the CPU tier does not know of any more.
+            self.manager.fetches.is_held = True
 
     @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:

@@ -121,7 +121,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
-        self._is_storing_stuck = self._is_closed = False
+        self._is_closed = False
         self._why_not_loading: str | None = metrics.INERT
         engine = getattr(offloading_spec, "engine_config", None)
         steps = (
@@ -161,11 +161,6 @@ class SharedVolumeTier(SecondaryTierManager):
     def open(self, declared: Sequence[Declared], wait_seconds: float = OPEN_WAIT_SECONDS) -> None:
         """Begin to use the volume, with what the workers declare of themselves, in the order of their ranks."""
         self.attachment.open(self._spec, declared, wait_seconds)
-
-    @property
-    def is_current(self) -> bool:
-        """True while the weights are those that the engine started with."""
-        return self.attachment.is_current
 
     @classmethod
     @override
@@ -238,7 +233,6 @@ class SharedVolumeTier(SecondaryTierManager):
         attachment = self.attachment
         attachment.look_after()
         self._collect()
-        self._is_storing_stuck = attachment.workers.is_stuck(Lane.STORE)
         is_stuck = attachment.workers.is_stuck(Lane.LOAD) or self.lookups.is_stuck
         self._why_not_loading = attachment.why_not(Direction.LOAD, is_stuck=is_stuck)
         self.transfers.drain()
@@ -317,13 +311,13 @@ class SharedVolumeTier(SecondaryTierManager):
         if self.drain.is_over:
             return metrics.SHUTDOWN
         self.attachment.note_use()
-        if cause := self.attachment.why_not(Direction.STORE, is_stuck=self._is_storing_stuck):
+        if cause := self.attachment.why_not(Direction.STORE, is_stuck=self.attachment.workers.is_stuck(Lane.STORE)):
             return cause
         return metrics.QUEUE_FULL if self.transfers.storing > self._most_storing else None
 
     @property
     def _why_not_loading_now(self) -> str | None:
-        return self._why_not_loading if self.is_current else metrics.NEW_WEIGHTS
+        return self._why_not_loading if self.attachment.is_current else metrics.NEW_WEIGHTS
 
     def _miss(self, request: TierRequest, cause: str) -> Presence:
         """Count a chunk that ends the prefix of a request: once, since vLLM asks again while an earlier one comes."""

@@ -149,8 +149,6 @@ class KVTierWorker(OffloadingConnectorWorker):
         """None before the KV caches are there."""
         self._answered = 0
         """Number of the order to compare all weights that was obeyed last, and is not reported; 0 without one."""
-        self._has_reported = False
-        """True once a report said that the weights have changed."""
         self._waited: set[int] = set()
         """GPU blocks that this step loads and computes with."""
         self._adapters = LoadedAdapters(None)
@@ -214,7 +212,10 @@ class KVTierWorker(OffloadingConnectorWorker):
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         made = super().build_connector_worker_meta()
-        weights = self._report_weights(is_reporting=made is not None)
+        answered, self._answered = self._answered, 0
+        # A change comes no later than the stores that end after it.
+        is_due = self._weights is not None and (answered or made is not None)
+        weights = (answered, not self._weights.has_changed) if self._weights is not None and is_due else None
         reports = self._adapters.take_reports()
         question, self._declaring = self._declaring, 0
         declared = None if not question or self.declared is None else (question, self.declared)
@@ -232,16 +233,6 @@ class KVTierWorker(OffloadingConnectorWorker):
             declarations,
             replaced,
         )
-
-    def _report_weights(self, *, is_reporting: bool) -> tuple[int, bool] | None:
-        """Return the report about the weights, if any; a change comes no later than the stores that end after it."""
-        answered, self._answered = self._answered, 0
-        if self._weights is None or not (answered or is_reporting):
-            return None
-        has_changed = self._weights.has_changed
-        is_first = has_changed and not self._has_reported
-        self._has_reported = has_changed
-        return (answered, not has_changed) if answered or is_first else None
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

@@ -344,7 +344,7 @@ def test_after_a_reset_no_row_is_written_while_a_piece_of_before_may_still_be_re
     reader.add("next", LATER)
     for _ in range(20):
         reader.manager.poll()
-    assert len(reader.manager._fetches) == 0
+    assert len(reader.manager.fetches) == 0
     assert reader.metric("vllm:kvtier_disk_read_blocks") == read
     # vLLM has the worker end these pieces with the next step.
     reader.copies.lag = 0

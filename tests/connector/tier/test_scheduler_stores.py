@@ -124,7 +124,7 @@ def test_after_a_reset_no_row_is_filled_while_a_store_of_before_may_still_write_
     reader.add("next", LATER)
     for _ in range(20):
         reader.manager.poll()
-    assert len(reader.manager._fetches) == 0
+    assert len(reader.manager.fetches) == 0
     assert reader.metric("vllm:kvtier_disk_read_blocks") == 0
     # vLLM has the worker end this store with the next step.
     reader.copies.lag = 0
