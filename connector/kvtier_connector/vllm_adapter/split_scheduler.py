@@ -196,13 +196,9 @@ class AsyncSplitScheduler(SyncSplitScheduler, AsyncScheduler):
 
 
 def _can_split(config: VllmConfig) -> bool:
-    """Say whether an engine computes a prompt in parts, and finds the head of a request that joins on the GPU again."""
-    return bool(
-        config.speculative_config is None
-        and config.parallel_config.pipeline_parallel_size == 1
-        and config.scheduler_config.enable_chunked_prefill
-        and config.cache_config.enable_prefix_caching
-    )
+    """Say whether an engine computes prompts in parts, each on one worker, and nothing but prompts."""
+    is_chunking = config.scheduler_config.enable_chunked_prefill
+    return is_chunking and config.speculative_config is None and config.parallel_config.pipeline_parallel_size == 1
 
 
 def SplitScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 - vLLM expects a class

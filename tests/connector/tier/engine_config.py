@@ -23,7 +23,7 @@ def engine_config(shape: Shape, config_file: Path) -> VllmConfig:
             max_num_seqs=shape.most_running,
             max_num_batched_tokens=shape.most_tokens,
             max_model_len=model.max_model_len,
-            enable_chunked_prefill=True,
+            enable_chunked_prefill=shape.is_chunking,
             is_encoder_decoder=False,
             async_scheduling=False,
         ),

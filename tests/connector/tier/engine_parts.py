@@ -104,6 +104,8 @@ class Shape:
     prompt_only: bool = True
     load_failure_policy: str = "recompute"
     log_stats: bool = False
+    is_chunking: bool = True
+    """Whether prompts may be computed in parts."""
     is_splitting: bool = False
     """Whether every hit that can be split is: heads of a few chunks at a time, tails of any rate."""
 

@@ -279,13 +279,16 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engi
     second.close()
 
 
-def test_hits_are_not_split_where_the_gpu_forgets_the_blocks_of_a_head(engines: Engines) -> None:
-    engine = engines.make(SHAPE)
-    config = engine.scheduler.vllm_config
-    assert engine.side.enable_splits(config) is not None
-    config.cache_config.enable_prefix_caching = False
-    assert engine.side.enable_splits(config) is None
-    engine.close()
+def test_without_chunked_prefill_a_hit_is_loaded_whole_and_no_prompt_is_computed_in_parts(
+    engines: Engines, fs: PacedFs
+) -> None:
+    prompt = prompt_of(CHUNKS)
+    second = second_engine(engines, fs, prompt, replace(SHAPE, is_chunking=False, most_tokens=1 << 15))
+    second.add("loads", prompt)
+    run_paced(second, fs, "loads")
+    assert second.computed["loads"] == len(prompt) - CHUNKS * BLOCK_TOKENS
+    assert second.metric("vllm:kvtier_disk_split_joins") == 0
+    second.close()
 
 
 def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> None:

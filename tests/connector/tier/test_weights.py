@@ -168,7 +168,7 @@ def test_all_weights_are_compared_with_the_first_step_that_computes_after_a_rese
     for number, is_original in ((1, False), (1, True), (2, True)):
         told = KVTierWorkerMetadata(weights={0: (number, is_original)})
         engine.side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-        assert engine.tier.is_current is (number == 2), "an answer of before the reset brings no engine back"
+        assert engine.tier.attachment.is_current is (number == 2), "an answer of before the reset brings no engine back"
 
 
 def test_steps_without_transfers_compare_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
