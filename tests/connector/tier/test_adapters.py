@@ -65,26 +65,6 @@ def test_another_engine_reads_the_blocks_of_an_adapter_that_is_as_it_was(engines
     assert ask(reader, "none", None) == len(PROMPT)
 
 
-def test_an_adapter_that_was_rewritten_at_its_path_is_a_miss_for_an_engine_that_starts_then(
-    engines: Engines, adapter: Path
-) -> None:
-    assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
-    write(adapter, "second")
-    restarted = engines.make()
-    assert ask(restarted, "b", request_for(adapter)) == len(PROMPT)
-    assert restarted.metric("vllm:kvtier_disk_written_blocks") == 12
-
-
-def test_names_and_paths_of_adapters_that_hold_the_same_are_kept_apart(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
-    assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
-    elsewhere = Path(shutil.copytree(adapter, tmp_path / "elsewhere"))
-    reader = engines.make()
-    assert ask(reader, "b", request_for(elsewhere)) == len(PROMPT)
-    assert ask(reader, "c", request_for(adapter, "law")) == len(PROMPT)
-
-
 def test_an_adapter_that_changed_under_a_running_engine_is_neither_stored_nor_loaded_and_that_is_counted(
     engines: Engines, adapter: Path
 ) -> None:
@@ -98,21 +78,6 @@ def test_an_adapter_that_changed_under_a_running_engine_is_neither_stored_nor_lo
     assert engine.metric("vllm:kvtier_disk_misses", "adapter") == 1
     # What it computed since has not come to lie on the volume under any name.
     assert ask(engines.make(), "c", request_for(adapter)) == len(PROMPT)
-
-
-def test_a_link_that_leads_elsewhere_is_a_change_for_an_engine_that_reads_it_then(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
-    link = tmp_path / "current"
-    link.symlink_to(adapter)
-    other = write(tmp_path / "other", "second")
-    engine = engines.make()
-    assert ask(engine, "a", request_for(link)) == len(PROMPT)
-    (tmp_path / "next").symlink_to(other)
-    (tmp_path / "next").rename(link)
-    engine.scheduler.reset_prefix_cache()
-    assert ask(engine, "b", request_for(link)) == REST, "it computes with what it has loaded"
-    assert ask(engines.make(), "c", request_for(link)) == len(PROMPT)
 
 
 def test_an_adapter_that_is_rewritten_after_it_was_looked_at_is_computed_with_as_it_was(

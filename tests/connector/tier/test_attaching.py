@@ -88,8 +88,12 @@ def test_an_engine_that_starts_in_bypass_serves_at_once_and_attaches_when_it_may
 ) -> None:
     live = tmp_path / "live.json"
     live.write_text(encode_live("Bypass"))
-    rigs.make(state_dir=str(state), attach_grace_seconds=LONG, live_file=str(live), refresh_seconds=0.05)
+    fs = GatedFs(lambda call, path: False)
+    rig = rigs.make(fs=fs, state_dir=str(state), attach_grace_seconds=LONG, live_file=str(live), refresh_seconds=0.05)
     wait_until(lambda: said(state) == ("without", "the mode is Bypass"), "the engine serves without")
+    rig.offload(keys(2))
+    assert rig.serve(keys(2, first=5)).hit_blocks == 0
+    assert fs.calls == [], "it does not touch the volume"
     live.write_text(encode_live("ReadWrite"))
     wait_until(lambda: said(state) == ("attached", ""), "the volume is attached")
 

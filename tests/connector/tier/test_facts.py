@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from rig import DECLARED, Rigs, keys, offloading_config
-from vllm.v1.kv_offload.config import OffloadingModelConfig
 
 from kvtier_connector.cascade.attach import UNREADABLE
 from kvtier_connector.store.identity import claim
@@ -168,14 +167,3 @@ def test_what_cannot_be_told_is_unknown_and_no_error(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert fingerprint_files(name, "main") is None
-
-
-def test_an_engine_with_other_weights_in_the_same_directory_is_a_stranger(rigs: Rigs, model: Path) -> None:
-    config = offloading_config(model=OffloadingModelConfig(name=str(model), dtype="bfloat16"))
-    rigs.make(config=config).offload(keys(3))
-    assert rigs.make(config=config).serve(keys(3)).hit_blocks == 3
-
-    (model / "model-0.safetensors").write_bytes(random.Random(9).randbytes(1 << 20))
-    stranger = rigs.make(config=config)
-    assert stranger.serve(keys(3)).hit_blocks == 0
-    assert stranger.metric("vllm:kvtier_disk_refused", "engine.weights") == 1

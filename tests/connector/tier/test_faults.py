@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import itertools
 import threading
 import time
@@ -13,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
-from slow_fs import FailingFs, GatedFs
+from rig import IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
+from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
 from kvtier_connector.contract.engine import encode_live
@@ -99,52 +98,6 @@ def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied
     rig.finish(context)
 
 
-def test_input_output_errors_are_misses_and_the_blocks_are_tried_again_after_a_while(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier_connector.cascade.memory.ASIDE_SECONDS", 0.2)
-    rigs.write(keys(3))
-    fs = FailingFs(OSError(errno.EIO, "broken"), lambda call, _: call == "preadv")
-    fs.is_failing = False
-    rig = rigs.make(fs=fs)
-    fs.is_failing = True
-
-    assert rig.serve(keys(3), "broken").hit_blocks == 0
-    rig.settle()
-    assert rig.metric("vllm:kvtier_disk_misses", "io") == 3
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_load_breaker") > 0, "loads are not tried any more")
-    fs.is_failing = False
-    attempts = itertools.count()
-    wait_until(lambda: rig.serve(keys(3), f"mended {next(attempts)}").hit_blocks == 3, "loads are tried again")
-    assert rig.metric("vllm:kvtier_disk_load_breaker") == 0
-
-
-def test_a_full_volume_stops_stores_keeps_loads_and_is_tried_again(rigs: Rigs) -> None:
-    rigs.write(keys(3))
-    fs = FailingFs(OSError(errno.ENOSPC, "full"), lambda call, _: call == "pwritev")
-    fs.is_failing = False
-    rig = rigs.make(fs=fs)
-    fs.is_failing = True
-    rig.offload(keys(2, first=10))
-
-    shed = [rig.metric("vllm:kvtier_disk_shed_stores", cause) for cause in ("no_space", "breaker")]
-    assert sum(shed) == 2
-    assert shed[0] >= 1
-    assert rig.metric("vllm:kvtier_disk_store_breaker") > 0
-    assert rig.serve(keys(3)).hit_blocks == 3
-
-    fs.is_failing = False
-    numbers = itertools.count(100)
-
-    def is_storing() -> bool:
-        number = next(numbers)
-        rig.offload([key(number)], f"w{number}")
-        return rig.metric("vllm:kvtier_disk_store_breaker") == 0
-
-    wait_until(is_storing, "stores are tried again")
-    assert rig.metric("vllm:kvtier_disk_written_blocks") >= 1
-
-
 def test_one_probe_that_hangs_does_not_hold_up_other_requests(rigs: Rigs) -> None:
     rigs.write(keys(4))
     name = get_offload_block_hash(key(0)).hex()
@@ -160,16 +113,6 @@ def test_one_probe_that_hangs_does_not_hold_up_other_requests(rigs: Rigs) -> Non
     assert rig.find_prefix([key(0)], stuck) is None
     fs.open_gate()
     rig.finish(stuck)
-
-
-def test_a_probe_that_never_answers_is_a_miss(rigs: Rigs) -> None:
-    rigs.write(keys(1))
-    fs = GatedFs(lambda call, path: call == "stat" and "blocks" in path)
-    rig = rigs.make(fs=fs, load_deadline_seconds=0.2)
-
-    assert rig.serve(keys(1)).hit_blocks == 0
-    assert rig.metric("vllm:kvtier_disk_misses", "late_probe") == 1
-    fs.open_gate()
 
 
 def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_back(
@@ -189,22 +132,6 @@ def test_when_every_thread_hangs_lookups_are_misses_at_once_until_the_volume_is_
     wait_until(lambda: rig.poll() and rig.metric("vllm:kvtier_disk_stuck_threads") == 0, "the threads are free")
     attempts = itertools.count()
     wait_until(lambda: rig.serve(keys(8), f"third {next(attempts)}").hit_blocks == 8, "blocks are served again")
-
-
-def test_shutting_down_does_not_wait_for_a_read_that_hangs(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_connector.cascade.attach.CLOSE_WAIT_SECONDS", 0.1)
-    rigs.write(keys(2))
-    fs = GatedFs(is_read_of(key(0), key(1)))
-    rig = rigs.make(fs=fs)
-    rig.begin_load(keys(2), rig.request("r"))
-    wait_until(lambda: fs.waiting == 2, "the reads hang")
-
-    closing = threading.Thread(target=rig.tier.shutdown)
-    closing.start()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert fs.waiting == 2
-    fs.open_gate()
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -239,15 +166,6 @@ def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs) -> None:
     assert rig.find_prefix(keys(2), context) == 0
     rig.finish(context)
     fs.open_gate()
-
-
-def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    rig = rigs.make(root=str(tmp_path / "file" / DIGEST))
-
-    assert rig.serve(keys(2)).hit_blocks == 0
-    rig.offload(keys(2))
-    assert rig.metric("vllm:kvtier_disk_active") == 0
 
 
 def test_an_engine_that_may_only_read_shows_on_the_volume_that_it_is_there(rigs: Rigs, tmp_path: Path) -> None:
@@ -286,17 +204,6 @@ def test_the_mode_is_changed_while_the_engine_runs(rigs: Rigs, tmp_path: Path) -
     assert rig.serve(keys(3), "again").hit_blocks == 3
     rig.offload(keys(2, first=10), "writer again")
     assert rig.metric("vllm:kvtier_disk_written_blocks") == 2
-
-
-def test_an_engine_that_starts_in_bypass_does_not_touch_the_volume(rigs: Rigs, tmp_path: Path) -> None:
-    live = tmp_path / "live.json"
-    live.write_text(encode_live("Bypass"))
-    fs = GatedFs(lambda call, path: False)
-    rig = rigs.make(fs=fs, live_file=str(live), refresh_seconds=0.05)
-    rig.offload(keys(2))
-
-    assert rig.serve(keys(2, first=5)).hit_blocks == 0
-    assert fs.calls == []
 
 
 def test_stores_are_shed_when_too_much_waits_to_be_written(rigs: Rigs) -> None:

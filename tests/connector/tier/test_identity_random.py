@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engine_fleet import Engines
 from engine_parts import IMAGE_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rig import Rigs
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from random_engine import EngineMachine, run
 from test_adapters import request_for, write
 from vllm.lora.request import LoRARequest
-from vllm.v1.request import RequestStatus
 
 EXAMPLES = int(os.environ.get("KVTIER_RANDOM_EXAMPLES", "6"))
 ENOUGH = 200
@@ -84,15 +78,12 @@ class Wanted(NamedTuple):
 TRIED: Counter[str] = Counter()
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(EngineMachine):
     """Random operations on two engines, one at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp())
-        self.engines = Engines(Rigs(self.directory))
         self.asked: list[Wanted] = []
-        self.count = self.turn = 0
 
     @initialize(shape=st.sampled_from(sorted(SHAPES)))
     def begin(self, shape: str) -> None:
@@ -102,13 +93,9 @@ class Machine(RuleBasedStateMachine):
         TRIED["examples"] += 1
         for name in ADAPTERS:
             write(self.directory / name, f"{name} 0")
-        self.pair = [self.start(), self.start()]
+        self.made = [self.start(), self.start()]
         # Some examples draw no other one.
         self.add(Wanted(0, 9, None, None, None, 0))
-
-    @property
-    def engine(self) -> SimulatedEngine:
-        return self.pair[self.turn]
 
     def start(self, weights: int = 0) -> SimulatedEngine:
         return self.engines.make(self.shape, weights=weights, refresh_seconds=0.02, tenant_from="Parameter")
@@ -157,25 +144,9 @@ class Machine(RuleBasedStateMachine):
             **PARAMS[wanted.params],
         )
 
-    # Without a precondition: who is there depends on how quick the volume is, and what is drawn must not.
-    @rule(choice=st.integers(0, 100))
-    def abort(self, choice: int) -> None:
-        alive = sorted(name for name, request in self.engine.scheduler.requests.items() if not request.is_finished())
-        if alive:
-            self.engine.abort(alive[choice % len(alive)])
-
-    @rule(lag=st.integers(0, 3))
-    def have_copies_lag(self, lag: int) -> None:
-        self.engine.copies.lag = lag
-
     @invariant()
     def count_operation(self) -> None:
         TRIED["operations"] += 1
-
-    @rule(steps=st.integers(1, 12))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            self.engine.step()
 
     @rule()
     def finish(self) -> None:
@@ -210,7 +181,7 @@ class Machine(RuleBasedStateMachine):
         self.note()
         self.engine.close()
         # One that was started with other weights is no engine of this generation, and must find out itself.
-        self.pair[self.turn] = self.start(weights)
+        self.made[self.turn] = self.start(weights)
 
     def note(self) -> None:
         """Count what was read, so that a run can say that it tried what it claims."""
@@ -221,41 +192,22 @@ class Machine(RuleBasedStateMachine):
         TRIED["blocks written"] += int(engine.metric("vllm:kvtier_disk_written_blocks"))
         TRIED["engines refused"] += bool(engine.tier.attachment.refused_field)
 
-    def may_reset(self) -> bool:
-        """Say whether vLLM can take the blocks of every request: not yet of one that is being loaded."""
-        requests = self.engine.scheduler.requests.values()
-        is_loading = any(
-            request.is_finished() or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests
-        )
-        return not is_loading and not self.engine.scheduler.kv_holding_waiting
-
     def teardown(self) -> None:
         try:
-            for turn in range(len(getattr(self, "pair", ()))):
+            for turn in range(len(self.made)):
                 self.turn = turn
                 self.engine.run()
                 self.engine.assert_nothing_is_left()
                 self.note()
         finally:
-            self.engines.close()
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self.close()
 
 
 @pytest.mark.timeout(3600)
 def test_no_order_of_events_serves_a_block_for_another_identity() -> None:
-    Machine.TestCase.settings = settings(
-        max_examples=EXAMPLES,
-        stateful_step_count=OPERATIONS,
-        # The few of the suite are the same each time; a long run draws others.
-        derandomize="KVTIER_RANDOM_EXAMPLES" not in os.environ,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        # A counterexample is not made smaller: that would take minutes.
-        phases=[Phase.generate],
-        print_blob=True,
-    )
     TRIED.clear()
-    Machine.TestCase().runTest()
+    # The few of the suite are the same each time; a long run draws others.
+    run(Machine, examples=EXAMPLES, operations=OPERATIONS, derandomize="KVTIER_RANDOM_EXAMPLES" not in os.environ)
     logging.getLogger(__name__).warning("tried: %s", dict(TRIED))
     assert TRIED["requests"] > 0
     if EXAMPLES >= ENOUGH:

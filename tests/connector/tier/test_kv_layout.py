@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rig import DECLARED, Rigs, keys
 
-from kvtier_connector.vllm_adapter import fingerprint
 from kvtier_connector.vllm_adapter.fingerprint import describe_layout
 
 BLOCKS = 7
@@ -51,20 +49,3 @@ def test_another_backend_instruction_set_type_or_order_is_another_layout(other: 
 def test_a_state_that_is_laid_out_the_other_way_is_another_layout() -> None:
     state = [torch.zeros(BLOCKS, 3, 24), torch.zeros(BLOCKS, 4, 4)]
     assert describe_one(None, state)[1] != describe_one(None, [torch.zeros(BLOCKS, 24, 3), state[1]])[1]
-
-
-@pytest.mark.parametrize(
-    ("declared", "field"),
-    [
-        (fingerprint.Declared(("Attention/OTHER",), "layout", "weights"), "engine.backends"),
-        (fingerprint.Declared(DECLARED.backends, "packed", "weights"), "engine.layout"),
-    ],
-)
-def test_a_node_with_another_layout_is_refused_with_the_field_and_serves(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, declared: fingerprint.Declared, field: str
-) -> None:
-    rigs.make().offload(keys(3))
-    monkeypatch.setattr("rig.DECLARED", declared)
-    other = rigs.make()
-    assert other.serve(keys(3)).hit_blocks == 0
-    assert other.metric("vllm:kvtier_disk_refused", field) == 1

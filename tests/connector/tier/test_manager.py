@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
 from slow_fs import GatedFs
-from vllm.v1.kv_offload.base import LookupResult, Medium
+from vllm.v1.kv_offload.base import Medium
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -43,20 +42,6 @@ def test_a_block_that_nobody_stored_is_a_miss(rigs: Rigs) -> None:
     reader = rigs.make()
     assert reader.serve(keys(5)).hit_blocks == 0
     assert reader.metric("vllm:kvtier_disk_misses", "absent") > 0
-
-
-def test_blocks_of_different_groups_with_one_hash_are_different_blocks(rigs: Rigs) -> None:
-    wanted = [key(1, group=0), key(1, group=1)]
-    rigs.make().offload(wanted)
-    assert rigs.make().serve(wanted).hit_blocks == 2
-
-
-def test_an_own_store_is_known_without_asking_the_volume(rigs: Rigs) -> None:
-    rig = rigs.make()
-    rig.offload(keys(3))
-    context = rig.request("r")
-    assert rig.tier.lookup(key(0), context) is LookupResult.HIT
-    rig.finish(context)
 
 
 def test_storing_what_the_volume_has_already_writes_nothing(rigs: Rigs) -> None:
@@ -145,27 +130,6 @@ def test_gauges_are_reported_now_and_then_and_at_once_when_the_last_transfer_has
     assert rig.tier.get_stats() is None
 
 
-def test_that_nobody_waits_for_room_any_more_is_reported_at_once(rigs: Rigs) -> None:
-    rigs.write(keys(11))
-    rig = rigs.make(chunks=10)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
-    first, second = rig.request("first"), rig.request("second")
-    rig.begin_load(keys(10), first)
-    rig.begin_load([key(10)], second)
-    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(10)), "the CPU tier is full")
-    rig.end_step()
-    assert rig.metric("vllm:kvtier_disk_waiting_requests") == 1
-    type(rig.tier).stats_seconds = 3600.0
-    rig.metric("vllm:kvtier_disk_waiting_requests")
-    assert rig.tier.get_stats() is None
-    rig.manager.release_load("second")
-    rig.end_step()
-    assert rig.metric("vllm:kvtier_disk_waiting_requests") == 0
-    rig.manager.release_load("first")
-    rig.finish(second)
-    rig.finish(first)
-
-
 def test_stores_stop_at_the_limit_and_loads_go_on(rigs: Rigs) -> None:
     rigs.permit(3 * (ROW_BYTES + 4096))
     rig = rigs.make(live_file=str(rigs.live_file(needs_permit=True)))
@@ -175,40 +139,6 @@ def test_stores_stop_at_the_limit_and_loads_go_on(rigs: Rigs) -> None:
     assert rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") == 2
     rig.manager.reset_cache()
     assert sum(rig.serve([key(number)], f"r{number}").hit_blocks for number in range(5)) == 3
-
-
-def test_each_job_is_reported_once(rigs: Rigs) -> None:
-    rig = rigs.make()
-    contexts = [rig.begin_offload(keys(4, first=10 * number), f"r{number}") for number in range(5)]
-    reported: list[int] = []
-    original = rig.tier.get_finished_jobs
-
-    def spy() -> object:
-        results = list(original())
-        reported.extend(result.job_id for result in results)
-        return results
-
-    rig.tier.get_finished_jobs = spy
-    rig.settle()
-    for context in contexts:
-        rig.finish(context)
-
-    assert sorted(reported) == list(range(5))
-    assert not rig.tier.has_pending_work()
-
-
-def test_draining_leaves_no_transfer_at_work_and_every_result_to_be_taken(rigs: Rigs) -> None:
-    rig = rigs.make()
-    context = rig.begin_offload(keys(20))
-    rig.tier.drain_jobs()
-    results = list(rig.tier.get_finished_jobs())
-
-    assert [(result.job_id, result.success) for result in results] == [(0, True)]
-    assert list(rig.tier.get_finished_jobs()) == []
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 20
-    # vLLM's manager was bypassed, so its record of the job is dropped by hand.
-    rig.manager._jobs.clear()
-    rig.finish(context)
 
 
 def test_stored_blocks_are_published_as_events_of_the_storage_medium(rigs: Rigs) -> None:
@@ -248,17 +178,6 @@ def test_another_model_is_refused_but_its_engine_serves(rigs: Rigs) -> None:
     assert stranger.metric("vllm:kvtier_disk_misses", "inert") > 0
     assert stranger.metric("vllm:kvtier_disk_shed_stores", "inert") == 2
     assert rigs.make().serve(keys(2, first=50)).hit_blocks == 0
-
-
-def test_the_tier_file_says_what_the_operator_and_the_engine_know(rigs: Rigs) -> None:
-    rigs.make()
-    identity = json.loads((rigs.root / "tier.json").read_text())["identity"]
-
-    assert identity["model_name"] == "org/model"
-    assert identity["engine.kv_dtype"] == "bfloat16"
-    assert identity["engine.bytes_per_chunk"] == ROW_BYTES
-    assert identity["engine.topology"]["tensor_parallel"] == 1
-    assert identity["engine.groups"] == [{"tokens_per_block": 16, "layers": ["layer.0"]}]
 
 
 def test_shutting_down_twice_is_the_same_as_once(rigs: Rigs) -> None:

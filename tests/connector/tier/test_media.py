@@ -37,12 +37,6 @@ def test_another_engine_finds_a_picture_by_its_content(engines: Engines) -> None
     assert computed(engines.make(), "second", CAT) == REST
 
 
-def test_two_pictures_that_clients_call_the_same_are_kept_apart_across_engines(engines: Engines) -> None:
-    assert computed(engines.make(), "first", ("cat", 0, "logo")) == len(PROMPT)
-    assert computed(engines.make(), "second", ("dog", 0, "logo")) == len(PROMPT)
-    assert computed(engines.make(), "third", ("dog", 0, "logo")) == REST
-
-
 def test_a_picture_called_by_the_hash_of_another_does_not_become_the_other_for_the_fleet(engines: Engines) -> None:
     assert computed(engines.make(), "liar", DOG_NAMED_CAT) == len(PROMPT)
     assert computed(engines.make(), "honest", CAT) == len(PROMPT)

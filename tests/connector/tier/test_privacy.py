@@ -126,31 +126,3 @@ def test_a_key_is_rotated_under_load_without_a_restart_and_costs_no_block(
     late = encrypted(rigs, cluster, processes)
     hits = sum(late.serve([of], f"late {number}").hit_blocks for number, of in enumerate(keys(8 * next(numbers))))
     assert hits == sum(header.seal.key_id == "k2" for header in headers(rigs.root)) > 0
-
-
-def test_an_engine_stops_storing_when_the_permit_says_so_and_goes_on_with_the_next(
-    rigs: Rigs, cluster: Cluster
-) -> None:
-    cluster.say(needs_permit=True)
-    rigs.permit(1 << 30)
-    rig = rigs.make(refresh_seconds=0.05, live_file=str(cluster.live))
-    rig.offload(keys(2), "before")
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 2
-    rigs.permit(0, reason="the volume is full")
-    attempts = itertools.count()
-
-    def is_refused() -> bool:
-        rig.offload(keys(1, first=10 + next(attempts)), "refused")
-        return rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") > 0
-
-    wait_until(is_refused, "the engine stops")
-    rig.manager.reset_cache()
-    assert rig.serve(keys(2)).hit_blocks == 2
-    before = rig.metric("vllm:kvtier_disk_written_blocks")
-    rigs.permit(1 << 30)
-
-    def is_written() -> bool:
-        rig.offload(keys(1, first=500 + next(attempts)), "again")
-        return rig.metric("vllm:kvtier_disk_written_blocks") > before
-
-    wait_until(is_written, "the engine stores again")

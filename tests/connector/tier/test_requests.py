@@ -109,16 +109,6 @@ def records(reader: JournalFollower, root: Path) -> list[Record]:
     return [record for _, batch in reader.read([root.name]) for record in batch]
 
 
-def test_a_block_says_on_the_volume_what_comes_before_it(rigs: Rigs) -> None:
-    rigs.make().offload(keys(3))
-    found = headers(rigs.root)
-    assert [found[hash_of(number)].lineage for number in range(3)] == [
-        NO_LINEAGE,
-        Lineage(hash_of(0), 1),
-        Lineage(hash_of(1), 2),
-    ]
-
-
 def test_the_parent_is_known_although_only_the_end_of_the_prompt_is_stored(rigs: Rigs) -> None:
     rig = rigs.make()
     context = rig.request("writer")

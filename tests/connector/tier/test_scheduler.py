@@ -122,14 +122,6 @@ def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
     assert reader.ask("again", PROMPT) == REST
 
 
-def test_a_first_chunk_that_does_not_come_costs_all_of_them(engines: Engines, writer: SimulatedEngine) -> None:
-    reader = restart(engines)
-    engines.file_of(writer, PROMPT, 0).unlink()
-    assert reader.ask("r", PROMPT) == len(PROMPT)
-    finish(reader)
-    assert engines.assert_volume_holds(reader, PROMPT) == 20
-
-
 WINDOWED = Shape(windows=(None, WINDOW_TOKENS))
 
 
@@ -364,28 +356,6 @@ def test_resets_at_any_moment_of_a_load_leave_right_bytes(engines: Engines, writ
         reader.add("other", PROMPT, answer=10)
         finish(reader)
         reader.close()
-
-
-def test_a_prefix_longer_than_the_cpu_tier_is_loaded_whole(engines: Engines, writer: SimulatedEngine) -> None:
-    reader = restart(engines, Shape(cpu_chunks=6))
-    assert reader.ask("r", PROMPT) == REST
-    finish(reader)
-    assert reader.metric("vllm:kvtier_disk_misses", "budget") == 0
-
-
-def test_many_requests_share_a_small_cpu_tier(engines: Engines) -> None:
-    prompts = {f"r{number}": prompt_of(10, seed=number) for number in range(8)}
-    # Room for all of them at once: a writer that is short of it leaves some out for a while, and counts them.
-    writer = engines.make(Shape(cpu_chunks=200))
-    for name, prompt in prompts.items():
-        writer.ask(name, prompt)
-    writer.run()
-    assert engines.count() == 80
-    reader = restart(engines, Shape(cpu_chunks=12))
-    for name, prompt in prompts.items():
-        reader.add(name, prompt, answer=3)
-    finish(reader)
-    assert reader.computed == {name: len(prompt) - 10 * BLOCK_TOKENS for name, prompt in prompts.items()}
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -8,21 +8,16 @@ are reset, engines restarted, and copies lag behind. A `SimulatedEngine` compare
 from __future__ import annotations
 
 import errno
-import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engine_fleet import Engines
 from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from rig import Rigs
-from vllm.v1.request import RequestStatus
+from hypothesis.stateful import initialize, rule
+from random_engine import EngineMachine, run
 
 from kvtier_connector.store.fs import FileSystem
 
@@ -74,22 +69,19 @@ class MoodyFs(FileSystem):
         self.flowing.set()
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(EngineMachine):
     """Random operations on one engine at a time, which share a volume."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp())
         self.fs = MoodyFs()
-        self.engines = Engines(Rigs(self.directory))
         self.asked: dict[str, tuple[list[int], str | None, int]] = {}
         self.damaged: dict[Path, bytes] = {}
-        self.count = 0
 
     @initialize(shape=st.sampled_from(sorted(SHAPES)), min_reuse=st.sampled_from([1, 1, 2]))
     def begin(self, shape: str, min_reuse: int) -> None:
         self.shape, self.min_reuse = SHAPES[shape], min_reuse
-        self.engine = self.start()
+        self.made = [self.start()]
 
     def start(self) -> SimulatedEngine:
         return self.engines.make(
@@ -113,29 +105,14 @@ class Machine(RuleBasedStateMachine):
         self.asked[name] = prompt, salt, answer
         self.engine.add(name, prompt, salt=salt, answer=answer)
 
-    @rule(steps=st.integers(1, 12))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            self.engine.step()
-
     @rule()
     def wait_for_movers(self) -> None:
         for _ in range(10):
             self.engine.step()
             threading.Event().wait(0.001)
 
-    @precondition(lambda self: self.engine.scheduler.requests)
-    @rule(choice=st.integers(0, 100))
-    def abort(self, choice: int) -> None:
-        alive = sorted(name for name, request in self.engine.scheduler.requests.items() if not request.is_finished())
-        if alive:
-            name = alive[choice % len(alive)]
-            del self.asked[name]
-            self.engine.abort(name)
-
-    @rule(lag=st.integers(0, 4))
-    def lag(self, lag: int) -> None:
-        self.engine.copies.lag = lag
+    def forget(self, name: str) -> None:
+        del self.asked[name]
 
     @rule(reading=st.sampled_from([None, None, errno.EIO]), writing=st.sampled_from([None, None, errno.ENOSPC]))
     def change_mood(self, reading: int | None, writing: int | None) -> None:
@@ -166,13 +143,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(connector=st.booleans())
     def reset_all(self, connector: bool) -> None:
-        requests = self.engine.scheduler.requests.values()
-        # vLLM cannot yet take blocks from a request that is being loaded.
-        is_loading = any(
-            request.is_finished() or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests
-        )
-        held = self.engine.scheduler.kv_holding_waiting
-        if not is_loading and not held:
+        if self.may_reset():
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector)
 
     @rule()
@@ -181,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         self.check_answers()
         self.engine.close()
         self.asked.clear()
-        self.engine = self.start()
+        self.made = [self.start()]
 
     def check_answers(self) -> None:
         for name, answer in self.engine.answers.items():
@@ -205,20 +176,9 @@ class Machine(RuleBasedStateMachine):
                     self.engines.assert_volume_holds(self.engine, prompt_of(LONGEST, seed=family), salt=salt)
         finally:
             self.fs.heal()
-            self.engines.close()
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self.close()
 
 
 @pytest.mark.timeout(300)
 def test_any_order_of_events_leaves_right_answers_and_nothing_taken() -> None:
-    run = settings(
-        max_examples=EXAMPLES,
-        stateful_step_count=OPERATIONS,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        # A counterexample is not made smaller: that would take minutes.
-        phases=[Phase.generate],
-        print_blob=True,
-    )
-    Machine.TestCase.settings = run
-    Machine.TestCase().runTest()
+    run(Machine, examples=EXAMPLES, operations=OPERATIONS)
