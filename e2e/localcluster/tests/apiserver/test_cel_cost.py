@@ -19,8 +19,9 @@ def over(rule: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rule", "cost"), REAL["costs"].items())
-def test_a_rule_is_estimated_as_a_real_server_does(rule: str, cost: int) -> None:
-    assert [found for _, found in costs(over(rule))] == [cost]
+def test_a_rule_is_estimated_as_a_real_server_does_and_never_below(rule: str, cost: int) -> None:
+    [(_, found)] = costs(over(rule))
+    assert cost <= found <= max(cost + 1, 1.1 * cost)
 
 
 def test_a_rule_of_a_nested_value_costs_as_often_as_the_value_may_occur() -> None:

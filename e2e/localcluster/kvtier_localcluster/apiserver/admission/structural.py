@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import jsonschema
 
 from kvtier_localcluster.apiserver.admission.cel import compile_rule, escaped
-from kvtier_localcluster.apiserver.admission.cel_cost import is_no_truth
 from kvtier_localcluster.apiserver.admission.crd_schema import to_jsonschema
 from kvtier_localcluster.apiserver.store.objects import Json
 
@@ -112,31 +111,35 @@ def _list_map_problems(schema: Json, path: str) -> Iterator[str]:
 def _rule_problems(rule: Json, schema: Json, path: str, *, is_root: bool) -> Iterator[str]:
     for text in filter(None, (rule["rule"], rule.get("messageExpression"))):
         try:
-            compile_rule(text)
+            result = str(compile_rule(text).return_type())
         except Exception as error:  # noqa: BLE001 (the runtime raises several types; each means "not CEL")
             first_line = str(error).splitlines()[0] if str(error) else repr(error)
             yield f"{path}: CEL: {text}: {first_line[:200]}"
             continue
-        if text == rule["rule"] and is_no_truth(text, schema, is_root=is_root):
-            yield f"{path}: CEL: {text}: cel expression must evaluate to a bool"
+        is_truth = text != rule["rule"] or result in ("BOOL", "DYN")
         for found in _SELECTION.finditer(text):
             names = found[2].replace("?", "").strip(".").split(".")
             if found[3]:
                 names.pop()  # the last name is a method
-            unknown = _unknown_selection(names, schema, is_root=is_root)
-            if unknown:
-                yield f"{path}: CEL: {text}: undefined field '{unknown}'"
+            selected = _selected(names, schema, is_root=is_root)
+            if isinstance(selected, str):
+                yield f"{path}: CEL: {text}: undefined field '{selected}'"
+            elif found[0] == rule["rule"]:
+                is_truth = selected.get("type", "boolean") == "boolean"
+        if not is_truth:
+            yield f"{path}: CEL: {text}: cel expression must evaluate to a bool"
 
 
-def _unknown_selection(names: list[str], schema: Json, *, is_root: bool) -> str | None:
+def _selected(names: list[str], schema: Json, *, is_root: bool) -> Json | str:
+    """Return the schema of a field that a rule names, empty where it is open, or the name that is not there."""
     here = schema
     for index, name in enumerate(names):
         if here.get("x-kubernetes-preserve-unknown-fields") or not here.get("properties"):
-            return None
+            return {}
         if is_root and index == 0 and name in _OBJECT_FIELDS:
-            return None
+            return {}
         known = {escaped(plain): below for plain, below in here["properties"].items()}
         if name not in known:
             return name
         here = known[name]
-    return None
+    return here

@@ -22,9 +22,6 @@ from kvtier_localcluster.apiserver.store.objects import Json
 MAGIC: Final = b"k8s\x00"
 """How a Protobuf body of Kubernetes starts."""
 
-_CONTINUES: Final = 0x80
-_FIXED_SIZES: Final = {1: 8, 5: 4}
-_LENGTH_DELIMITED: Final = 2
 _SIGN_BIT: Final = 1 << 63
 _EMBEDDED: Final = "~"
 
@@ -63,32 +60,28 @@ def _message_name(api_version: str, kind: str) -> str | None:
 
 
 def wire_fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of every field of an encoded message; values are integers or bytes."""
+    """Yield number and value of every field of an encoded Protobuf message; values are integers or bytes."""
     place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = data[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:  # noqa: PLR2004 (the bit that says that more follows)
+                return value
+
     while place < len(data):
-        tag, place = _varint(data, place)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == 0:
-            value, place = _varint(data, place)
-            yield number, value
+        tag = varint()
+        if tag & 7 == 0:
+            yield tag >> 3, varint()
             continue
-        if wire_type == _LENGTH_DELIMITED:
-            size, place = _varint(data, place)
-        else:
-            size = _FIXED_SIZES[wire_type]
-        yield number, data[place : place + size]
+        size = {1: 8, 5: 4}.get(tag & 7) or varint()
+        yield tag >> 3, data[place : place + size]
         place += size
-
-
-def _varint(data: bytes, start: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[start]
-        start += 1
-        value |= (byte % _CONTINUES) << shift
-        shift += 7
-        if byte < _CONTINUES:
-            return value, start
 
 
 def _message(data: bytes, name: str) -> Json:
