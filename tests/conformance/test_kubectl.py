@@ -161,7 +161,6 @@ def test_fields_are_explained(kubectl: Kubectl, widgets: str) -> None:
     explained = kubectl("explain", "widget.spec.size")
     assert "FIELD: size <integer>" in explained
     assert "How large it is." in explained
-    assert "FIELDS:" in kubectl("explain", "deployment.spec")
     assert "does not exist" in kubectl.fails("explain", "widget.spec.nothing")
 
 

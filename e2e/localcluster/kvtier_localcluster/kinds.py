@@ -123,6 +123,11 @@ def phase_of(manifest: Mapping[str, Any]) -> str:
     return str((manifest.get("status") or {}).get("phase") or "")
 
 
+def is_finished(pod: Mapping[str, Any]) -> bool:
+    """Tell whether a pod has ended for good."""
+    return phase_of(pod) in ("Succeeded", "Failed")
+
+
 def merge_difference(old: Any, new: Mapping[str, Any]) -> Json:
     """Return the JSON merge patch that turns old into new; empty where nothing moves."""
     before = old if isinstance(old, Mapping) else {}

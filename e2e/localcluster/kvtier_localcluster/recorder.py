@@ -24,8 +24,6 @@ class Happening:
     reason: str
     message: str
     is_warning: bool = False
-    field_path: str = ""
-    """The part of the object that is meant, such as `spec.containers{engine}`."""
 
 
 class EventRecorder:
@@ -72,8 +70,6 @@ class EventRecorder:
         }
         if namespace:
             involved["namespace"] = namespace
-        if happening.field_path:
-            involved["fieldPath"] = happening.field_path
         return {
             "metadata": {"generateName": f"{name}.", "namespace": namespace or "default"},
             "involvedObject": involved,

@@ -1,30 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Discovery documents, and OpenAPI v3 documents for each group and version.
 
-kubectl validates against the OpenAPI documents, and `kubectl explain` prints them.
+kubectl looks there for the parameters of writes, and `kubectl explain` prints the schemas of custom resources.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
-from kvtier_localcluster.apiserver.store import schemas
-from kvtier_localcluster.apiserver.store.objects import Json, compact_json
+from kvtier_localcluster.apiserver.store.objects import Json
 from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 from kvtier_localcluster.apiserver.store.schemas import KUBERNETES_VERSION
 
-_DEFINITIONS: Final = "#/$defs/"
-_COMPONENTS: Final = "#/components/schemas/"
-_REFERENCE: Final = re.compile(r'"#/\$defs/([^"]+)"')
-_INT_OR_STRING: Final = "io.k8s.apimachinery.pkg.util.intstr.IntOrString"
-_QUANTITY: Final = "io.k8s.apimachinery.pkg.api.resource.Quantity"
-_SCALARS: Final[dict[str, Json]] = {
-    _INT_OR_STRING: {"format": "int-or-string", "oneOf": [{"type": "integer"}, {"type": "string"}]},
-    _QUANTITY: {"oneOf": [{"type": "string"}, {"type": "number"}]},
-}
 _WRITE_PARAMETERS: Final = [
     {"name": name, "in": "query", "schema": {"type": "string", "uniqueItems": True}}
     for name in ("dryRun", "fieldManager", "fieldValidation", "force")
@@ -49,16 +37,11 @@ def openapi_document(registry: Registry, group_version: str) -> Json | None:
     resources = [resource for resource in registry if resource.group_version == group_version]
     if not resources:
         return None
-    components: Json = {}
-    paths: Json = {}
-    for resource in resources:
-        components |= _components(resource)
-        paths |= _paths(resource)
     return {
         "openapi": "3.0.0",
-        "info": {"title": "Kubernetes", "version": f"v{schemas.KUBERNETES_VERSION}.0"},
-        "paths": paths,
-        "components": {"schemas": components},
+        "info": {"title": "Kubernetes", "version": f"v{KUBERNETES_VERSION}.0"},
+        "paths": {path: item for resource in resources for path, item in _paths(resource).items()},
+        "components": {"schemas": {each.kind: _component(each) for each in resources if each.is_custom}},
     }
 
 
@@ -71,15 +54,13 @@ def _paths(resource: Resource) -> Json:
     kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
     scope = "namespaces/{namespace}/" if resource.is_namespaced else ""
     one_list = f"/{_root(resource.group_version)}/{scope}{resource.plural}"
-    reference = {"$ref": _COMPONENTS + component_name(resource)}
-    answer = {"200": {"description": "OK", "content": {"application/json": {"schema": reference}}}}
 
     def operation(action: str, parameters: Iterable[Json] = ()) -> Json:
         return {
             "x-kubernetes-action": action,
             "x-kubernetes-group-version-kind": kind,
             "parameters": list(parameters),
-            "responses": answer,
+            "responses": {"200": {"description": "OK"}},
         }
 
     return {
@@ -92,80 +73,9 @@ def _paths(resource: Resource) -> Json:
     }
 
 
-def component_name(resource: Resource) -> str:
-    """Return the name of a kind's schema: the built-in definition, or the group backwards for a custom resource."""
-    builtin = schemas.definition_name(resource.group, resource.version, resource.kind)
-    if builtin is not None and not resource.is_custom:
-        return builtin
-    return ".".join([*reversed(resource.group.split(".")), resource.version, resource.kind])
-
-
-def _components(resource: Resource) -> Json:
-    if not resource.is_custom:
-        name = component_name(resource)
-        return {each: _builtin_component(each) for each in _closure(name)}
-    schema = _translated(resource.schema)
-    schema["x-kubernetes-group-version-kind"] = [
-        {"group": resource.group, "version": resource.version, "kind": resource.kind}
-    ]
-    properties = schema["properties"]
-    for field in ("apiVersion", "kind"):
-        described = _builtin_component("io.k8s.api.core.v1.Pod")["properties"][field]
-        properties[field] = {"type": "string", "description": described["description"]}
-    components = {component_name(resource): schema}
-    for reference in _references(resource.schema):
-        components |= {each: _builtin_component(each) for each in _closure(reference)}
-    return components
-
-
-def _references(schema: Json) -> set[str]:
-    return set(_REFERENCE.findall(compact_json(schema)))
-
-
-@functools.cache
-def _closure(name: str) -> frozenset[str]:
-    """Return a definition's name and the names of all that it refers to."""
-    found: set[str] = set()
-    waiting = [name]
-    while waiting:
-        each = waiting.pop()
-        if each not in found and each in schemas.definitions():
-            found.add(each)
-            waiting += _references(schemas.definitions()[each])
-    return frozenset(found)
-
-
-@functools.cache
-def _builtin_component(name: str) -> Json:
-    if name in _SCALARS:
-        return _SCALARS[name]
-    translated: Json = _translated(schemas.definitions()[name])
-    return translated
-
-
-def _translated(schema: Any) -> Any:
-    """Return a schema as OpenAPI 3.0 has it: single types, references into the components."""
-    if isinstance(schema, list):
-        return [_translated(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return dict(_translated_fields(schema))
-
-
-def _translated_fields(schema: Json) -> Iterator[tuple[str, Any]]:
-    for name, value in schema.items():
-        if name == "type" and isinstance(value, list):
-            yield name, next(each for each in value if each != "null")
-        elif name == "$ref":
-            yield "allOf", [{"$ref": value.replace(_DEFINITIONS, _COMPONENTS)}]
-        elif name == "additionalProperties" and value is False:
-            continue
-        elif name in ("default", "enum", "required", "x-kubernetes-validations"):
-            yield name, value
-        elif name == "properties":
-            yield name, {field: _translated(below) for field, below in value.items()}
-        else:
-            yield name, _translated(value)
+def _component(resource: Resource) -> Json:
+    kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
+    return {**resource.custom_schema, "x-kubernetes-group-version-kind": [kind]}
 
 
 _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]

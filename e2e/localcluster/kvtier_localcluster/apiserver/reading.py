@@ -196,9 +196,9 @@ class Watch:
         while clock() < end:
             wait_seconds = min(end, next_bookmark) - clock() if self._options.wants_bookmarks else end - clock()
             try:
-                event = await subscription.next(max(0.0, wait_seconds))
+                event = await asyncio.wait_for(subscription.get(), max(0.0, wait_seconds))
             except TimeoutError:
-                if self._options.wants_bookmarks and subscription.is_empty():
+                if self._options.wants_bookmarks and subscription.empty():
                     yield self._bookmark(None)
                 next_bookmark = clock() + bookmark_seconds
                 continue

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import yaml
 from aiohttp import web
 
 from kvtier_localcluster.apiserver import discovery, reading, streams, tables
-from kvtier_localcluster.apiserver import discovery as openapi
 from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
 from kvtier_localcluster.apiserver.registry.deletion import DeleteOptions, Deleter
 from kvtier_localcluster.apiserver.registry.patches import APPLY, MERGE, Patch
@@ -37,19 +35,9 @@ _WRITABLE_SUBRESOURCES: Final = (None, "status", "scale", "finalize")
 _STATUS_SUCCESS: Final[Json] = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
 
-class _YamlLoader(yaml.CSafeLoader):
-    """Reads YAML as Kubernetes does: time stamps stay texts."""
-
-
-_YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Api:
-    """The parts of the server that requests use."""
+    """The parts of the server that requests use; tests add and remove faults at will."""
 
     storage: Storage
     registry: Registry
@@ -61,7 +49,7 @@ class Api:
     pod_exec: streams.PodExec | None = None
     faults: list[Fault] = field(default_factory=list)
     audit: list[AuditEntry] = field(default_factory=list)
-    openapi_cache: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Every request so far, oldest first."""
 
 
 async def handle(api: Api, request: web.Request) -> web.StreamResponse:
@@ -172,10 +160,8 @@ async def _read_body(request: web.Request) -> Any:
     if not raw.strip():
         return {}
     try:
-        if "yaml" in request.content_type and raw.lstrip()[:1] not in (b"{", b"["):
-            return yaml.load(raw, Loader=_YamlLoader)  # noqa: S506 (a safe loader, less time stamps)
-        return json.loads(raw)
-    except (ValueError, yaml.YAMLError) as error:
+        return json.loads(raw)  # every client sends what it applies as JSON, which is YAML, too
+    except ValueError as error:
         raise bad_request(f"the body of the request cannot be read: {error}") from error
 
 
@@ -189,26 +175,16 @@ async def _answer_document(api: Api, request: web.Request) -> Answer:
     if request.method != "GET":
         raise unknown_path()
     if path == "/openapi/v2":
-        return web.Response(body=openapi.LEGACY_DOCUMENT, headers={"Content-Type": openapi.LEGACY_MEDIA_TYPE})
+        return web.Response(body=discovery.LEGACY_DOCUMENT, headers={"Content-Type": discovery.LEGACY_MEDIA_TYPE})
     if path == "/openapi/v3":
-        return openapi.openapi_index(api.registry), 200
+        return discovery.openapi_index(api.registry), 200
     if path.startswith("/openapi/v3/"):
-        return _openapi_document(api, path.removeprefix("/openapi/v3/").partition("/")[2])
-    document = discovery.discovery_document(api.registry, path)
+        document = discovery.openapi_document(api.registry, path.removeprefix("/openapi/v3/").partition("/")[2])
+    else:
+        document = discovery.discovery_document(api.registry, path)
     if document is None:
         raise unknown_path()
     return document, 200
-
-
-def _openapi_document(api: Api, group_version: str) -> web.Response:
-    key = (api.registry.revision, group_version)
-    if key not in api.openapi_cache:
-        document = openapi.openapi_document(api.registry, group_version)
-        if document is None:
-            raise unknown_path()
-        api.openapi_cache = {k: text for k, text in api.openapi_cache.items() if k[0] == api.registry.revision}
-        api.openapi_cache[key] = compact_json(document)
-    return web.Response(text=api.openapi_cache[key], content_type="application/json")
 
 
 async def _answer_resource(call: _Call) -> Answer:

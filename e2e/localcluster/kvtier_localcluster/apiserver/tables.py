@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables for `kubectl get`: printer columns of custom resources and of built-in kinds. Pure except for the clock.
 
-Columns of built-in kinds are described in columns.yaml. `first_match` reads the part of JSONPath that printer
-columns use: fields, indexes, wildcards and filters by equality.
+Columns of built-in kinds are described in columns.yaml. Of JSONPath, columns use fields and filters by equality.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import importlib.resources
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,56 +19,17 @@ import yaml
 from kvtier_localcluster.apiserver.store.objects import Json, compact_json, field_at
 from kvtier_localcluster.apiserver.store.resources import Resource
 
-_STEP: Final = re.compile(
-    r"""\.(?P<field>(?:[\w-]|\\.)+)          # .name, with dots escaped
-      | \['(?P<quoted>[^']+)'\]              # ['name']
-      | \[(?P<index>-?\d+)\]                 # [0]
-      | (?P<every>\[\*\]|\.\*)               # [*]
-      | \[\?\(\s*@\.(?P<key>[\w.-]+)\s*==\s*(?P<value>"[^"]*"|'[^']*'|[\w.-]+)\s*\)\]""",
-    re.VERBOSE,
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def _steps(path: str) -> tuple[re.Match[str], ...]:
-    path = path.strip().strip("{}").removeprefix("$")
-    path = path if path.startswith((".", "[")) else f".{path}"
-    steps, place = [], 0
-    while place < len(path):
-        step = _STEP.match(path, place)
-        if step is None:
-            return ()
-        steps.append(step)
-        place = step.end()
-    return tuple(steps)
+_STEP: Final = re.compile(r"""\.([\w-]+)|\[\?\(@\.(\w+)==["'](.*?)["']\)\]""")
 
 
 def first_match(document: Any, path: str) -> Any:
-    """Return the first value at a path, or None where there is none or the path is beyond what is supported."""
-    steps = _steps(path)
-    found = [document] if steps else []
-    for step in steps:
-        found = [below for value in found for below in _descend(value, step)]
-    return found[0] if found else None
-
-
-def _descend(value: Any, step: re.Match[str]) -> list[Any]:
-    name = step["quoted"] or (step["field"] or "").replace("\\", "")
-    if name:
-        return [value[name]] if isinstance(value, dict) and value.get(name) is not None else []
-    if step["every"]:
-        return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
-    if not isinstance(value, list):
-        return []
-    if step["index"]:
-        index = int(step["index"])
-        return [value[index]] if -len(value) <= index < len(value) else []
-    wanted = step["value"].strip("'\"")
-    return [item for item in value if _plain(first_match(item, step["key"])) == wanted]
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """Return the value at a path such as `.status.conditions[?(@.type=="Ready")].status`, or None."""
+    for name, key, wanted in _STEP.findall(path):
+        if name:
+            document = document.get(name) if isinstance(document, dict) else None
+        else:
+            document = next((item for item in document or () if item.get(key) == wanted), None)
+    return document
 
 
 Cell = Callable[[Json], Any]
@@ -120,17 +79,6 @@ def _size(*paths: str) -> Cell:
 
 def _ready_of(ready: str, wanted: str) -> Cell:
     return lambda manifest: f"{field_at(manifest, ready) or 0}/{field_at(manifest, wanted) or 0}"
-
-
-def _containers(field: str, path: str = "spec.template.spec.containers") -> Cell:
-    return lambda manifest: ",".join(each.get(field, "") for each in field_at(manifest, path) or [])
-
-
-def _selector(path: str) -> Cell:
-    def cell(manifest: Json) -> str:
-        return ",".join(f"{key}={value}" for key, value in (field_at(manifest, path) or {}).items()) or _NONE
-
-    return cell
 
 
 def _pod_statuses(pod: Json) -> list[Json]:
@@ -196,12 +144,6 @@ def _node_status(node: Json) -> str:
     return ready + (",SchedulingDisabled" if field_at(node, "spec.unschedulable") else "")
 
 
-def _node_roles(node: Json) -> str:
-    prefix = "node-role.kubernetes.io/"
-    labels = node["metadata"].get("labels") or {}
-    return ",".join(sorted(key.removeprefix(prefix) for key in labels if key.startswith(prefix))) or _NONE
-
-
 def _event_time(event: Json) -> str:
     times = (event.get("lastTimestamp"), event.get("eventTime"), event["metadata"].get("creationTimestamp"))
     return elapsed(next(filter(None, times), None))
@@ -217,23 +159,11 @@ def _job_status(job: Json) -> str:
     return met[-1] if met else "Running"
 
 
-def _slice_ports(endpoint_slice: Json) -> str:
-    return ",".join(str(port.get("port", "")) for port in endpoint_slice.get("ports") or []) or "<unset>"
-
-
-def _slice_addresses(endpoint_slice: Json) -> str:
-    return (
-        ",".join(a for each in endpoint_slice.get("endpoints") or [] for a in each.get("addresses") or []) or "<unset>"
-    )
-
-
 _MAKERS: Final[dict[str, Callable[..., Cell]]] = {
     "field": _field,
     "count": _count,
     "size": _size,
     "ready_of": _ready_of,
-    "containers": _containers,
-    "selector": _selector,
     "access_modes": _access_modes,
 }
 """Cells with arguments, by the name that columns.yaml uses."""
@@ -247,12 +177,9 @@ _CELLS: Final[dict[str, Cell]] = {
     "service_ports": _service_ports,
     "claim_status": _claim_status,
     "node_status": _node_status,
-    "node_roles": _node_roles,
     "event_time": _event_time,
     "event_object": _event_object,
     "event_message": lambda event: (event.get("message") or event.get("note") or "").strip(),
-    "slice_ports": _slice_ports,
-    "slice_addresses": _slice_addresses,
 }
 
 
@@ -279,19 +206,13 @@ class Column:
     name: str
     type: str = "string"
     format: str = ""
-    description: str = ""
     priority: int = 0
     cell: Cell
 
     def definition(self) -> Json:
         """Return the column as a Table declares it."""
-        return {
-            "name": self.name,
-            "type": self.type,
-            "format": self.format,
-            "description": self.description,
-            "priority": self.priority,
-        }
+        shown = {"name": self.name, "type": self.type, "format": self.format, "priority": self.priority}
+        return {**shown, "description": ""}
 
 
 _NAME: Final = Column(name="Name", format="name", cell=lambda manifest: manifest["metadata"]["name"])
@@ -312,8 +233,6 @@ def _custom_column(definition: Json) -> Column:
     return Column(
         name=definition["name"],
         type="string" if kind == "date" else kind,
-        format=definition.get("format", ""),
-        description=definition.get("description", ""),
         priority=definition.get("priority", 0),
         cell=cell,
     )
@@ -325,12 +244,9 @@ def columns(resource: Resource) -> list[Column]:
         declared = [_custom_column(each) for each in resource.crd_version.get("additionalPrinterColumns") or []]
         return [_NAME, *(declared or [_AGE])]
     declared = list(_builtin_columns().get(resource.kind, ()))
-    if resource.kind == "Event":  # events have no use for their generated names
-        return [*declared, Column(name="Name", format="name", priority=1, cell=_NAME.cell)]
-    if not any(column.name in ("Age", "Created At") for column in declared):
+    if not any(column.name in ("Age", "Created At", "Last Seen") for column in declared):
         declared.append(_AGE)
-    wide = [column for column in declared if column.priority]
-    return [_NAME, *(column for column in declared if not column.priority), *wide]
+    return [_NAME, *sorted(declared, key=lambda column: column.priority)]
 
 
 def table(resource: Resource, manifests: Iterable[Json], list_metadata: Json, *, include_object: str) -> Json:
@@ -339,11 +255,8 @@ def table(resource: Resource, manifests: Iterable[Json], list_metadata: Json, *,
     rows = []
     for manifest in manifests:
         row: Json = {"cells": [_text(column.cell(manifest)) for column in shown]}
-        if include_object == "Object":
-            row["object"] = manifest
-        elif include_object != "None":
-            metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
-            row["object"] = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata}
+        if include_object != "None":
+            row["object"] = manifest if include_object == "Object" else _metadata_of(manifest)
         rows.append(row)
     return {
         "kind": "Table",
@@ -356,3 +269,8 @@ def table(resource: Resource, manifests: Iterable[Json], list_metadata: Json, *,
 
 def _text(value: Any) -> Any:
     return _NONE if value == "" else value
+
+
+def _metadata_of(manifest: Json) -> Json:
+    metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
+    return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata}

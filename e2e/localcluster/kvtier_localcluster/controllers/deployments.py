@@ -15,27 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvtier_localcluster import conditions
+from kvtier_localcluster import conditions, kinds
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.conditions import Condition
 from kvtier_localcluster.controllers import loop
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.informers import Change, Informers
-from kvtier_localcluster.kinds import (
-    DEPLOYMENT,
-    POD,
-    REPLICA_SET,
-    Json,
-    Key,
-    Kind,
-    controlled_by,
-    controller_uid,
-    is_deleting,
-    key_of,
-    seconds_since,
-    timestamp,
-    uid_of,
-)
+from kvtier_localcluster.kinds import Json, Key, Kind
 from kvtier_localcluster.recorder import Happening
 
 HASH_LABEL = "pod-template-hash"
@@ -135,9 +121,8 @@ def status_of(deployment: Json, *, sets: Sequence[Json], new: Json | None, now: 
     limits = rolling_bounds(spec.get("strategy") or {}, replicas)
     is_recreated = (spec.get("strategy") or {}).get("type") == "Recreate"
     minimum = replicas - (0 if is_recreated else limits.unavailable)
-    wanted = [_available(counts["availableReplicas"] >= minimum)]
-    progressing = _progressing(deployment, counts, new)
-    written = conditions.updated(before.get("conditions") or [], [*wanted, progressing], now)
+    claims = (_available(counts["availableReplicas"] >= minimum), _progressing(deployment, counts, new))
+    written = conditions.updated(before.get("conditions") or [], claims, now)
     for condition in written:
         condition["lastUpdateTime"] = _update_time(before, condition, counts, now)
     return {
@@ -152,45 +137,30 @@ def seconds_to_deadline(deployment: Json, status: Json) -> float | None:
     condition = conditions.find(status["conditions"], "Progressing")
     if condition is None or condition["reason"] in (_DONE, _LATE):
         return None
-    return max(1.0, _deadline_seconds(deployment) - seconds_since(condition["lastUpdateTime"]) + 1)
+    return max(1.0, _deadline_seconds(deployment) - kinds.seconds_since(condition["lastUpdateTime"]) + 1)
 
 
 def _available(has_minimum: bool) -> Condition:
-    if has_minimum:
-        return Condition(
-            "Available", holds=True, reason="MinimumReplicasAvailable", message="Deployment has minimum availability."
-        )
-    return Condition(
-        "Available",
-        holds=False,
-        reason="MinimumReplicasUnavailable",
-        message="Deployment does not have minimum availability.",
-    )
+    reason = "MinimumReplicasAvailable" if has_minimum else "MinimumReplicasUnavailable"
+    verb = "has" if has_minimum else "does not have"
+    return Condition("Available", has_minimum, reason, f"Deployment {verb} minimum availability.")
 
 
 def _progressing(deployment: Json, counts: dict[str, int], new: Json | None) -> Condition:
     replicas = int(deployment["spec"].get("replicas", 1))
     before = deployment.get("status") or {}
     known = conditions.find(before.get("conditions") or [], "Progressing") or {}
-    name = new["metadata"]["name"] if new else ""
-    is_updated = counts["replicas"] == counts["updatedReplicas"] == replicas
-    if is_updated and counts["availableReplicas"] == replicas:
-        return Condition(
-            "Progressing", holds=True, reason=_DONE, message=f'ReplicaSet "{name}" has successfully progressed.'
-        )
-    was_done = known.get("reason") == _DONE and f'"{name}"' in known.get("message", "")
-    if was_done and counts["replicas"] == counts["updatedReplicas"]:  # a pod that fails later is no new rollout
-        return Condition("Progressing", holds=True, reason=_DONE, message=known["message"])
+    subject = f'ReplicaSet "{new["metadata"]["name"] if new else ""}"'
+    is_updated = counts["replicas"] == counts["updatedReplicas"]
+    is_complete = is_updated and counts["replicas"] == counts["availableReplicas"] == replicas
+    was_done = known.get("reason") == _DONE and subject in known.get("message", "")
+    if is_complete or (was_done and is_updated):  # a pod that fails later is no new rollout
+        return Condition("Progressing", holds=True, reason=_DONE, message=f"{subject} has successfully progressed.")
     if not _has_moved(before, counts) and known and known.get("reason") != _DONE:
         since = known.get("lastUpdateTime")
-        is_late = known["reason"] == _LATE or (since and seconds_since(since) > _deadline_seconds(deployment))
-        if is_late:
-            return Condition(
-                "Progressing", holds=False, reason=_LATE, message=f'ReplicaSet "{name}" has timed out progressing.'
-            )
-    return Condition(
-        "Progressing", holds=True, reason="ReplicaSetUpdated", message=f'ReplicaSet "{name}" is progressing.'
-    )
+        if known["reason"] == _LATE or (since and kinds.seconds_since(since) > _deadline_seconds(deployment)):
+            return Condition("Progressing", holds=False, reason=_LATE, message=f"{subject} has timed out progressing.")
+    return Condition("Progressing", holds=True, reason="ReplicaSetUpdated", message=f"{subject} is progressing.")
 
 
 def _update_time(before: Json, condition: Json, counts: dict[str, int], now: str) -> str:
@@ -223,28 +193,28 @@ _DEFAULT_HISTORY = 10
 class DeploymentController(Controller):
     """Rolls Deployments out."""
 
-    kind: ClassVar[Kind] = DEPLOYMENT
+    kind: ClassVar[Kind] = kinds.DEPLOYMENT
 
     def __init__(self, client: ApiClient, informers: Informers) -> None:
         """Listen to Deployments, their ReplicaSets, and pods (a Recreate rollout waits for the last old pod)."""
         super().__init__(client, informers)
-        self._sets = informers[REPLICA_SET]
-        self._pods = informers[POD]
+        self._sets = informers[kinds.REPLICA_SET]
+        self._pods = informers[kinds.POD]
         self._sets.listen(self.notice_child)
         self._pods.listen(self._notice_pod)
 
     async def sync(self, key: Key) -> None:
         """Do the next step of the rollout and report."""
         deployment = self.own.get(key)
-        if deployment is None or is_deleting(deployment):
+        if deployment is None or kinds.is_deleting(deployment):
             return
-        await loop.adopt(self.client, DEPLOYMENT, deployment, self._sets)
-        sets = sorted(self._sets.controlled_by(uid_of(deployment)), key=_revision)
+        await loop.adopt(self.client, kinds.DEPLOYMENT, deployment, self._sets)
+        sets = sorted(self._sets.controlled_by(kinds.uid_of(deployment)), key=_revision)
         new = _set_for(deployment, sets)
         await self._report(deployment, await self._roll(deployment, sets, new))
 
     async def _roll(self, deployment: Json, sets: Sequence[Json], new: Json | None) -> Json:
-        old = [each for each in sets if new is None or uid_of(each) != uid_of(new)]
+        old = [each for each in sets if new is None or kinds.uid_of(each) != kinds.uid_of(new)]
         name = f"{deployment['metadata']['name']}-{template_hash(deployment['spec']['template'])}"
         sizes = self._decide(deployment, _generation(new, name), old)
         revision = max((_revision(each) for each in old), default=0) + 1
@@ -252,7 +222,7 @@ class DeploymentController(Controller):
             new = await self._create_set(deployment, revision=revision, replicas=sizes[name])
         elif _revision(new) < revision:
             change = {"metadata": {"annotations": {REVISION: str(revision)}}}
-            new = await self.client.patch(REPLICA_SET, new, change)
+            new = await self.client.patch(kinds.REPLICA_SET, new, change)
             self._sets.remember(new)
         await self._copy_revision(deployment, new)
         for each in (new, *old):
@@ -266,7 +236,7 @@ class DeploymentController(Controller):
         strategy = spec.get("strategy") or {}
         generations = [_generation(each, each["metadata"]["name"]) for each in old]
         if strategy.get("type") == "Recreate":
-            old_pods = sum(len(self._pods.controlled_by(uid_of(each))) for each in old)
+            old_pods = sum(len(self._pods.controlled_by(kinds.uid_of(each))) for each in old)
             return recreate_step(replicas, new=new, old=generations, old_pods=old_pods)
         return rolling_step(replicas, rolling_bounds(strategy, replicas), new=new, old=generations)
 
@@ -283,13 +253,13 @@ class DeploymentController(Controller):
                 "namespace": metadata["namespace"],
                 "labels": template["metadata"]["labels"],
                 "annotations": {REVISION: str(revision)},
-                "ownerReferences": [controlled_by(DEPLOYMENT, deployment)],
+                "ownerReferences": [kinds.controlled_by(kinds.DEPLOYMENT, deployment)],
             },
             "spec": {"replicas": replicas, "selector": selector, "template": template},
         }
         if deployment["spec"].get("minReadySeconds"):
             manifest["spec"]["minReadySeconds"] = deployment["spec"]["minReadySeconds"]
-        created = await self.client.create(REPLICA_SET, manifest)
+        created = await self.client.create(kinds.REPLICA_SET, manifest)
         self._sets.remember(created)
         self._tell(deployment, f"Scaled up replica set {created['metadata']['name']} from 0 to {replicas}")
         return created
@@ -298,13 +268,13 @@ class DeploymentController(Controller):
         revision = str(_revision(new))
         if (deployment["metadata"].get("annotations") or {}).get(REVISION) != revision:
             change = {"metadata": {"annotations": {REVISION: revision}}}
-            self.own.remember(await self.client.patch(DEPLOYMENT, deployment, change))
+            self.own.remember(await self.client.patch(kinds.DEPLOYMENT, deployment, change))
 
     async def _scale(self, deployment: Json, replica_set: Json, replicas: int) -> None:
         before = replica_set["spec"].get("replicas", 1)
         if before == replicas:
             return
-        self._sets.remember(await self.client.patch(REPLICA_SET, replica_set, {"spec": {"replicas": replicas}}))
+        self._sets.remember(await self.client.patch(kinds.REPLICA_SET, replica_set, {"spec": {"replicas": replicas}}))
         direction = "up" if replicas > before else "down"
         name = replica_set["metadata"]["name"]
         self._tell(deployment, f"Scaled {direction} replica set {name} from {before} to {replicas}")
@@ -313,26 +283,26 @@ class DeploymentController(Controller):
         limit = int(deployment["spec"].get("revisionHistoryLimit", _DEFAULT_HISTORY))
         empty = [each for each in old if not each["spec"].get("replicas", 1) and not _count(each, "replicas")]
         for each in empty[: max(0, len(empty) - limit)]:
-            await self.client.delete(REPLICA_SET, each)
+            await self.client.delete(kinds.REPLICA_SET, each)
             self._sets.forget(each)
 
     async def _report(self, deployment: Json, new: Json | None) -> None:
         """Report about the Deployment that was synced: what came meanwhile was not observed."""
-        sets = self._sets.controlled_by(uid_of(deployment))
-        fresh = None if new is None else self._sets.get(key_of(new))
-        status = status_of(deployment, sets=sets, new=fresh, now=timestamp())
+        sets = self._sets.controlled_by(kinds.uid_of(deployment))
+        fresh = None if new is None else self._sets.get(kinds.key_of(new))
+        status = status_of(deployment, sets=sets, new=fresh, now=kinds.timestamp())
         await self.write_status(deployment, status)
         if (seconds := seconds_to_deadline(deployment, status)) is not None:
-            self.enqueue_after(key_of(deployment), seconds)
+            self.enqueue_after(kinds.key_of(deployment), seconds)
 
     def _tell(self, deployment: Json, message: str) -> None:
         self.recorder.record(deployment, Happening(reason="ScalingReplicaSet", message=message))
 
     def _notice_pod(self, change: Change) -> None:
         if change.is_gone:
-            owner = controller_uid(change.object)
+            owner = kinds.controller_uid(change.object)
             for replica_set in self._sets:
-                if uid_of(replica_set) == owner:
+                if kinds.uid_of(replica_set) == owner:
                     self.enqueue_controller_of(replica_set)
 
 

@@ -6,24 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from kvtier_localcluster import kinds
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.informers import Change, Informers
-from kvtier_localcluster.kinds import (
-    ENDPOINT_SLICE,
-    POD,
-    SERVICE,
-    Json,
-    Key,
-    Kind,
-    controlled_by,
-    is_deleting,
-    is_ready,
-    key_of,
-    matches,
-    merge_difference,
-    phase_of,
-)
+from kvtier_localcluster.kinds import Json, Key, Kind
 
 SERVICE_LABEL = "kubernetes.io/service-name"
 _MANAGER_LABEL = "endpointslice.kubernetes.io/managed-by"
@@ -44,55 +31,54 @@ def target_port(service_port: Json, pod: Json) -> int | None:
 class EndpointsController(Controller):
     """Keeps one EndpointSlice for each Service that has a selector."""
 
-    kind: ClassVar[Kind] = SERVICE
+    kind: ClassVar[Kind] = kinds.SERVICE
 
     def __init__(self, client: ApiClient, informers: Informers) -> None:
         """Listen to Services and pods."""
         super().__init__(client, informers)
-        self._pods = informers[POD]
-        self._slices = informers[ENDPOINT_SLICE]
+        self._pods = informers[kinds.POD]
+        self._slices = informers[kinds.ENDPOINT_SLICE]
         self._pods.listen(self._notice_pod)
 
     async def sync(self, key: Key) -> None:
         """Write the slice of one Service, if it changed."""
         service = self.own.get(key)
-        if service is None or is_deleting(service) or not service["spec"].get("selector"):
+        if service is None or kinds.is_deleting(service) or not service["spec"].get("selector"):
             return
         manifest = _slice(service, [pod for pod in self._pods if _serves(pod, service)])
-        current = self._slices.get(key_of(manifest))
+        current = self._slices.get(kinds.key_of(manifest))
         if current is None:
-            self._slices.remember(await self.client.create(ENDPOINT_SLICE, manifest))
+            self._slices.remember(await self.client.create(kinds.ENDPOINT_SLICE, manifest))
             return
         present = {field: current.get(field) for field in ("endpoints", "ports")}
-        change = merge_difference(present, {field: manifest[field] for field in present})
+        change = kinds.merge_difference(present, {field: manifest[field] for field in present})
         if change:
-            self._slices.remember(await self.client.patch(ENDPOINT_SLICE, current, change))
+            self._slices.remember(await self.client.patch(kinds.ENDPOINT_SLICE, current, change))
 
     def _notice_pod(self, change: Change) -> None:
         for service in self.own:
             if service["metadata"]["namespace"] == change.object["metadata"]["namespace"] and any(
-                matches(service["spec"].get("selector") or {}, pod["metadata"].get("labels"))
+                kinds.matches(service["spec"].get("selector") or {}, pod["metadata"].get("labels"))
                 for pod in (change.object, change.old)
                 if pod is not None
             ):
-                self.enqueue(key_of(service))
+                self.enqueue(kinds.key_of(service))
 
 
 def _serves(pod: Json, service: Json) -> bool:
-    if pod["metadata"]["namespace"] != service["metadata"]["namespace"] or is_deleting(pod):
-        return False
-    if not matches(service["spec"]["selector"], pod["metadata"].get("labels")) or phase_of(pod) in (
-        "Succeeded",
-        "Failed",
-    ):
+    is_near = pod["metadata"]["namespace"] == service["metadata"]["namespace"]
+    if not is_near or not kinds.matches(service["spec"]["selector"], pod["metadata"].get("labels")):
         return False
     has_address = bool((pod.get("status") or {}).get("podIP"))
-    return has_address and (is_ready(pod) or bool(service["spec"].get("publishNotReadyAddresses")))
+    is_over = kinds.is_deleting(pod) or kinds.is_finished(pod)
+    return (
+        has_address and not is_over and (kinds.is_ready(pod) or bool(service["spec"].get("publishNotReadyAddresses")))
+    )
 
 
 def _slice(service: Json, pods: Sequence[Json]) -> Json:
     metadata = service["metadata"]
-    ordered = sorted(pods, key=key_of)
+    ordered = sorted(pods, key=kinds.key_of)
     return {
         "metadata": {
             "name": f"{metadata['name']}-{metadata['uid'][:5]}",
@@ -102,7 +88,7 @@ def _slice(service: Json, pods: Sequence[Json]) -> Json:
                 SERVICE_LABEL: metadata["name"],
                 _MANAGER_LABEL: "endpointslice-controller.k8s.io",
             },
-            "ownerReferences": [controlled_by(SERVICE, service)],
+            "ownerReferences": [kinds.controlled_by(kinds.SERVICE, service)],
         },
         "addressType": "IPv4",
         "endpoints": [_endpoint(pod) for pod in ordered],
@@ -113,7 +99,7 @@ def _slice(service: Json, pods: Sequence[Json]) -> Json:
 def _endpoint(pod: Json) -> Json:
     return {
         "addresses": [pod["status"]["podIP"]],
-        "conditions": {"ready": True, "serving": is_ready(pod), "terminating": False},
+        "conditions": {"ready": True, "serving": kinds.is_ready(pod), "terminating": False},
         "nodeName": pod["spec"].get("nodeName", ""),
         "targetRef": {
             "kind": "Pod",

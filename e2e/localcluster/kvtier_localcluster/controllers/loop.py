@@ -12,40 +12,31 @@ import logging
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from kvtier_localcluster import kinds
 from kvtier_localcluster.apiserver.store.selectors import labels_match
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound
 from kvtier_localcluster.informers import Change, Informer, Informers
-from kvtier_localcluster.kinds import (
-    Json,
-    Key,
-    Kind,
-    controlled_by,
-    controller_uid,
-    is_deleting,
-    key_of,
-    merge_difference,
-    uid_of,
-)
+from kvtier_localcluster.kinds import Json, Key, Kind
 from kvtier_localcluster.recorder import EventRecorder
 
 
 def selects(owner: Json, child: Json) -> bool:
     """Tell whether an object is one that its owner's selector asks for."""
-    is_near = key_of(owner)[0] == key_of(child)[0]
+    is_near = kinds.key_of(owner)[0] == kinds.key_of(child)[0]
     return is_near and labels_match(owner["spec"].get("selector"), child["metadata"].get("labels") or {})
 
 
 async def adopt(client: ApiClient, owner_kind: Kind, owner: Json, children: Informer) -> None:
     """Adopt and release until the owner references agree with the owner's selector."""
     for child in children:
-        is_ours = controller_uid(child) == uid_of(owner)
-        is_orphan = controller_uid(child) is None and not is_deleting(child)
+        is_ours = kinds.controller_uid(child) == kinds.uid_of(owner)
+        is_orphan = kinds.controller_uid(child) is None and not kinds.is_deleting(child)
         references = child["metadata"].get("ownerReferences") or []
         if is_orphan and selects(owner, child):
-            wanted = [*references, controlled_by(owner_kind, owner)]
+            wanted = [*references, kinds.controlled_by(owner_kind, owner)]
         elif is_ours and not selects(owner, child):
-            wanted = [reference for reference in references if reference["uid"] != uid_of(owner)]
+            wanted = [reference for reference in references if reference["uid"] != kinds.uid_of(owner)]
         else:
             continue
         try:
@@ -74,7 +65,7 @@ class Controller(ABC):
         self._queue: asyncio.Queue[Key] = asyncio.Queue()
         self._queued: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
-        self.own.listen(lambda change: self.enqueue(key_of(change.object)))
+        self.own.listen(lambda change: self.enqueue(kinds.key_of(change.object)))
 
     @property
     def own(self) -> Informer:
@@ -99,7 +90,7 @@ class Controller(ABC):
 
     def enqueue_controller_of(self, child: Json) -> None:
         """Reconcile the object of our kind that controls this one, if one does."""
-        uid = controller_uid(child)
+        uid = kinds.controller_uid(child)
         for reference in child["metadata"].get("ownerReferences") or []:
             if reference["uid"] == uid and reference["kind"] == self.kind.name:
                 self.enqueue((child["metadata"]["namespace"], reference["name"]))
@@ -108,10 +99,10 @@ class Controller(ABC):
         """Reconcile the present and former controller of an object, and those that may adopt it."""
         for child in filter(None, (change.object, change.old)):
             self.enqueue_controller_of(child)
-        if not change.is_gone and controller_uid(change.object) is None:
+        if not change.is_gone and kinds.controller_uid(change.object) is None:
             for owner in self.own:
                 if selects(owner, change.object):
-                    self.enqueue(key_of(owner))
+                    self.enqueue(kinds.key_of(owner))
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
@@ -128,7 +119,7 @@ class Controller(ABC):
 
     async def write_status(self, current: Json, status: Json) -> None:
         """Write a status, if it differs from the one we know."""
-        difference = merge_difference(current.get("status"), status)
+        difference = kinds.merge_difference(current.get("status"), status)
         if difference:
             patched = await self.client.patch(self.kind, current, {"status": difference}, subresource="status")
             self.own.remember(patched)

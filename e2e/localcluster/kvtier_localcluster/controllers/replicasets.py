@@ -7,29 +7,16 @@ import copy
 from collections.abc import Sequence
 from typing import ClassVar
 
+from kvtier_localcluster import kinds
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.controllers import loop
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.errors import ApiFailure, NotFound
 from kvtier_localcluster.informers import Informers
-from kvtier_localcluster.kinds import (
-    POD,
-    REPLICA_SET,
-    Json,
-    Key,
-    Kind,
-    controlled_by,
-    is_deleting,
-    is_ready,
-    phase_of,
-    ready_since,
-    seconds_since,
-    uid_of,
-)
+from kvtier_localcluster.kinds import Json, Key, Kind
 from kvtier_localcluster.recorder import Happening
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-_FINISHED = ("Succeeded", "Failed")
 
 
 def deletion_rank(pod: Json) -> tuple[int, ...]:
@@ -39,8 +26,8 @@ def deletion_rank(pod: Json) -> tuple[int, ...]:
     youth = -int("".join(character for character in created if character.isdigit()))
     return (
         1 if pod["spec"].get("nodeName") else 0,
-        1 if phase_of(pod) == "Running" else 0,
-        1 if is_ready(pod) else 0,
+        1 if kinds.phase_of(pod) == "Running" else 0,
+        1 if kinds.is_ready(pod) else 0,
         int(annotations.get(DELETION_COST, 0)),
         youth,
     )
@@ -49,20 +36,20 @@ def deletion_rank(pod: Json) -> tuple[int, ...]:
 class ReplicaSetController(Controller):
     """Makes and deletes pods."""
 
-    kind: ClassVar[Kind] = REPLICA_SET
+    kind: ClassVar[Kind] = kinds.REPLICA_SET
 
     def __init__(self, client: ApiClient, informers: Informers) -> None:
         """Listen to ReplicaSets and their pods."""
         super().__init__(client, informers)
-        self._pods = informers[POD]
+        self._pods = informers[kinds.POD]
         self._pods.listen(self.notice_child)
 
     async def sync(self, key: Key) -> None:
         """Make or delete pods until the number is right, and count them."""
         replica_set = self.own.get(key)
-        if replica_set is None or is_deleting(replica_set):
+        if replica_set is None or kinds.is_deleting(replica_set):
             return
-        await loop.adopt(self.client, REPLICA_SET, replica_set, self._pods)
+        await loop.adopt(self.client, kinds.REPLICA_SET, replica_set, self._pods)
         active = self._active_pods(replica_set)
         missing = int(replica_set["spec"].get("replicas", 1)) - len(active)
         for _ in range(missing):
@@ -72,8 +59,8 @@ class ReplicaSetController(Controller):
         await self._report(replica_set, self._active_pods(replica_set))
 
     def _active_pods(self, replica_set: Json) -> list[Json]:
-        pods = self._pods.controlled_by(uid_of(replica_set))
-        return [pod for pod in pods if not is_deleting(pod) and phase_of(pod) not in _FINISHED]
+        pods = self._pods.controlled_by(kinds.uid_of(replica_set))
+        return [pod for pod in pods if not kinds.is_deleting(pod) and not kinds.is_finished(pod)]
 
     async def _create_pod(self, replica_set: Json) -> None:
         template = copy.deepcopy(replica_set["spec"]["template"])
@@ -82,10 +69,10 @@ class ReplicaSetController(Controller):
             "namespace": replica_set["metadata"]["namespace"],
             "labels": template.get("metadata", {}).get("labels") or {},
             "annotations": template.get("metadata", {}).get("annotations") or {},
-            "ownerReferences": [controlled_by(REPLICA_SET, replica_set)],
+            "ownerReferences": [kinds.controlled_by(kinds.REPLICA_SET, replica_set)],
         }
         try:
-            pod = await self.client.create(POD, {"metadata": metadata, "spec": template["spec"]})
+            pod = await self.client.create(kinds.POD, {"metadata": metadata, "spec": template["spec"]})
         except ApiFailure as problem:
             message = f"Error creating: {problem}"
             self.recorder.record(replica_set, Happening(reason="FailedCreate", message=message, is_warning=True))
@@ -96,10 +83,10 @@ class ReplicaSetController(Controller):
 
     async def _delete_pod(self, replica_set: Json, pod: Json) -> None:
         try:
-            answer = await self.client.delete(POD, pod)
+            answer = await self.client.delete(kinds.POD, pod)
         except NotFound:
             return
-        if answer.get("kind") == POD.name and is_deleting(answer):
+        if answer.get("kind") == kinds.POD.name and kinds.is_deleting(answer):
             self._pods.remember(answer)
         else:
             self._pods.forget(pod)
@@ -108,7 +95,7 @@ class ReplicaSetController(Controller):
 
     async def _report(self, replica_set: Json, pods: Sequence[Json]) -> None:
         grace_seconds = int(replica_set["spec"].get("minReadySeconds") or 0)
-        ready_seconds = [seconds_since(since) for pod in pods if (since := ready_since(pod)) is not None]
+        ready_seconds = [kinds.seconds_since(since) for pod in pods if (since := kinds.ready_since(pod)) is not None]
         settled = [seconds for seconds in ready_seconds if seconds >= grace_seconds]
         if len(settled) < len(ready_seconds):
             key = replica_set["metadata"]["namespace"], replica_set["metadata"]["name"]

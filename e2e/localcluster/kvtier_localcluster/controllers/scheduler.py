@@ -7,24 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from kvtier_localcluster import conditions
+from kvtier_localcluster import conditions, kinds
 from kvtier_localcluster.apiserver.store.objects import parse_quantity
+from kvtier_localcluster.apiserver.store.selectors import labels_match
 from kvtier_localcluster.client import ApiClient
 from kvtier_localcluster.conditions import Condition
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.informers import Change, Informers
-from kvtier_localcluster.kinds import (
-    NODE,
-    PERSISTENT_VOLUME_CLAIM,
-    POD,
-    Json,
-    Key,
-    Kind,
-    is_deleting,
-    key_of,
-    phase_of,
-    timestamp,
-)
+from kvtier_localcluster.kinds import Json, Key, Kind
 from kvtier_localcluster.recorder import Happening
 
 Amounts = Mapping[str, float]
@@ -38,10 +28,7 @@ def requests_of(pod: Json) -> Counter[str]:
         total.update(_container_requests(container))
     largest: Counter[str] = Counter()
     for container in spec.get("initContainers") or []:
-        if container.get("restartPolicy") == "Always":  # a sidecar runs beside the containers
-            total.update(_container_requests(container))
-        else:
-            largest |= _container_requests(container)
+        largest |= _container_requests(container)
     return total | largest
 
 
@@ -67,8 +54,8 @@ def placement_problems(pod: Json, *, node: Json, placed: Sequence[Json], claims:
             return ["pod has unbound immediate PersistentVolumeClaims"]
     if node["spec"].get("unschedulable"):
         return ["1 node(s) were unschedulable"]
-    if not _selects(spec, node["metadata"].get("labels") or {}):
-        return ["1 node(s) didn't match Pod's node affinity/selector"]
+    if not labels_match({"matchLabels": spec.get("nodeSelector")}, node["metadata"].get("labels") or {}):
+        return ["1 node(s) didn't match Pod's node selector"]
     amounts = {name: parse_quantity(text) for name, text in node["status"]["allocatable"].items()}
     lacking = shortages(pod, allocatable=amounts, placed=placed)
     return ["1 Too many pods" if name == "pods" else f"1 Insufficient {name}" for name in lacking]
@@ -83,52 +70,17 @@ def _container_requests(container: Json) -> Counter[str]:
     return amounts
 
 
-def _selects(spec: Json, labels: Mapping[str, str]) -> bool:
-    if any(labels.get(name) != value for name, value in (spec.get("nodeSelector") or {}).items()):
-        return False
-    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
-    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
-    if required is None:
-        return True
-    return any(
-        all(_holds(expression, labels) for expression in term.get("matchExpressions") or [])
-        for term in required["nodeSelectorTerms"]
-    )
-
-
-def _holds(expression: Json, labels: Mapping[str, str]) -> bool:
-    value = labels.get(expression["key"])
-    values = expression.get("values") or []
-    match expression["operator"]:
-        case "In":
-            return value in values
-        case "NotIn":
-            return value not in values
-        case "Exists":
-            return value is not None
-        case "DoesNotExist":
-            return value is None
-        case "Gt":
-            return value is not None and int(value) > int(values[0])
-        case "Lt":
-            return value is not None and int(value) < int(values[0])
-    return False
-
-
-_FINISHED = ("Succeeded", "Failed")
-
-
 class Scheduler(Controller):
     """Binds pods."""
 
-    kind: ClassVar[Kind] = POD
+    kind: ClassVar[Kind] = kinds.POD
     component: ClassVar[str] = "default-scheduler"
 
     def __init__(self, client: ApiClient, informers: Informers) -> None:
         """Listen to whatever may make room: pods that end, claims that are bound, a node that changes."""
         super().__init__(client, informers)
-        self._nodes = informers[NODE]
-        self._claims = informers[PERSISTENT_VOLUME_CLAIM]
+        self._nodes = informers[kinds.NODE]
+        self._claims = informers[kinds.PERSISTENT_VOLUME_CLAIM]
         self._nodes.listen(self._notice_room)
         self._claims.listen(self._notice_room)
         self.own.listen(self._notice_end)
@@ -139,11 +91,11 @@ class Scheduler(Controller):
         node = next(iter(self._nodes), None)
         if pod is None or node is None or not _is_waiting(pod):
             return
-        claims = {claim["metadata"]["name"]: claim for claim in self._claims if key_of(claim)[0] == key[0]}
+        claims = {claim["metadata"]["name"]: claim for claim in self._claims if kinds.key_of(claim)[0] == key[0]}
         placed = [
             other
             for other in self.own
-            if other["spec"].get("nodeName") == node["metadata"]["name"] and phase_of(other) not in _FINISHED
+            if other["spec"].get("nodeName") == node["metadata"]["name"] and not kinds.is_finished(other)
         ]
         reasons = placement_problems(pod, node=node, placed=placed, claims=claims)
         if reasons:
@@ -153,8 +105,8 @@ class Scheduler(Controller):
 
     async def _bind(self, pod: Json, node: Json) -> None:
         name = node["metadata"]["name"]
-        self.own.remember(await self.client.patch(POD, pod, {"spec": {"nodeName": name}}))
-        namespace, pod_name = key_of(pod)
+        self.own.remember(await self.client.patch(kinds.POD, pod, {"spec": {"nodeName": name}}))
+        namespace, pod_name = kinds.key_of(pod)
         message = f"Successfully assigned {namespace}/{pod_name} to {name}"
         self.recorder.record(pod, Happening(reason="Scheduled", message=message))
 
@@ -165,20 +117,20 @@ class Scheduler(Controller):
         known = conditions.find(present, claim.type)
         if known is None or known.get("message") != message:
             self.recorder.record(pod, Happening(reason="FailedScheduling", message=message, is_warning=True))
-        written = conditions.updated(present, [claim], timestamp())
+        written = conditions.updated(present, [claim], kinds.timestamp())
         await self.write_status(pod, {**status, "phase": "Pending", "conditions": written})
 
     def _notice_room(self, change: Change) -> None:
         del change  # whatever it was, every waiting pod is looked at again
         for pod in self.own:
             if _is_waiting(pod):
-                self.enqueue(key_of(pod))
+                self.enqueue(kinds.key_of(pod))
 
     def _notice_end(self, change: Change) -> None:
-        if change.is_gone or phase_of(change.object) in _FINISHED:
+        if change.is_gone or kinds.is_finished(change.object):
             self._notice_room(change)
 
 
 def _is_waiting(pod: Json) -> bool:
-    is_ours = pod["spec"].get("schedulerName", "default-scheduler") == "default-scheduler"
-    return is_ours and not pod["spec"].get("nodeName") and not is_deleting(pod) and phase_of(pod) not in _FINISHED
+    is_over = kinds.is_deleting(pod) or kinds.is_finished(pod)
+    return not is_over and not pod["spec"].get("nodeName")

@@ -7,18 +7,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from kvtier_localcluster import kinds
 from kvtier_localcluster.informers import Change
-from kvtier_localcluster.kinds import (
-    CONFIG_MAP,
-    PERSISTENT_VOLUME_CLAIM,
-    POD,
-    SECRET,
-    Json,
-    is_deleting,
-    key_of,
-    phase_of,
-    uid_of,
-)
+from kvtier_localcluster.kinds import Json
 from kvtier_localcluster.node.pod import PodRunner, grace_seconds_of
 from kvtier_localcluster.node.processes import namespace_prefix
 from kvtier_localcluster.node.services import NODE_NAME, NodeServices
@@ -38,8 +29,8 @@ class NodeAgent:
         self._grace_seconds: dict[str, float] = {}
         self._is_stopping = False
         informers = services.informers
-        informers[POD].listen(self._notice_pod)
-        for kind in (CONFIG_MAP, SECRET, PERSISTENT_VOLUME_CLAIM):
+        informers[kinds.POD].listen(self._notice_pod)
+        for kind in (kinds.CONFIG_MAP, kinds.SECRET, kinds.PERSISTENT_VOLUME_CLAIM):
             informers[kind].listen(self._notice_source)
 
     def announce(self) -> None:
@@ -77,23 +68,23 @@ class NodeAgent:
 
     def _notice_pod(self, change: Change) -> None:
         pod = change.object
-        uid = uid_of(pod)
+        uid = kinds.uid_of(pod)
         if uid in self._runners:
-            if change.is_gone or is_deleting(pod):
+            if change.is_gone or kinds.is_deleting(pod):
                 self._end(uid, grace_seconds_of(pod))
         elif not change.is_gone and self._is_ours(pod) and not self._is_stopping:
             self._begin(pod)
 
     def _is_ours(self, pod: Json) -> bool:
-        is_new = phase_of(pod) not in ("Succeeded", "Failed")
-        return pod["spec"].get("nodeName") == NODE_NAME and is_new and uid_of(pod) not in self._ends
+        is_new = not kinds.is_finished(pod) and kinds.uid_of(pod) not in self._ends
+        return pod["spec"].get("nodeName") == NODE_NAME and is_new
 
     def _begin(self, pod: Json) -> None:
         runner = PodRunner(pod, self._services)
-        self._runners[uid_of(pod)] = runner
+        self._runners[kinds.uid_of(pod)] = runner
         runner.start()
-        if is_deleting(pod):
-            self._end(uid_of(pod), grace_seconds_of(pod))
+        if kinds.is_deleting(pod):
+            self._end(kinds.uid_of(pod), grace_seconds_of(pod))
 
     def _end(self, uid: str, grace_seconds: float) -> None:
         known = self._grace_seconds.get(uid)
@@ -120,7 +111,7 @@ class NodeAgent:
             del self._runners[uid], self._ends[uid], self._grace_seconds[uid]
 
     def _notice_source(self, change: Change) -> None:
-        namespace, name = key_of(change.object)
+        namespace, name = kinds.key_of(change.object)
         _LOG.debug("%s %s/%s changed", change.object["kind"], namespace, name)
         for runner in self._runners.values():
             if runner.namespace == namespace:

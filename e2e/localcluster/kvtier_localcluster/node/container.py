@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -21,25 +21,13 @@ from kvtier_localcluster.node.services import PodServices
 from kvtier_localcluster.node.status import ContainerState, Termination
 from kvtier_localcluster.recorder import Happening
 
-_BLOCK_BYTES = 64 << 10
-
 
 def read_log(path: Path, tail: int | None) -> bytes:
-    """Return a log, or its last lines without reading what is before them; nothing where there is no log yet."""
+    """Return a log, or its last lines; nothing where there is no log yet."""
     if not path.exists():
         return b""
-    if tail is None:
-        return path.read_bytes()
-    if tail <= 0:
-        return b""
     with path.open("rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        text = b""
-        while position > 0 and text.count(b"\n") <= tail:
-            size = min(_BLOCK_BYTES, position)
-            position = file.seek(position - size)
-            text = file.read(size) + text
-    return b"".join(text.splitlines(keepends=True)[-tail:])
+        return b"".join(deque(file, tail))
 
 
 _LOG = logging.getLogger(__name__)
@@ -56,18 +44,12 @@ class ContainerRunner:
     def __init__(self, container: Json, services: PodServices, *, is_init: bool = False) -> None:
         """Store; `run` works."""
         self.container = container
-        is_sidecar = is_init and container.get("restartPolicy") == "Always"
-        self.state = ContainerState(
-            name=container["name"], image=container.get("image", ""), is_init=is_init, is_sidecar=is_sidecar
-        )
-        self.started = asyncio.Event()
-        """Set once the container has started as far as others wait for it: its startup probe succeeded."""
+        self.state = ContainerState(name=container["name"], image=container.get("image", ""), is_init=is_init)
         self._services = services
         self._stopping = asyncio.Event()
         self._process: ContainerProcess | None = None
         self._hook_has_run = False
         self._failures = 0
-        self._field = f"spec.{'initContainers' if is_init else 'containers'}{{{container['name']}}}"
 
     async def run(self) -> None:
         """Run, and restart as the policy says, until the end."""
@@ -103,14 +85,11 @@ class ContainerRunner:
         state = self.state
         try:
             launch = make_launch(self.container, self._services)
-        except ConfigMissing as problem:
-            state.waiting_reason, state.waiting_message = "CreateContainerConfigError", str(problem)
-            self._tell("Failed", f"Error: {problem}", is_warning=True)
-        except VolumeMissing as problem:
-            state.waiting_reason, state.waiting_message = "ContainerCreating", ""
-            self._tell("FailedMount", str(problem), is_warning=True)
-        except OSError as problem:
-            state.waiting_reason, state.waiting_message = "CreateContainerError", str(problem)
+        except (ConfigMissing, VolumeMissing, OSError) as problem:
+            state.waiting_reason = (
+                "CreateContainerError" if isinstance(problem, OSError) else "CreateContainerConfigError"
+            )
+            state.waiting_message = str(problem)
             self._tell("Failed", f"Error: {problem}", is_warning=True)
         else:
             return launch
@@ -136,8 +115,6 @@ class ContainerRunner:
         state.running_since, state.process_id, state.ended = began, process.pid, None
         state.is_started = "startupProbe" not in self.container
         state.is_ready = state.is_started and "readinessProbe" not in self.container
-        if state.is_started:
-            self.started.set()
         self._tell("Started", f"Started container {state.name}")
         self._services.report()
         if self._stopping.is_set():
@@ -176,8 +153,6 @@ class ContainerRunner:
 
     def _is_restarted_after(self, ended: Termination) -> bool:
         policy = self._services.sources.pod["spec"].get("restartPolicy", "Always")
-        if self.state.is_sidecar:
-            return True
         if policy == "Always" and not self.state.is_init:
             return True
         return policy != "Never" and ended.exit_code != 0
@@ -215,16 +190,7 @@ class ContainerRunner:
     # ---- probes and hooks
 
     async def _watch_over(self, process: ContainerProcess) -> None:
-        target = ProbeTarget(
-            container=self.container,
-            pod_ip=self._services.sources.pod_ip,
-            session=self._services.node.session,
-            execute=self._execute,
-        )
-        hook = (self.container.get("lifecycle") or {}).get("postStart")
-        if hook is not None and (problem := await look({"timeoutSeconds": 600, **hook}, target)):
-            await self._fail(process, "FailedPostStartHook", f"PostStartHook failed: {problem}")
-            return
+        target = self._target()
         startup = self.container.get("startupProbe")
         if startup is not None and not await self._pass_startup(process, startup, target):
             return
@@ -244,7 +210,6 @@ class ContainerRunner:
                 break
         self.state.is_started = True
         self.state.is_ready = "readinessProbe" not in self.container
-        self.started.set()
         self._services.report()
         return True
 
@@ -286,13 +251,7 @@ class ContainerRunner:
         hook = (self.container.get("lifecycle") or {}).get("preStop")
         if hook is not None and grace_seconds > 0 and not self._hook_has_run:
             self._hook_has_run = True
-            target = ProbeTarget(
-                container=self.container,
-                pod_ip=self._services.sources.pod_ip,
-                session=self._services.node.session,
-                execute=self._execute,
-            )
-            if problem := await look({"timeoutSeconds": grace_seconds, **hook}, target):
+            if problem := await look({"timeoutSeconds": grace_seconds, **hook}, self._target()):
                 self._tell("FailedPreStopHook", f"PreStopHook failed: {problem}", is_warning=True)
             deadline = max(deadline, loop.time() + _GRACE_AFTER_HOOK_SECONDS)
         process.terminate()
@@ -303,18 +262,21 @@ class ContainerRunner:
             process.kill()
             await process.wait()
 
+    def _target(self) -> ProbeTarget:
+        return ProbeTarget(
+            container=self.container,
+            pod_ip=self._services.sources.pod_ip,
+            session=self._services.node.session,
+            execute=self._execute,
+        )
+
     async def _execute(self, command: list[str]) -> tuple[int, str]:
-        try:
-            launch = make_launch(self.container, self._services, command)
-            process = await ContainerProcess.start(launch, asyncio.subprocess.PIPE)
-        except (ConfigMissing, VolumeMissing, StartFailed, OSError) as problem:
-            return _START_ERROR_CODE, str(problem)
-        try:
-            output = await process.output()
-            return await process.wait(), output.decode(errors="replace")
-        finally:
-            process.kill()
-            await process.wait()
+        pieces: list[bytes] = []
+
+        async def keep(_: int, piece: bytes) -> None:
+            pieces.append(piece)
+
+        return await self.execute(command, keep, None), b"".join(pieces).decode(errors="replace")
 
     async def execute(
         self,
@@ -342,5 +304,5 @@ class ContainerRunner:
             await process.wait()
 
     def _tell(self, reason: str, message: str, *, is_warning: bool = False) -> None:
-        happening = Happening(reason=reason, message=message, is_warning=is_warning, field_path=self._field)
+        happening = Happening(reason=reason, message=message, is_warning=is_warning)
         self._services.tell(happening)

@@ -11,6 +11,7 @@ import base64
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier_localcluster.errors import ConfigMissing
 from kvtier_localcluster.kinds import Json
@@ -74,6 +75,7 @@ def profile_for(image: str, profiles: Iterable[ImageProfile]) -> ImageProfile:
 Lookup = Callable[[str], Json | None]
 """Returns the object of that name in the pod's namespace, or None."""
 
+_KINDS = ("configMap", "secret")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 
@@ -85,6 +87,17 @@ class Sources:
     pod_ip: str
     config_map: Lookup
     secret: Lookup
+
+    def referred(self, kind: str, reference: Json) -> Json | None:
+        """Return the ConfigMap or Secret that a reference names; None where it is absent and optional.
+
+        Raises:
+            ConfigMissing: it is absent.
+        """
+        found = (self.secret if kind == "secret" else self.config_map)(reference["name"])
+        if found is None and not reference.get("optional"):
+            raise ConfigMissing(f'{kind.lower()} "{reference["name"]}" not found')
+        return found
 
 
 def declared(container: Json, sources: Sources) -> dict[str, str]:
@@ -109,26 +122,15 @@ def declared(container: Json, sources: Sources) -> dict[str, str]:
 
 def field_value(path: str, sources: Sources) -> str:
     """Return a field of the pod, as the downward API names it; raises ConfigMissing for a field it does not have."""
-    pod = sources.pod
-    if (found := _SUBSCRIPT.fullmatch(path)) is not None:
-        return str((pod["metadata"].get(found[1]) or {}).get(found[2], ""))
-    metadata = pod["metadata"]
-    fields = {
-        "metadata.name": metadata["name"],
-        "metadata.namespace": metadata["namespace"],
-        "metadata.uid": metadata["uid"],
-        "metadata.labels": _lines(metadata.get("labels") or {}),
-        "metadata.annotations": _lines(metadata.get("annotations") or {}),
-        "spec.nodeName": pod["spec"].get("nodeName", ""),
-        "spec.serviceAccountName": pod["spec"].get("serviceAccountName", "default"),
-        "status.podIP": sources.pod_ip,
-        "status.podIPs": sources.pod_ip,
-        "status.hostIP": "127.0.0.1",
-        "status.hostIPs": "127.0.0.1",
-    }
-    if path not in fields:
+    if path == "status.podIP":
+        return sources.pod_ip
+    subscript = _SUBSCRIPT.fullmatch(path)
+    value: Any = sources.pod
+    for name in ("metadata", *subscript.groups()) if subscript else path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) or (value is None and not subscript):
         raise ConfigMissing(f"field path {path} is not supported")
-    return str(fields[path])
+    return str(value or "")
 
 
 def texts_of(manifest: Json) -> dict[str, bytes]:
@@ -141,43 +143,27 @@ def texts_of(manifest: Json) -> dict[str, bytes]:
 
 
 def _all_of(entry: Json, sources: Sources) -> dict[str, str]:
-    for source, lookup, kind in (
-        ("configMapRef", sources.config_map, "configmap"),
-        ("secretRef", sources.secret, "secret"),
-    ):
-        reference = entry.get(source)
-        if reference is None:
-            continue
-        manifest = lookup(reference["name"])
-        if manifest is not None:
-            return {name: value.decode(errors="replace") for name, value in texts_of(manifest).items()}
-        if not reference.get("optional"):
-            raise ConfigMissing(f'{kind} "{reference["name"]}" not found')
-    return {}
+    kind = next(kind for kind in _KINDS if f"{kind}Ref" in entry)
+    manifest = sources.referred(kind, entry[f"{kind}Ref"])
+    return {} if manifest is None else {name: _text(value) for name, value in texts_of(manifest).items()}
 
 
 def _referred(source: Json, sources: Sources) -> str | None:
     if "fieldRef" in source:
         return field_value(source["fieldRef"]["fieldPath"], sources)
-    if "configMapKeyRef" in source:
-        return _entry(source["configMapKeyRef"], sources.config_map, "configmap", sources)
-    if "secretKeyRef" in source:
-        return _entry(source["secretKeyRef"], sources.secret, "secret", sources)
-    raise ConfigMissing(f"valueFrom {', '.join(source)} is not supported")
-
-
-def _entry(reference: Json, lookup: Lookup, kind: str, sources: Sources) -> str | None:
-    manifest = lookup(reference["name"])
+    kind = next((kind for kind in _KINDS if f"{kind}KeyRef" in source), None)
+    if kind is None:
+        raise ConfigMissing(f"valueFrom {', '.join(source)} is not supported")
+    reference = source[f"{kind}KeyRef"]
+    manifest = sources.referred(kind, reference)
     entries = {} if manifest is None else texts_of(manifest)
     if reference["key"] in entries:
-        return entries[reference["key"]].decode(errors="replace")
+        return _text(entries[reference["key"]])
     if reference.get("optional"):
         return None
-    if manifest is None:
-        raise ConfigMissing(f'{kind} "{reference["name"]}" not found')
     where = f"{sources.pod['metadata']['namespace']}/{reference['name']}"
-    raise ConfigMissing(f"couldn't find key {reference['key']} in {manifest['kind']} {where}")
+    raise ConfigMissing(f"couldn't find key {reference['key']} in {kind} {where}")
 
 
-def _lines(entries: Json) -> str:
-    return "\n".join(f'{name}="{value}"' for name, value in sorted(entries.items()))
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")

@@ -46,7 +46,7 @@ def make_launch(container: Json, services: PodServices, command: list[str] | Non
     return Launch(
         command=[real(expand(word, {**profile.environment, **variables})) for word in command],
         environment=environment,
-        directory=_working_directory(container, services, mounts),
+        directory=services.volumes.working_directory(container),
         binds={SHARED_MEMORY: mounts.shared_memory} if is_isolated else {},
     )
 
@@ -72,14 +72,3 @@ def _base_environment(services: PodServices, mounts: Mounts) -> dict[str, str]:
         **account,
         **machine,
     }
-
-
-def _working_directory(container: Json, services: PodServices, mounts: Mounts) -> Path:
-    asked = container.get("workingDir")
-    if asked:
-        directory = Path(mounts.paths.rewrite(asked))
-        if str(directory) != asked:
-            directory.mkdir(parents=True, exist_ok=True)
-        if directory.is_dir():
-            return directory
-    return services.volumes.working_directory(container)

@@ -8,20 +8,9 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from kvtier_localcluster import kinds
 from kvtier_localcluster.errors import ApiFailure, Conflict, NotFound, VolumeMissing
-from kvtier_localcluster.kinds import (
-    CONFIG_MAP,
-    PERSISTENT_VOLUME_CLAIM,
-    POD,
-    SECRET,
-    Json,
-    Kind,
-    is_deleting,
-    key_of,
-    merge_difference,
-    timestamp,
-    uid_of,
-)
+from kvtier_localcluster.kinds import Json, Kind
 from kvtier_localcluster.node.container import ContainerRunner
 from kvtier_localcluster.node.environment import Lookup, Sources
 from kvtier_localcluster.node.services import NodeServices, PodServices
@@ -43,17 +32,17 @@ class PodRunner:
         self._pod = pod
         self._node = node
         self._pod_ip = node.addresses.allocate()
-        self._began = timestamp()
+        self._began = kinds.timestamp()
         self._config_changed = asyncio.Event()
         self._state_changed = asyncio.Event()
         self._is_ending = False
         sources = Sources(
             pod=pod,
             pod_ip=self._pod_ip,
-            config_map=self._lookup(CONFIG_MAP),
-            secret=self._lookup(SECRET),
+            config_map=self._lookup(kinds.CONFIG_MAP),
+            secret=self._lookup(kinds.SECRET),
         )
-        self._volumes = PodVolumes(sources, node.data, claim=self._lookup(PERSISTENT_VOLUME_CLAIM))
+        self._volumes = PodVolumes(sources, node.data, claim=self._lookup(kinds.PERSISTENT_VOLUME_CLAIM))
         services = PodServices(
             node=node,
             sources=sources,
@@ -67,18 +56,17 @@ class PodRunner:
         self._containers = [ContainerRunner(each, services) for each in spec["containers"]]
         for each in self._containers if self._init else ():
             each.state.waiting_reason = INITIALIZING
-        self._sidecars: list[asyncio.Task[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def namespace(self) -> str:
         """Return the pod's namespace."""
-        return key_of(self._pod)[0]
+        return kinds.key_of(self._pod)[0]
 
     @property
     def name(self) -> str:
         """Return the pod's name."""
-        return key_of(self._pod)[1]
+        return kinds.key_of(self._pod)[1]
 
     def start(self) -> None:
         """Run the containers and report on them, in tasks of their own."""
@@ -108,10 +96,7 @@ class PodRunner:
         self._is_ending = True
         self._config_changed.set()
         self._state_changed.set()
-        sidecars = [each for each in self._init if each.state.is_sidecar]
-        others = [each for each in (*self._init, *self._containers) if not each.state.is_sidecar]
-        await asyncio.gather(*(each.stop(grace_seconds) for each in others))
-        await asyncio.gather(*(each.stop(grace_seconds) for each in sidecars))
+        await asyncio.gather(*(each.stop(grace_seconds) for each in (*self._init, *self._containers)))
         await self._tasks[0]
 
     async def leave(self) -> None:
@@ -121,16 +106,16 @@ class PodRunner:
         try:
             await self._report()
             current = self._current()
-            if current is not None and is_deleting(current):
-                await self._node.client.delete(POD, current, grace_seconds=0)
+            if current is not None and kinds.is_deleting(current):
+                await self._node.client.delete(kinds.POD, current, grace_seconds=0)
         except ApiFailure as problem:
-            _LOG.debug("pod %s is gone already: %s", key_of(self._pod), problem)
+            _LOG.debug("pod %s is gone already: %s", kinds.key_of(self._pod), problem)
         self._node.addresses.release(self._pod_ip)
         await asyncio.to_thread(self._volumes.remove)
 
     def _lookup(self, kind: Kind) -> Lookup:
         informer = self._node.informers[kind]
-        return lambda name: informer.get((key_of(self._pod)[0], name))
+        return lambda name: informer.get((kinds.key_of(self._pod)[0], name))
 
     async def _mount(self) -> None:
         """Wait until all volumes of the pod can be set up: no container starts before."""
@@ -147,24 +132,12 @@ class PodRunner:
     async def _run(self) -> None:
         await self._mount()
         for each in self._init:
-            if each.state.is_sidecar:
-                await self._start_sidecar(each)
-            else:
-                await each.run()
+            await each.run()
             if self._is_ending or not each.state.is_initialized:
                 break
         else:
             await asyncio.gather(*(each.run() for each in self._containers))
-            await asyncio.gather(*(each.stop(_DEFAULT_GRACE_SECONDS) for each in self._init))
-        await asyncio.gather(*self._sidecars)
         self._state_changed.set()
-
-    async def _start_sidecar(self, sidecar: ContainerRunner) -> None:
-        running = asyncio.create_task(sidecar.run())
-        self._sidecars.append(running)
-        started = asyncio.create_task(sidecar.started.wait())
-        await asyncio.wait((running, started), return_when=asyncio.FIRST_COMPLETED)
-        started.cancel()
 
     async def _keep_reporting(self) -> None:
         while True:
@@ -175,7 +148,7 @@ class PodRunner:
             except NotFound:
                 return
             except ApiFailure as problem:
-                _LOG.debug("status of %s will be written again: %s", key_of(self._pod), problem)
+                _LOG.debug("status of %s will be written again: %s", kinds.key_of(self._pod), problem)
                 self._state_changed.set()
                 await asyncio.sleep(0 if isinstance(problem, Conflict) else _RETRY_SECONDS)
 
@@ -191,14 +164,14 @@ class PodRunner:
             is_ending=self._is_ending,
         )
         before = current.get("status") or {}
-        difference = merge_difference(before, status_for(state, before, timestamp()))
+        difference = kinds.merge_difference(before, status_for(state, before, kinds.timestamp()))
         if difference:
-            written = await self._node.client.patch(POD, current, {"status": difference}, subresource="status")
-            self._node.informers[POD].remember(written)
+            written = await self._node.client.patch(kinds.POD, current, {"status": difference}, subresource="status")
+            self._node.informers[kinds.POD].remember(written)
 
     def _current(self) -> Json | None:
-        known = self._node.informers[POD].get(key_of(self._pod))
-        return known if known is not None and uid_of(known) == uid_of(self._pod) else None
+        known = self._node.informers[kinds.POD].get(kinds.key_of(self._pod))
+        return known if known is not None and kinds.uid_of(known) == kinds.uid_of(self._pod) else None
 
     def _tell(self, happening: Happening) -> None:
         self._node.recorder.record(self._current() or self._pod, happening)

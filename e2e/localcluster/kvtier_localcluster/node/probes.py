@@ -78,9 +78,6 @@ async def look(action: Json, target: ProbeTarget) -> str | None:
                 return await _http(action["httpGet"], target)
             if "tcpSocket" in action:
                 return await _tcp(action["tcpSocket"], target)
-            if "sleep" in action:
-                await asyncio.sleep(float(action["sleep"]["seconds"]))
-                return None
             if "exec" in action:
                 return await _exec(action["exec"], target)
     except TimeoutError:

@@ -130,10 +130,6 @@ class ContainerProcess:
         code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
-    async def output(self) -> bytes:
-        """Return what the command prints until it ends; only for a process started with a pipe."""
-        return await self._process.stdout.read() if self._process.stdout else b""
-
     async def pour(self, send: Callable[[int, bytes], Awaitable[None]]) -> None:
         """Pass on what the command says, as 1 and 2, until it ends; only for a process started with two pipes."""
 

@@ -16,7 +16,6 @@ from kvtier_localcluster.node.services import NODE_NAME
 
 _PODS = "250"
 _SIMULATED = {"cpu": "1000", "memory": "16Ti", "ephemeral-storage": "16Ti", "pods": "4000"}
-_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def machine_resources(data: Path) -> dict[str, str]:
@@ -38,33 +37,20 @@ def simulated_resources() -> dict[str, str]:
 
 def node_manifest(allocatable: Mapping[str, str], now: str) -> Json:
     """Return the Node."""
-    machine = _MACHINES.get(platform.machine(), platform.machine())
     ready = Condition("Ready", holds=True, reason="KubeletReady", message="the local node is posting ready status")
-    calm = (
-        Condition(name, holds=False, reason=f"KubeletHasSufficient{name.removesuffix('Pressure')}")
-        for name in ("MemoryPressure", "DiskPressure", "PIDPressure")
-    )
     return {
         "metadata": {
             "name": NODE_NAME,
-            "labels": {
-                "kubernetes.io/hostname": NODE_NAME,
-                "kubernetes.io/os": "linux",
-                "kubernetes.io/arch": machine,
-                "node.kubernetes.io/instance-type": "localcluster",
-            },
+            "labels": {"kubernetes.io/hostname": NODE_NAME, "kubernetes.io/os": "linux"},
         },
         "spec": {},
         "status": {
             "capacity": dict(allocatable),
             "allocatable": dict(allocatable),
-            "addresses": [
-                {"type": "InternalIP", "address": "127.0.0.1"},
-                {"type": "Hostname", "address": NODE_NAME},
-            ],
-            "conditions": [{**each.written(now), "lastHeartbeatTime": now} for each in (*calm, ready)],
+            "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+            "conditions": [{**ready.written(now), "lastHeartbeatTime": now}],
             "nodeInfo": {
-                "architecture": machine,
+                "architecture": platform.machine(),
                 "operatingSystem": "linux",
                 "osImage": platform.platform(),
                 "kernelVersion": platform.release(),

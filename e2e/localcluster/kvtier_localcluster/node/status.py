@@ -39,7 +39,6 @@ class ContainerState:
     name: str
     image: str
     is_init: bool = False
-    is_sidecar: bool = False
     waiting_reason: str = CREATING
     waiting_message: str = ""
     running_since: str | None = None
@@ -62,7 +61,7 @@ class ContainerState:
             "name": self.name,
             "state": self._state(),
             "lastState": {"terminated": self.last_ended.written()} if self.last_ended else {},
-            "ready": self.is_ready if not self._runs_once else self._has_succeeded,
+            "ready": self.is_initialized if self.is_init else self.is_ready,
             "restartCount": self.restarts,
             "image": self.image,
             "imageID": "",
@@ -73,17 +72,9 @@ class ContainerState:
         return written
 
     @property
-    def _runs_once(self) -> bool:
-        return self.is_init and not self.is_sidecar
-
-    @property
-    def _has_succeeded(self) -> bool:
-        return self.ended is not None and self.ended.exit_code == 0
-
-    @property
     def is_initialized(self) -> bool:
         """Tell whether an init container has done what the next one waits for."""
-        return self._has_succeeded if self._runs_once else self.is_started
+        return self.ended is not None and self.ended.exit_code == 0
 
     def _state(self) -> Json:
         if self.running_since is not None:
@@ -120,17 +111,16 @@ def status_for(state: PodState, before: Json, now: str) -> Json:
     """Return the status of a pod; times of conditions that stay as they were are kept from the status before."""
     phase = phase_for(state)
     present = before.get("conditions") or []
-    status: Json = {name: before[name] for name in ("qosClass",) if name in before}
-    status.update(
-        phase=phase,
-        conditions=conditions.updated(present, _claims(state, phase), now),
-        hostIP="127.0.0.1",
-        hostIPs=[{"ip": "127.0.0.1"}],
-        podIP=state.pod_ip,
-        podIPs=[{"ip": state.pod_ip}],
-        startTime=state.started_at,
-        containerStatuses=[each.written() for each in sorted(state.containers, key=lambda each: each.name)],
-    )
+    status: Json = {
+        "phase": phase,
+        "conditions": conditions.updated(present, _claims(state, phase), now),
+        "hostIP": "127.0.0.1",
+        "hostIPs": [{"ip": "127.0.0.1"}],
+        "podIP": state.pod_ip,
+        "podIPs": [{"ip": state.pod_ip}],
+        "startTime": state.started_at,
+        "containerStatuses": [each.written() for each in sorted(state.containers, key=lambda each: each.name)],
+    }
     if state.init_containers:
         status["initContainerStatuses"] = [each.written() for each in state.init_containers]
     return status
@@ -139,22 +129,18 @@ def status_for(state: PodState, before: Json, now: str) -> Json:
 def _claims(state: PodState, phase: str) -> list[Condition]:
     uninitialized = [each.name for each in state.init_containers if not each.is_initialized]
     unready = [each.name for each in state.containers if not each.is_ready]
-    is_initialized = not uninitialized or phase == "Running"
-    if phase == "Succeeded":
-        reason, message = "PodCompleted", ""
-    elif unready:
-        reason, message = "ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]"
-    else:
-        reason = message = ""
-    if uninitialized and not is_initialized:
+    initialized, readiness = Condition("Initialized", holds=True), ("", "")
+    if uninitialized and phase != "Running":
         text = f"containers with incomplete status: [{' '.join(uninitialized)}]"
         initialized = Condition("Initialized", holds=False, reason="ContainersNotInitialized", message=text)
-    else:
-        initialized = Condition("Initialized", holds=True)
+    if phase == "Succeeded":
+        readiness = ("PodCompleted", "")
+    elif unready:
+        readiness = ("ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]")
     is_ready = not unready and phase == "Running"
     return [
         initialized,
-        Condition("Ready", is_ready and not state.is_ending, reason, message),
-        Condition("ContainersReady", is_ready, reason, message),
+        Condition("Ready", is_ready and not state.is_ending, *readiness),
+        Condition("ContainersReady", is_ready, *readiness),
         Condition("PodScheduled", holds=True),
     ]

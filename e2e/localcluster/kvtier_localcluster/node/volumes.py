@@ -67,15 +67,17 @@ class PodVolumes:
             VolumeMissing: something that a volume needs does not exist (yet).
         """
         directories: dict[str, Path] = {}
-        for mount in container.get("volumeMounts") or []:
-            directories[mount["mountPath"].rstrip("/")] = self._mounted(container, mount)
+        mounts = [(mount["mountPath"], self._volumes[mount["name"]]) for mount in container.get("volumeMounts") or []]
+        for path, volume in mounts:
+            directories[path.rstrip("/")] = self._directory(container, volume)
         memory = directories.get(str(SHARED_MEMORY)) or self._memory / "shm"
         directories.pop(str(SHARED_MEMORY), None)  # libraries name it without asking, so it is mounted, never rewritten
         self._made_shared(memory)
         paths = PathMap({path: str(directory) for path, directory in directories.items()})
         temporary = directories.get("/tmp") or self._made_shared(self._root / "tmp")  # noqa: S108 - the container's
-        for mount in container.get("volumeMounts") or []:
-            self._fill(container, self._volume(mount["name"]), paths)
+        for _, volume in mounts:
+            if any(kind in volume for kind in _FROM_OBJECTS):
+                _write_files(self._directory(container, volume), self._read(volume), paths)
         return Mounts(paths=paths, temporary=temporary, shared_memory=memory)
 
     def check(self) -> None:
@@ -87,39 +89,18 @@ class PodVolumes:
         for volume in self._volumes.values():
             if "persistentVolumeClaim" in volume:
                 self._claimed(volume["persistentVolumeClaim"]["claimName"])
-            elif "hostPath" in volume:
-                self._host_path(volume["hostPath"])
             else:
                 self._read(volume)
 
     def remove(self) -> None:
-        """Remove everything but claims and host paths."""
+        """Remove everything but claims."""
         shutil.rmtree(self._root, ignore_errors=True)
         shutil.rmtree(self._memory, ignore_errors=True)
-
-    def _volume(self, name: str) -> Json:
-        if name not in self._volumes:
-            raise VolumeMissing(f'volume "{name}" is not in the pod')
-        return self._volumes[name]
-
-    def _mounted(self, container: Json, mount: Json) -> Path:
-        volume = self._volume(mount["name"])
-        directory = self._directory(container, volume)
-        part = str(mount.get("subPath", ""))
-        if not part:
-            return directory
-        if Path(part).is_absolute() or ".." in Path(part).parts:
-            raise VolumeMissing(f'subPath "{part}" must stay inside volume "{volume["name"]}"')
-        if any(kind in volume for kind in _FROM_OBJECTS):
-            return directory / part  # one file, written with the others
-        return self._made(directory / part)
 
     def _directory(self, container: Json, volume: Json) -> Path:
         name = volume["name"]
         if "persistentVolumeClaim" in volume:
             return self._claimed(volume["persistentVolumeClaim"]["claimName"])
-        if "hostPath" in volume:
-            return self._host_path(volume["hostPath"])
         if any(kind in volume for kind in _FROM_OBJECTS):
             return self._made(self._root / "containers" / container["name"] / "volumes" / name)
         if "emptyDir" in volume:
@@ -137,34 +118,16 @@ class PodVolumes:
         key: Key = (self._namespace, name)
         return self._made(self._data.claim(key))
 
-    def _host_path(self, source: Json) -> Path:
-        path = Path(source["path"])
-        if source.get("type") == "DirectoryOrCreate":
-            path.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            raise VolumeMissing(f"hostPath {path} does not exist")
-        return path
-
-    def _fill(self, container: Json, volume: Json, paths: PathMap) -> None:
-        if not any(kind in volume for kind in _FROM_OBJECTS):
-            return
-        _write_files(self._directory(container, volume), self._read(volume), paths)
-
     def _read(self, volume: Json) -> dict[str, bytes]:
+        """Return the files that come from a ConfigMap or a Secret."""
+        kind = next((kind for kind in _FROM_OBJECTS if kind in volume), None)
+        if kind is None:
+            return {}
         try:
-            return self._files(volume)
+            manifest = self._sources.referred(kind, {"name": volume[kind].get("secretName"), **volume[kind]})
         except ConfigMissing as problem:
             raise VolumeMissing(f'MountVolume.SetUp failed for volume "{volume["name"]}" : {problem}') from problem
-
-    def _files(self, source: Json) -> dict[str, bytes]:
-        if "configMap" in source:
-            reference = source["configMap"]
-            return _chosen(self._sources.config_map(reference["name"]), reference, "configmap", reference["name"])
-        if "secret" in source:
-            reference = source["secret"]
-            name = reference.get("secretName") or reference["name"]
-            return _chosen(self._sources.secret(name), reference, "secret", name)
-        return {}
+        return {} if manifest is None else texts_of(manifest)
 
     def _made(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
@@ -176,20 +139,6 @@ class PodVolumes:
             directory.mkdir(parents=True)
             directory.chmod(0o1777)
         return directory
-
-
-def _chosen(manifest: Json | None, reference: Json, kind: str, name: str) -> dict[str, bytes]:
-    if manifest is None:
-        if reference.get("optional"):
-            return {}
-        raise ConfigMissing(f'{kind} "{name}" not found')
-    entries = texts_of(manifest)
-    if "items" not in reference:
-        return entries
-    missing = [item["key"] for item in reference["items"] if item["key"] not in entries]
-    if missing and not reference.get("optional"):
-        raise ConfigMissing(f"references non-existent config key: {missing[0]}")
-    return {item["path"]: entries[item["key"]] for item in reference["items"] if item["key"] in entries}
 
 
 def _write_files(directory: Path, files: Mapping[str, bytes], paths: PathMap) -> None:

@@ -51,11 +51,3 @@ def test_ports_of_a_service_are_identified_by_port_and_protocol(http: Http) -> N
     code, left = http("PATCH", path, service, media_type=APPLY, fieldManager="alice")
     assert code == 200
     assert [(port["port"], port["protocol"]) for port in left["spec"]["ports"]] == [(53, "TCP")]
-
-
-def test_an_apply_in_yaml_keeps_time_stamps_as_texts(http: Http) -> None:
-    text = b"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: c, annotations: {at: 2024-01-01T00:00:00Z}}\n"
-    path = "/api/v1/namespaces/default/configmaps/c"
-    code, made = http("PATCH", path, text, media_type=APPLY, fieldManager="alice")
-    assert code == 201
-    assert made["metadata"]["annotations"] == {"at": "2024-01-01T00:00:00Z"}

@@ -105,18 +105,3 @@ def test_a_body_that_is_no_object_is_refused(http: Http, body: bytes) -> None:
 def test_unknown_paths_are_not_found(http: Http) -> None:
     for path in ("/apis/nothing.dev/v1", "/api/v1/things", "/apis/apps/v1/namespaces/default/deployments/a/exec"):
         assert http("GET", path)[0] == 404
-
-
-def test_a_review_of_access_is_always_granted(http: Http) -> None:
-    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": {}}
-    code, answer = http("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
-    assert (code, answer["status"]) == (201, {"allowed": True})
-
-
-def test_discovery_shows_a_new_kind(http: Http, engines: str) -> None:
-    del engines
-    _, listed = http("GET", "/apis/demo.dev/v1")
-    assert [entry["name"] for entry in listed["resources"]] == ["engines", "engines/status", "engines/scale"]
-    assert listed["resources"][0]["shortNames"] == ["eng"]
-    _, groups = http("GET", "/apis")
-    assert "demo.dev" in {group["name"] for group in groups["groups"]}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,17 +79,3 @@ def test_the_history_is_bounded_and_what_it_lost_is_gone() -> None:
     assert refused.value.code == 410
     latest = kept.since(("", "things"), kept.version - 3)
     assert [event.version for event in latest] == [kept.version - 2, kept.version - 1, kept.version]
-
-
-def test_a_watcher_waits_for_events_of_its_kind_only() -> None:
-    async def scenario() -> list[str]:
-        kept = memory.Storage()
-        subscription = kept.subscribe(("", "things"))
-        kept.commit(memory.EventType.ADDED, ("", "others"), _stored(1))
-        kept.commit(memory.EventType.ADDED, ("", "things"), _stored(2))
-        event = await subscription.next(1)
-        assert event is not None
-        assert subscription.is_empty()
-        return [event.manifest["metadata"]["name"]]
-
-    assert asyncio.run(scenario()) == ["o2"]

@@ -126,21 +126,6 @@ def test_a_claim_can_only_grow(http: Http) -> None:
     assert patch({"volumeName": "pv-2"}) == 422
 
 
-def test_a_claim_grows_only_where_its_class_allows_it(api: ApiServerThread, http: Http) -> None:
-    for name, allows in (("fixed", False), ("elastic", True)):
-        kind = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "provisioner": "x"}
-        api.create({**kind, "metadata": {"name": name}, "allowVolumeExpansion": allows})
-    path = f"{DEFAULT}/persistentvolumeclaims"
-    codes = []
-    for name in ("fixed", "elastic"):
-        claim = _claim(storageClassName=name)
-        claim["metadata"]["name"] = name
-        http("POST", path, claim)
-        change = {"spec": {"resources": {"requests": {"storage": "5Gi"}}}}
-        codes.append(http("PATCH", f"{path}/{name}", change, media_type=MERGE)[0])
-    assert codes == [403, 200]
-
-
 def test_string_data_of_a_secret_becomes_data(http: Http) -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": {"a": "text"}}
     _, made = http("POST", f"{DEFAULT}/secrets", secret)
@@ -150,7 +135,7 @@ def test_string_data_of_a_secret_becomes_data(http: Http) -> None:
 
 def test_the_spec_of_a_pod_is_fixed_but_for_its_node_and_images(http: Http, pod: Make) -> None:
     _, made = http("POST", f"{DEFAULT}/pods", pod())
-    assert made["status"] == {"phase": "Pending", "qosClass": "BestEffort"}
+    assert made["status"] == {"phase": "Pending"}
     one = f"{DEFAULT}/pods/p"
     assert http("PATCH", one, {"spec": {"nodeName": "node"}}, media_type=MERGE)[0] == 200
     assert http("PATCH", one, {"spec": {"nodeName": "elsewhere"}}, media_type=MERGE)[0] == 422

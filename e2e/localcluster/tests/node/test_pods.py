@@ -131,7 +131,7 @@ def test_two_pods_share_a_claim_and_each_has_its_own_scratch_directory(bench: Be
         {"name": "scratch", "emptyDir": {}},
     ]
     mounts = [
-        {"name": "shared", "mountPath": "/data", "subPath": "part"},
+        {"name": "shared", "mountPath": "/data"},
         {"name": "scratch", "mountPath": "/tmp"},
     ]
     write = "import os, time; open('/data/note', 'x').write(os.environ['TMPDIR']); time.sleep(600)"
@@ -141,7 +141,7 @@ def test_two_pods_share_a_claim_and_each_has_its_own_scratch_directory(bench: Be
     path = bench.environment("reader")["NOTE"]
     written = until(lambda: fetch(bench.url("reader", f"/file{path}")))
     directory = bench.cluster.cluster.data.claim((bench.namespace, "shared"))
-    assert Path(path) == directory / "part" / "note"
+    assert Path(path) == directory / "note"
     assert written != bench.environment("reader")["TMPDIR"]
     assert Path(str(written)).is_dir()
 
@@ -253,14 +253,6 @@ def test_a_failing_init_container_keeps_the_others_from_starting(bench: Bench) -
     assert bench.container("stuck", "setup", field)["lastState"]["terminated"]["exitCode"] == 4
     assert bench.waiting("stuck")["reason"] == "PodInitializing"
     assert bench.status("stuck")["phase"] == "Pending"
-
-
-def test_a_sidecar_runs_beside_the_containers(bench: Bench) -> None:
-    sidecar = server("beside", restartPolicy="Always", startupProbe={"tcpSocket": {"port": "http"}, "periodSeconds": 1})
-    bench.pod("pair", script("import time; time.sleep(600)"), initContainers=[sidecar])
-    until(lambda: bench.is_ready("pair"))
-    assert bench.ask("pair", "/name") == "pair"
-    assert "running" in bench.container("pair", "beside", "initContainerStatuses")["state"]
 
 
 def test_a_missing_config_map_is_reported_and_its_arrival_heals(bench: Bench) -> None:

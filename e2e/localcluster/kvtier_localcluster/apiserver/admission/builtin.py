@@ -166,9 +166,6 @@ def _container_problems(container: Json, path: str, volumes: list[str]) -> Probl
     yield from _mount_problems(container, path, volumes)
     yield from _port_problems(container, path)
     yield from _resource_problems(container.get("resources") or {}, f"{path}.resources")
-    for name in ("livenessProbe", "startupProbe"):
-        if (container.get(name) or {}).get("successThreshold", 1) != 1:
-            yield f"{path}.{name}.successThreshold: Invalid value: must be 1"
     for index, variable in enumerate(container.get("env") or []):
         if variable.get("value") and variable.get("valueFrom"):
             yield f"{path}.env[{index}].valueFrom: Invalid value: may not be specified when `value` is not empty"
@@ -293,13 +290,6 @@ def _service_problems(new: Json, old: Json | None) -> Problems:
             yield f'spec.ports[{index}].name: Duplicate value: "{port["name"]}"'
 
 
-def _disruption_budget_problems(new: Json, old: Json | None) -> Problems:
-    del old
-    spec = new.get("spec") or {}
-    if spec.get("minAvailable") is not None and spec.get("maxUnavailable") is not None:
-        yield "spec: Invalid value: minAvailable and maxUnavailable cannot be both set"
-
-
 def _job_problems(new: Json, old: Json | None) -> Problems:
     if old is not None and field_at(old, "spec.template") != field_at(new, "spec.template"):
         yield "spec.template: Invalid value: field is immutable"
@@ -311,6 +301,5 @@ _RULES: Final[dict[str, Callable[[Json, Json | None], Problems]]] = {
     "ConfigMap": _data_problems,
     "Secret": _data_problems,
     "Service": _service_problems,
-    "PodDisruptionBudget": _disruption_budget_problems,
     "Job": _job_problems,
 }

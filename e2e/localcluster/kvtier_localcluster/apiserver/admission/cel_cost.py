@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -158,7 +158,7 @@ class _Estimator:
         costs, given = [cost for cost, _ in found], [value for _, value in found]
         if name == "_?_:_":
             return costs[0] + max(costs[1:]), max(given[1:], key=lambda value: value.size)
-        cost, value = _function(name, given)
+        cost, value = _FUNCTIONS.get(name, _one_step)(given)
         return sum(costs) + cost, value
 
 
@@ -173,45 +173,57 @@ def _traversed(value: _Value, factor: float = _TRAVERSAL) -> int:
     return math.ceil(value.size * factor)
 
 
-def _function(name: str, given: Sequence[_Value]) -> tuple[int, _Value]:
-    """Return what a function costs by itself, and its result; a target comes first among what is given."""
-    first, last = given[0], given[-1]
-    match name:
-        case "_&&_" | "_||_":
-            return 0, _Value()
-        case "_==_" | "_!=_" | "_<_" | "_<=_" | "_>_" | "_>=_":
-            return max(1 if name[1] in "<>" else 0, min(map(_traversed, given))), _Value()
-        case "_+_":
-            return _traversed(made := _Value(first.size + last.size, first.kind, item=first.item or last.item)), made
-        case "_[_]":
-            return 1, first.item or _DYNAMIC
-        case "@in":
-            return 1 if last.kind == "map" else last.size, _Value()
-        case "startsWith" | "endsWith":
-            return _traversed(last), _Value()
-        case "contains":
-            return _traversed(first) * _traversed(last), _Value()
-        case "matches" | "find":
-            cost = math.ceil((first.size + 1) * _TRAVERSAL) * _traversed(last, _REGEX)
-            return cost, first if name == "find" else _Value()
-        case "split":
-            return _traversed(first, 2 * _TRAVERSAL), _Value(first.size, "list", item=first)
-        case "replace":
-            return _traversed(first, 2 * _TRAVERSAL), _Value((first.size + 1) * last.size + first.size)
-        case "join":
-            separator = last.size if len(given) > 1 else 0
-            return _traversed(made := _Value(first.size * ((first.item or _DYNAMIC).size + separator))), made
-        case "lowerAscii" | "upperAscii" | "substring" | "trim":
-            return _traversed(first), first
-        case "indexOf" | "lastIndexOf" | "quantity" | "isQuantity":
-            return _traversed(first), _Value()
-        case "format":
-            return _traversed(first), _DYNAMIC
-        case "dyn" | "optional.of" | "optional.ofNonZeroValue":
-            return 1, first
-        case "string" | "bytes" | "orValue" | "value" | "_?._" | "_[?_]":
-            return 1, _DYNAMIC
-    return 1, _Value()
+_Given = Sequence[_Value]
+_NO_SIZE: Final = _Value()
+
+
+def _one_step(_: _Given) -> tuple[int, _Value]:
+    return 1, _NO_SIZE
+
+
+def _compared(given: _Given) -> tuple[int, _Value]:
+    return min(map(_traversed, given)), _NO_SIZE
+
+
+def _matched(given: _Given) -> int:
+    return math.ceil((given[0].size + 1) * _TRAVERSAL) * _traversed(given[1], _REGEX)
+
+
+def _joined(given: _Given) -> tuple[int, _Value]:
+    made = _Value(given[0].size + given[1].size, given[0].kind, item=given[0].item or given[1].item)
+    return _traversed(made), made
+
+
+def _one_text(given: _Given) -> tuple[int, _Value]:
+    separator = given[1].size if len(given) > 1 else 0
+    made = _Value(given[0].size * ((given[0].item or _DYNAMIC).size + separator))
+    return _traversed(made), made
+
+
+def _replaced(given: _Given) -> tuple[int, _Value]:
+    return _traversed(given[0], 2 * _TRAVERSAL), _Value((given[0].size + 1) * given[-1].size + given[0].size)
+
+
+_FUNCTIONS: Final[dict[str, Callable[[_Given], tuple[int, _Value]]]] = {
+    **dict.fromkeys(("_&&_", "_||_"), lambda _: (0, _NO_SIZE)),
+    **dict.fromkeys(("_==_", "_!=_", "_<_", "_<=_", "_>_", "_>=_"), _compared),
+    **dict.fromkeys(("startsWith", "endsWith"), lambda given: (_traversed(given[1]), _NO_SIZE)),
+    **dict.fromkeys(("lowerAscii", "upperAscii", "substring", "trim"), lambda given: (_traversed(given[0]), given[0])),
+    **dict.fromkeys(("indexOf", "lastIndexOf", "quantity", "isQuantity"), lambda it: (_traversed(it[0]), _NO_SIZE)),
+    **dict.fromkeys(("dyn", "optional.of", "optional.ofNonZeroValue"), lambda given: (1, given[0])),
+    **dict.fromkeys(("string", "bytes", "orValue", "value", "_?._", "_[?_]"), lambda _: (1, _DYNAMIC)),
+    "_+_": _joined,
+    "_[_]": lambda given: (1, given[0].item or _DYNAMIC),
+    "@in": lambda given: (1 if given[1].kind == "map" else given[1].size, _NO_SIZE),
+    "contains": lambda given: (_traversed(given[0]) * _traversed(given[1]), _NO_SIZE),
+    "matches": lambda given: (_matched(given), _NO_SIZE),
+    "find": lambda given: (_matched(given), given[0]),
+    "split": lambda given: (_traversed(given[0], 2 * _TRAVERSAL), _Value(given[0].size, "list", item=given[0])),
+    "replace": _replaced,
+    "join": _one_text,
+    "format": lambda given: (_traversed(given[0]), _DYNAMIC),
+}
+"""What a function costs by itself, and its result; a target comes first among what is given."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ from kvtier_localcluster.apiserver.store.api_errors import (
     not_found,
 )
 from kvtier_localcluster.apiserver.store.memory import EventType, Storage
-from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, field_at, object_key, timestamp, without_nulls
+from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, object_key, timestamp, without_nulls
 from kvtier_localcluster.apiserver.store.resources import Resource, crd_status
 
 CLAIM_FINALIZER: Final = "kubernetes.io/pvc-protection"
@@ -72,25 +72,13 @@ def reset_status(resource: Resource, manifest: Json) -> None:
     if resource.kind == "CustomResourceDefinition":
         manifest["status"] = crd_status(manifest, None)
     elif resource.kind == "Pod" and not resource.is_custom:
-        manifest["status"] = {"phase": "Pending", "qosClass": qos_class(manifest.get("spec") or {})}
+        manifest["status"] = {"phase": "Pending"}
     elif resource.kind == "Node" or not resource.has_status:
         return  # a node registers with its status
     elif resource.is_custom:
         manifest.pop("status", None)
     else:
         manifest["status"] = copy.deepcopy(_STATUS.get(resource.kind, {}))
-
-
-def qos_class(spec: Json) -> str:
-    """Return the quality-of-service class of a pod."""
-    resources = [c.get("resources") or {} for c in (spec.get("containers") or []) + (spec.get("initContainers") or [])]
-    if not any(r.get("requests") or r.get("limits") for r in resources):
-        return "BestEffort"
-    for each in resources:
-        limits, requests = each.get("limits") or {}, each.get("requests") or {}
-        if any(name not in limits or requests.get(name, limits[name]) != limits[name] for name in ("cpu", "memory")):
-            return "Burstable"
-    return "Guaranteed"
 
 
 _SERVER_OWNED: Final = (
@@ -417,27 +405,6 @@ class Writer:
         options.warnings.extend(self._validator.settle(resource, new, old, field_validation=validation))
         if resource.kind == "Service" and not resource.is_custom:
             self._cluster_ips.assign(new, old)
-        if resource.kind == "PersistentVolumeClaim" and old is not None:
-            self._check_resize(new, old)
-
-    def _check_resize(self, new: Json, old: Json) -> None:
-        """Refuse growth where the claim's StorageClass is known and does not allow it."""
-        size = "spec.resources.requests.storage"
-        storage_class = self._storage.get(
-            ("storage.k8s.io", "storageclasses"), (None, field_at(new, "spec.storageClassName") or "")
-        )
-        if (
-            storage_class is None
-            or storage_class.get("allowVolumeExpansion")
-            or field_at(new, size) == field_at(old, size)
-        ):
-            return
-        name = new["metadata"]["name"]
-        message = (
-            f'persistentvolumeclaims "{name}" is forbidden: only dynamically provisioned pvc can be resized and the '
-            "storageclass that provisions the pvc must support resize"
-        )
-        raise ApiError(403, "Forbidden", message, name=name, kind="persistentvolumeclaims")
 
 
 def _manager(resource: Resource, options: WriteOptions) -> apply.FieldManager:

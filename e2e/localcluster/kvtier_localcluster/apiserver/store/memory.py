@@ -45,24 +45,8 @@ class Event:
     """The object before the commit."""
 
 
-class Subscription:
-    """The events of one kind from now on; iteration waits, `None` says that the server dropped the watch."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
-
-    def put(self, event: Event | None) -> None:
-        """Hand an event, or the end, to the watcher."""
-        self._queue.put_nowait(event)
-
-    def is_empty(self) -> bool:
-        """Tell whether the watcher has seen everything."""
-        return self._queue.empty()
-
-    async def next(self, timeout_seconds: float) -> Event | None:
-        """Return the next event; raise TimeoutError when none comes in time."""
-        return await asyncio.wait_for(self._queue.get(), timeout_seconds)
+Subscription = asyncio.Queue[Event | None]
+"""The events of one kind from now on; `None` says that the server dropped the watch."""
 
 
 class Storage:
@@ -145,7 +129,7 @@ class Storage:
         event = Event(self.version, event_type, key, manifest, old)
         self._remember(event)
         for subscription in list(self._subscriptions.get(key, ())):
-            subscription.put(event)
+            subscription.put_nowait(event)
         for listener in self.listeners:
             listener(event)
         return manifest
@@ -187,7 +171,7 @@ class Storage:
 
     def subscribe(self, key: StorageKey) -> Subscription:
         """Return a subscription to the events of a kind; `unsubscribe` it in the end."""
-        subscription = Subscription()
+        subscription: Subscription = asyncio.Queue()
         self._subscriptions.setdefault(key, set()).add(subscription)
         return subscription
 
@@ -222,4 +206,4 @@ class Storage:
         """End every watch, as a load balancer or a restarting server does."""
         for subscriptions in self._subscriptions.values():
             for subscription in subscriptions:
-                subscription.put(None)
+                subscription.put_nowait(None)

@@ -40,14 +40,9 @@ def _names_by_kind() -> dict[tuple[str, str, str], str]:
     }
 
 
-def definition_name(group: str, version: str, kind: str) -> str | None:
-    """Return the full definition name of a built-in kind, or None for a kind that is not built in."""
-    return _names_by_kind().get((group, version, kind))
-
-
 def builtin_schema(group: str, version: str, kind: str) -> Json:
     """Return the schema of a built-in kind, or `{}`."""
-    return definitions().get(definition_name(group, version, kind) or "", {})
+    return definitions().get(_names_by_kind().get((group, version, kind), ""), {})
 
 
 def with_object_meta(schema: Json) -> Json:
