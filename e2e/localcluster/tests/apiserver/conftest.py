@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running API server for each test, plain HTTP to it, and a small CustomResourceDefinition."""
+"""A running API server for each test, plain HTTP to it, and manifests."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import objects
 import pytest
 import waiting
 import yaml
@@ -56,118 +57,20 @@ def python_client(api: ApiServerThread) -> Iterator[client.ApiClient]:
         yield made
 
 
-ENGINE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "description": "An Engine runs a model.",
-    "required": ["spec"],
-    "properties": {
-        "spec": {
-            "type": "object",
-            "description": "What the user wants.",
-            "required": ["model"],
-            "x-kubernetes-validations": [
-                {"rule": "self.model == oldSelf.model", "message": "model is immutable"},
-                {
-                    "rule": "quantity(self.memory).compareTo(quantity('1Gi')) >= 0",
-                    "message": "memory must be at least 1Gi",
-                },
-            ],
-            "properties": {
-                "model": {"type": "string", "description": "Name of the model.", "minLength": 1},
-                "replicas": {"type": "integer", "default": 1, "minimum": 0},
-                "memory": {"type": "string", "default": "2Gi"},
-                "mode": {"type": "string", "enum": ["Fast", "Slow"], "default": "Fast"},
-                "ports": {
-                    "type": "array",
-                    "x-kubernetes-list-type": "map",
-                    "x-kubernetes-list-map-keys": ["name"],
-                    "items": {
-                        "type": "object",
-                        "required": ["name"],
-                        "properties": {"name": {"type": "string"}, "port": {"type": "integer", "default": 80}},
-                    },
-                },
-                "tags": {"type": "array", "x-kubernetes-list-type": "set", "items": {"type": "string"}},
-                "args": {"type": "array", "items": {"type": "string"}},
-                "free": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-            },
-        },
-        "status": {
-            "type": "object",
-            "x-kubernetes-preserve-unknown-fields": True,
-            "properties": {"replicas": {"type": "integer"}, "selector": {"type": "string"}},
-        },
-    },
-}
+@pytest.fixture
+def crd() -> objects.Json:
+    """The CustomResourceDefinition of Widgets, for a test to change."""
+    paths = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
+    return objects.definition(
+        "Widget", copy.deepcopy(objects.WIDGET_SCHEMA), subresources={"status": {}, "scale": paths}
+    )
 
 
 @pytest.fixture
-def engine_crd() -> dict[str, Any]:
-    """A CustomResourceDefinition with everything in it that ours uses."""
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": "engines.demo.dev"},
-        "spec": {
-            "group": "demo.dev",
-            "scope": "Namespaced",
-            "names": {
-                "plural": "engines",
-                "singular": "engine",
-                "kind": "Engine",
-                "listKind": "EngineList",
-                "shortNames": ["eng"],
-                "categories": ["all"],
-            },
-            "versions": [
-                {
-                    "name": "v1",
-                    "served": True,
-                    "storage": True,
-                    "subresources": {
-                        "status": {},
-                        "scale": {
-                            "specReplicasPath": ".spec.replicas",
-                            "statusReplicasPath": ".status.replicas",
-                            "labelSelectorPath": ".status.selector",
-                        },
-                    },
-                    "additionalPrinterColumns": [
-                        {"name": "Model", "type": "string", "jsonPath": ".spec.model"},
-                        {
-                            "name": "Ready",
-                            "type": "string",
-                            "jsonPath": '.status.conditions[?(@.type=="Ready")].status',
-                        },
-                        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
-                    ],
-                    "schema": {"openAPIV3Schema": json.loads(json.dumps(ENGINE_SCHEMA))},
-                }
-            ],
-        },
-    }
-
-
-@pytest.fixture
-def engine() -> Callable[..., dict[str, Any]]:
-    """`engine(name, **spec)` returns a manifest of the kind that `engine_crd` defines."""
-
-    def make(name: str = "a", /, **spec: Any) -> dict[str, Any]:
-        return {
-            "apiVersion": "demo.dev/v1",
-            "kind": "Engine",
-            "metadata": {"name": name},
-            "spec": {"model": "m", **spec},
-        }
-
-    return make
-
-
-@pytest.fixture
-def engines(api: ApiServerThread, engine_crd: dict[str, Any]) -> str:
-    """The path of the engines in the default namespace, served."""
-    api.create(engine_crd)
-    return "/apis/demo.dev/v1/namespaces/default/engines"
+def widgets(api: ApiServerThread, crd: objects.Json) -> str:
+    """The path of the Widgets in the default namespace, served."""
+    api.create(crd)
+    return f"/apis/{objects.GROUP}/v1/namespaces/default/widgets"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from objects import widget
 
 from kvtier_localcluster.apiserver.registry import apply as fieldsets
 
@@ -20,10 +21,10 @@ _PATHS = st.sets(st.lists(st.tuples(st.just("f"), _NAMES), min_size=1, max_size=
 
 
 @pytest.fixture
-def apply(http: Http, engines: str, engine: Callable[..., Any]) -> Http:
+def apply(http: Http, widgets: str) -> Http:
     def send(manager: str, *, force: bool = False, **spec: Any) -> tuple[int, Any]:
         query = {"fieldManager": manager, **({"force": "true"} if force else {})}
-        return http("PATCH", f"{engines}/a", engine(**spec), media_type=APPLY, **query)
+        return http("PATCH", f"{widgets}/a", widget(**spec), media_type=APPLY, **query)
 
     return send
 
@@ -34,12 +35,12 @@ def test_leaf_paths_survive_their_encoding(paths: set[Any]) -> None:
     assert fieldsets.decode_fields(fieldsets.encode_fields(leaves)) == leaves
 
 
-def test_a_field_that_someone_else_changed_since_is_not_removed(apply: Http, http: Http, engines: str) -> None:
-    apply("alice", args=["x"])
-    change = {"spec": {"args": ["y"]}}
-    http("PATCH", f"{engines}/a", change, media_type="application/merge-patch+json", fieldManager="bob")
+def test_a_field_that_someone_else_changed_since_is_not_removed(apply: Http, http: Http, widgets: str) -> None:
+    apply("alice", arguments=["x"])
+    change = {"spec": {"arguments": ["y"]}}
+    http("PATCH", f"{widgets}/a", change, media_type="application/merge-patch+json", fieldManager="bob")
     _, left = apply("alice")
-    assert left["spec"]["args"] == ["y"]
+    assert left["spec"]["arguments"] == ["y"]
 
 
 def test_ports_of_a_service_are_identified_by_port_and_protocol(http: Http) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvtier_localcluster.apiserver.registry import patches
 from kvtier_localcluster.apiserver.store import schemas
 
@@ -21,23 +23,18 @@ def test_a_merge_patch_merges_objects_replaces_lists_and_deletes_by_null() -> No
     assert target == {"a": {"x": 1, "y": 2}, "b": [1, 2], "c": 3}
 
 
-def test_a_strategic_patch_adds_and_deletes_list_items() -> None:
-    target = _containers({"name": "a", "image": "1"})
-    change = _containers({"name": "a", "$patch": "delete"}, {"name": "c", "image": "3"})
-    patched = patches.strategic_merge_patch(target, change, DEPLOYMENT)
-    assert patched == _containers({"name": "c", "image": "3"})
-
-
-def test_a_strategic_patch_can_replace_a_whole_list() -> None:
-    target = _containers({"name": "a", "image": "1"})
-    change = _containers({"$patch": "replace"}, {"name": "b", "image": "2"})
-    assert patches.strategic_merge_patch(target, change, DEPLOYMENT) == _containers({"name": "b", "image": "2"})
-
-
-def test_a_strategic_patch_replaces_lists_without_a_merge_key() -> None:
-    target = _containers({"name": "a", "args": ["x"]})
-    patched = patches.strategic_merge_patch(target, _containers({"name": "a", "args": ["y"]}), DEPLOYMENT)
-    assert patched == _containers({"name": "a", "args": ["y"]})
+@pytest.mark.parametrize(
+    ("before", "change", "after"),
+    [
+        ({"image": "1"}, [{"name": "a", "$patch": "delete"}, {"name": "c"}], [{"name": "c"}]),
+        ({"image": "1"}, [{"$patch": "replace"}, {"name": "b"}], [{"name": "b"}]),
+        ({"args": ["x"]}, [{"name": "a", "args": ["y"]}], [{"name": "a", "args": ["y"]}]),
+    ],
+    ids=["items by their key", "the whole list", "a list without a key"],
+)
+def test_a_strategic_patch_changes_lists(before: dict[str, Any], change: list[Any], after: list[Any]) -> None:
+    target = _containers({"name": "a", **before})
+    assert patches.strategic_merge_patch(target, _containers(*change), DEPLOYMENT) == _containers(*after)
 
 
 def test_a_strategic_patch_keeps_only_the_named_keys() -> None:

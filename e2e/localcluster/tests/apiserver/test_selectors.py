@@ -18,22 +18,6 @@ PATH = "/api/v1/namespaces/default/configmaps"
 @pytest.mark.parametrize(
     ("selector", "is_match"),
     [
-        ("metadata.name=a", True),
-        ("metadata.name!=a", False),
-        ("status.phase=Running,spec.nodeName=", True),
-        ("status.phase=Pending", False),
-    ],
-)
-def test_a_field_selector_matches_what_it_says(selector: str, *, is_match: bool) -> None:
-    manifest: dict[str, Any] = {"metadata": {"name": "a"}, "status": {"phase": "Running"}}
-    selectable = ("metadata.name", "status.phase", "spec.nodeName")
-    selection = selectors.Selection.parse(None, None, {"fieldSelector": selector}, selectable)
-    assert selection.matches(manifest) is is_match
-
-
-@pytest.mark.parametrize(
-    ("selector", "is_match"),
-    [
         (None, False),
         ({}, True),
         ({"matchLabels": {"a": "1"}}, True),

@@ -76,20 +76,6 @@ def _field(number: int, content: bytes) -> bytes:
     return bytes([number << 3 | 2, len(content)]) + content
 
 
-def test_a_protobuf_body_is_decoded() -> None:
-    type_meta = _field(1, b"v1") + _field(2, b"ConfigMap")
-    label = _field(1, b"k") + _field(2, b"v")
-    metadata = _field(1, b"name") + _field(11, label)
-    manifest = _field(1, metadata) + _field(2, _field(1, b"a") + _field(2, b"b"))
-    decoded = protobuf.decode(protobuf.MAGIC + _field(1, type_meta) + _field(2, manifest))
-    assert decoded == {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "name", "labels": {"k": "v"}},
-        "data": {"a": "b"},
-    }
-
-
 def test_a_protobuf_body_of_another_kind_is_refused_by_name() -> None:
     type_meta = _field(1, b"v1") + _field(2, b"Node")
     with pytest.raises(ApiError, match="Node") as refused:

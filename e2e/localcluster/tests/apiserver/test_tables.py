@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from objects import widget
 
 from kvtier_localcluster.apiserver import tables
 from kvtier_localcluster.apiserver.store import objects
@@ -81,7 +82,7 @@ def test_a_pod_that_is_being_deleted_says_so(http: Http, pod: Make) -> None:
     assert cells["Status"] == "Terminating"
 
 
-def test_one_object_is_a_table_of_one_row(http: Http, engines: str, engine: Make) -> None:
-    http("POST", engines, engine())
-    _, table = http("GET", f"{engines}/a", accept=TABLE, includeObject="Object")
-    assert table["rows"][0]["object"]["spec"]["model"] == "m"
+def test_one_object_is_a_table_of_one_row(http: Http, widgets: str) -> None:
+    http("POST", widgets, widget())
+    _, table = http("GET", f"{widgets}/a", accept=TABLE, includeObject="Object")
+    assert table["rows"][0]["object"]["spec"]["size"] == 1

@@ -49,22 +49,6 @@ def test_dropped_watches_end(api: ApiServerThread, watch: Watch) -> None:
     assert list(events) == []
 
 
-def test_a_watch_of_one_object_and_of_one_namespace_shows_no_others(
-    api: ApiServerThread, http: Http, watch: Watch
-) -> None:
-    elsewhere = _config_map("a")
-    elsewhere["metadata"]["namespace"] = "kube-public"
-    for manifest in (_config_map("b"), elsewhere, _config_map("a")):
-        api.create(manifest)
-    http("DELETE", f"{PATH}/a")
-    one = watch(f"{PATH}/b")
-    assert _seen(next(one)) == ("ADDED", "b")
-    http("DELETE", f"{PATH}/b")
-    assert _seen(next(one)) == ("DELETED", "b")
-    everywhere = watch("/api/v1/configmaps", timeoutSeconds="0.1")
-    assert [event["object"]["metadata"]["namespace"] for event in everywhere] == ["kube-public"]
-
-
 def _stored(number: int) -> dict[str, Any]:
     return {"metadata": {"name": f"o{number}", "uid": str(number)}}
 

@@ -46,28 +46,6 @@ def test_a_patch_that_names_an_older_version_conflicts(http: Http) -> None:
     assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=MERGE)[0] == 409
 
 
-@pytest.mark.parametrize("plural", ["pods", "persistentvolumeclaims", "nodes", "deployments", "replicasets"])
-def test_controllers_can_write_the_status_of_what_they_run(
-    http: Http, pod: Make, deployment: Make, plural: str
-) -> None:
-    replica_set = {**deployment(), "kind": "ReplicaSet"}
-    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}}
-    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-        "pods": (f"{DEFAULT}/pods", pod(), {"phase": "Running", "podIP": "127.0.0.9"}),
-        "persistentvolumeclaims": (f"{DEFAULT}/persistentvolumeclaims", _claim(), {"phase": "Bound"}),
-        "nodes": ("/api/v1/nodes", node, {"phase": "Running"}),
-        "deployments": (DEPLOYMENTS, deployment(), {"replicas": 1}),
-        "replicasets": (DEPLOYMENTS.replace("deployments", "replicasets"), replica_set, {"replicas": 1}),
-    }
-    path, manifest, status = cases[plural]
-    code, made = http("POST", path, manifest)
-    assert code == 201
-    one = f"{path}/{made['metadata']['name']}/status"
-    code, shown = http("PATCH", one, {"status": status}, media_type=STRATEGIC)
-    assert code == 200
-    assert status.items() <= shown["status"].items()
-
-
 def test_built_in_defaults_are_filled_in(http: Http, deployment: Make) -> None:
     _, made = http(
         "POST", DEPLOYMENTS, deployment(livenessProbe={"httpGet": {"port": 1}}, ports=[{"containerPort": 1}])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier_localcluster.apiserver.registry.patches import merge_patch
 from kvtier_localcluster.controllers import deployments, scheduler
 from kvtier_localcluster.controllers.deployments import Bounds, Generation
 from kvtier_localcluster.controllers.service_proxy import Balancer, Endpoint
@@ -163,25 +164,12 @@ JSON = st.recursive(
 )
 
 
-def merged(target: object, patch: object) -> object:
-    """Apply a JSON merge patch (RFC 7386)."""
-    if not isinstance(patch, dict):
-        return patch
-    result = dict(target) if isinstance(target, dict) else {}
-    for name, value in patch.items():
-        if value is None:
-            result.pop(name, None)
-        else:
-            result[name] = merged(result.get(name), value)
-    return result
-
-
 @given(
     old=st.dictionaries(st.text(max_size=3), JSON, max_size=3),
     new=st.dictionaries(st.text(max_size=3), JSON, max_size=3),
 )
 def test_a_difference_turns_the_old_into_the_new(old: Json, new: Json) -> None:
-    assert merged(old, merge_difference(old, new)) == new
+    assert merge_patch(old, merge_difference(old, new)) == new
     assert merge_difference(new, new) == {}
 
 
