@@ -223,7 +223,7 @@ _FUNCTIONS: Final[dict[str, Callable[[_Given], tuple[int, _Value]]]] = {
     "join": _one_text,
     "format": lambda given: (_traversed(given[0]), _DYNAMIC),
 }
-"""What a function costs by itself, and its result; a target comes first among what is given."""
+"""The cost of each function by itself, and its result; a target is the first argument."""
 
 
 @functools.lru_cache(maxsize=4096)
