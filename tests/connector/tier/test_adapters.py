@@ -174,16 +174,6 @@ def test_what_is_in_flight_for_a_request_whose_adapter_was_replaced_is_dropped(e
     assert request.drop_stale_output
 
 
-def test_a_request_that_was_loaded_is_computed_with_its_adapter_if_the_files_that_would_replace_it_are_gone(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
-    reader = waiting_for_copies(engines, adapter)
-    with pytest.raises(FileNotFoundError):
-        reader.lora_manager.add_adapter(request_for(tmp_path / "nowhere", inplace=True))
-    have_copied(reader)
-    assert reader.computed["b"] == REST
-
-
 def test_what_is_computed_upon_chunks_of_earlier_contents_is_computed_again(
     engines: Engines, adapter: Path, tmp_path: Path
 ) -> None:

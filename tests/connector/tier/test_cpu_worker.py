@@ -99,46 +99,23 @@ def plan(rng: random.Random, blocks_per_chunk: int) -> tuple[GPULoadStoreSpec, C
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_store_copies_what_a_plain_loop_copies_and_nothing_else(bench: Bench, seed: int) -> None:
-    gpu, cpu, meaning = plan(random.Random(seed), bench.blocks_per_chunk)
-    bench.rows.fill_(7)
-    expected = bench.rows.clone()
-    for group, block, chunk, inner in meaning:
-        for ref in bench.refs[group]:
-            start = bench.chunk_bytes(ref.tensor_idx).start + inner * PAGES[ref.tensor_idx]
-            page = ref.page_size_bytes
-            expected[chunk, start : start + page] = bench.tensors[ref.tensor_idx][block, :page]
-    assert bench.worker.submit_store(1, gpu, cpu)
-
-    assert torch.equal(bench.rows, expected)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_load_copies_what_a_plain_loop_copies_and_nothing_else(bench: Bench, seed: int) -> None:
+@pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
+def test_a_transfer_copies_what_a_plain_loop_copies_and_nothing_else(
+    bench: Bench, seed: int, *, is_store: bool
+) -> None:
     gpu, cpu, meaning = plan(random.Random(seed), bench.blocks_per_chunk)
     bench.rows.copy_(torch.randint(-128, 128, bench.rows.shape, dtype=torch.int8))
-    expected = [tensor.clone() for tensor in bench.tensors]
+    rows, tensors = bench.rows.clone(), [tensor.clone() for tensor in bench.tensors]
     for group, block, chunk, inner in meaning:
         for ref in bench.refs[group]:
             start = bench.chunk_bytes(ref.tensor_idx).start + inner * PAGES[ref.tensor_idx]
             page = ref.page_size_bytes
-            expected[ref.tensor_idx][block, :page] = bench.rows[chunk, start : start + page]
-    assert bench.worker.submit_load(2, cpu, gpu)
+            in_row, in_tensor = rows[chunk, start : start + page], tensors[ref.tensor_idx][block, :page]
+            (in_row if is_store else in_tensor).copy_(in_tensor if is_store else in_row)
+    assert bench.worker.submit_store(1, gpu, cpu) if is_store else bench.worker.submit_load(2, cpu, gpu)
 
-    for tensor, wanted in zip(bench.tensors, expected, strict=True):
-        assert torch.equal(tensor, wanted)
-
-
-def test_what_was_stored_comes_back_into_other_blocks(bench: Bench) -> None:
-    count = 2 * bench.blocks_per_chunk
-    source = GPULoadStoreSpec(list(range(count)), [count, 0], [0, 0])
-    target = GPULoadStoreSpec(list(range(20, 20 - count, -1)), [count, 0], [0, 0])
-    before = bench.tensors[0].clone()
-    bench.worker.submit_store(1, source, CPULoadStoreSpec([5, 2]))
-    bench.worker.submit_load(2, CPULoadStoreSpec([5, 2]), target)
-
-    for number in range(count):
-        assert torch.equal(bench.tensors[0][20 - number], before[number])
+    assert torch.equal(bench.rows, rows)
+    assert all(map(torch.equal, bench.tensors, tensors))
 
 
 def test_each_transfer_is_reported_once_with_its_bytes(bench: Bench) -> None:

@@ -28,7 +28,6 @@ from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.io_workers.buffers import Region
 from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.worker import PoolSettings
-from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 
@@ -53,18 +52,6 @@ def rig(rigs: Rigs) -> Iterator[Rig]:
     assert not workers()
 
 
-def test_what_one_engine_stored_another_one_serves(rigs: Rigs, rig: Rig) -> None:
-    rig.offload(keys(20))
-    reader = rigs.make(io_processes=3)
-
-    assert reader.serve(keys(20)).hit_blocks == 20
-    assert reader.metric("vllm:kvtier_disk_read_blocks") == 20
-    assert reader.metric("vllm:kvtier_disk_io_processes") == 3
-    assert reader.metric("vllm:kvtier_disk_read_bytes") == 20 * (ROW_BYTES + HEADER_BYTES)
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 20
-    reader.close()
-
-
 def test_workers_that_stop_cost_a_deadline_and_are_replaced(rigs: Rigs) -> None:
     rigs.write(keys(6))
     rig = rigs.make(io_processes=2, load_deadline_seconds=0.5)
@@ -83,18 +70,6 @@ def test_workers_that_stop_cost_a_deadline_and_are_replaced(rigs: Rigs) -> None:
     attempts = itertools.count()
     wait_until(lambda: rig.serve(keys(6), f"again {next(attempts)}").hit_blocks == 6, "loads work again")
     assert not set(workers()) & set(stopped)
-
-
-def test_resetting_the_cache_waits_for_the_workers(rigs: Rigs) -> None:
-    rigs.write(keys(6))
-    rig = rigs.make(io_processes=2)
-    context = rig.request("r")
-    rig.begin_load(keys(6), context)
-    assert rig.tier.has_pending_work()
-    rig.manager.release_load("r")
-    rig.manager.reset_cache()
-    assert not rig.tier.has_pending_work()
-    rig.finish(context)
 
 
 def test_fewer_than_one_process_is_refused(rigs: Rigs) -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
-from prompts import LATER, PROMPT, REST, finish, restart
+from prompts import LATER, PROMPT, finish, restart
 from slow_fs import FailingFs
 
 from kvtier_connector.store.fs import FileSystem
@@ -31,16 +31,6 @@ def test_answers_are_stored_too_where_that_is_asked_for(engines: Engines) -> Non
     stored = (len(prompt) + 99) // BLOCK_TOKENS * BLOCK_TOKENS
     assert reader.ask("r", turn) == len(turn) - stored
     finish(reader)
-
-
-def test_only_what_is_asked_for_twice_is_written_where_reuse_is_asked_for(engines: Engines) -> None:
-    engine = engines.make(min_reuse=2)
-    engine.ask("first", PROMPT)
-    engine.run()
-    assert engines.count() == 0
-    assert engine.ask("second", PROMPT) <= REST + BLOCK_TOKENS
-    engine.run(lambda: engines.count() == 20)
-    assert engines.assert_volume_holds(engine, PROMPT) == 20
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rig import DECLARED, ROW_BYTES, Rigs, keys, offloading_config
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
+from rig import ROW_BYTES, Rigs, offloading_config
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker
-from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.metrics import METRICS
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 from kvtier_connector.vllm_adapter.spec import KVTierSpec
@@ -68,20 +67,6 @@ def test_a_region_that_a_dead_engine_left_is_removed_before_the_new_one_is_made(
 def test_the_metrics_of_the_tier_are_declared_through_the_spec(rigs: Rigs) -> None:
     declared = KVTierSpec.build_metric_definitions(extra_config(rigs))
     assert {metric.name for metric in METRICS} <= set(declared)
-
-
-def test_a_manager_built_by_the_spec_offloads_and_finds(rigs: Rigs) -> None:
-    manager = KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_manager()
-    assert isinstance(manager, KVTierManager)
-    manager.tier.open([DECLARED])
-    context = ReqContext(req_id="r")
-    manager.on_new_request(context)
-    prepared = manager.prepare_store(keys(2), context)
-    manager.complete_store(prepared.keys_to_store, context)
-    manager.reset_cache()
-
-    assert len(list((rigs.root / "blocks").rglob("*.kvb"))) == 2
-    manager.shutdown()
 
 
 def test_the_canonical_layout_is_refused_where_vllm_does_not_certify_a_layer(rigs: Rigs) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_surface import USES, Use, names_of
 
@@ -158,6 +159,10 @@ def test_a_model_with_adapters_knows_their_manager() -> None:
 def test_the_scheduler_reads_the_policy_of_failed_loads_after_it_made_the_connector() -> None:
     source = inspect.getsource(Scheduler.__init__)
     assert source.index("create_connector(") < source.index(".kv_load_failure_policy")
+
+
+def test_vllm_derives_no_class_from_that_of_requests_by_which_the_tier_finds_adapters_and_salts() -> None:
+    assert Request.__subclasses__() == []
 
 
 def test_every_abstract_method_of_vllm_is_implemented() -> None:

@@ -119,19 +119,16 @@ USES = (
     ),
     Use(
         f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler",
-        called=(
-            "_generate_job_id()",
-            "_calc_num_offloadable_tokens(req_status, num_computed_tokens)",
-        ),
+        called=("_generate_job_id()",),
         read="manager config _req_status _jobs _current_batch_load_jobs _current_batch_jobs_to_flush "
         "_current_batch_sync_loads? _current_batch_sync_load_bytes? _chunks_being_loaded "
         "_full_attention_groups _sliding_window_groups _events_tracker",
     ),
     Use(
         f"{_OFFLOADING}.scheduler:RequestOffloadState",
-        called=("update_offload_keys()",),
-        read="req req_context group_states max_load_tokens max_offload_tokens num_locally_computed_tokens "
-        "transfer_jobs",
+        called=("__init__(config, req, req_context, offloading_context)", "update_offload_keys()"),
+        read="req req_context offloading_context group_states max_load_tokens max_offload_tokens "
+        "num_locally_computed_tokens transfer_jobs",
     ),
     Use(f"{_OFFLOADING}.scheduler:RequestGroupState", read="offload_keys next_stored_chunk_idx"),
     Use(
@@ -142,7 +139,7 @@ USES = (
     Use("vllm.v1.kv_cache_interface:SlidingWindowSpec", read="sliding_window extra_retained_tokens"),
     Use(
         f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig",
-        read="kv_group_configs blocks_per_chunk num_workers offload_prompt_only",
+        read="kv_group_configs blocks_per_chunk num_workers",
     ),
     Use(
         f"{_OFFLOADING}.scheduler:TransferJobStatus",
@@ -167,12 +164,9 @@ USES = (
     ),
     Use(
         f"{_CORE}.sched.output:SchedulerOutput",
-        read="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
-        "preempted_req_ids kv_connector_block_state",
+        read="num_scheduled_tokens preempted_req_ids kv_connector_block_state",
     ),
     Use(f"{_CORE}.sched.output:KVConnectorBlockState", read="boundary_state_offloads"),
-    Use(f"{_CORE}.sched.output:CachedRequestData", read="req_ids resumed_req_ids new_block_ids"),
-    Use(f"{_CORE}.sched.output:NewRequestData", read="req_id"),
     Use(
         f"{_CORE}.kv_cache_manager:KVCacheManager",
         called=("prefix_cache_lookup_enabled(request)",),
@@ -225,21 +219,12 @@ USES = (
     Use(f"{_OFFLOAD}.cpu.policies.base:ChunkStatus", read="chunk_id is_ready"),
     Use(f"{_OFFLOAD}.cpu.common:CPULoadStoreSpec", called=("__init__(block_ids)",), read="block_ids"),
     Use(f"{_OFFLOAD}.base:PrepareStoreOutput", read="keys_to_store store_spec"),
-    Use(
-        f"{_OFFLOAD}.tiering.metrics:TieringMetricsTracker",
-        called=(
-            "tier_label(tier_idx)",
-            "on_promotion_allocation_failure()",
-        ),
-        read="primary_tier_label",
-    ),
+    Use(f"{_OFFLOAD}.tiering.metrics:TieringMetricsTracker", called=("on_promotion_allocation_failure()",)),
     Use(
         f"{_OFFLOADING}.metrics:OffloadingConnectorStats",
         called=(
             "increase_counter(counter_name, counter_increase_value, labelvalues)",
             "set_gauge(gauge_name, gauge_value, labelvalues)",
-            "aggregate(other)",
-            "is_empty()",
         ),
     ),
     Use(
