@@ -53,7 +53,8 @@ def _run(chosen: Sequence[ModelClass], options: argparse.Namespace) -> list[str]
             row = proof.prove(each, options.data.resolve(), device=options.device, split_hits=options.split_hits)
         except Exception:  # noqa: BLE001  any failure is the result of the class
             row = {"verdict": "failed", "by": "the script", "message": traceback.format_exc()}
-        row |= {"device": options.device, "vllm": vllm, "wall_seconds": round(time.monotonic() - began, 1)}
+        row |= {"device": options.device, "split_hits": options.split_hits, "vllm": vllm}
+        row |= {"wall_seconds": round(time.monotonic() - began, 1)}
         page.keep(each.name, row, options.results)
         print(f"{each.name:18} {row['verdict']} {row.get('message', '')[-200:]}", flush=True)
         bad += [] if row["verdict"] in {"works", "refused", "not run", each.cpu_verdict} else [each.name]

@@ -129,7 +129,8 @@ def _result(row: Mapping[str, Any]) -> str:
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    return f"{_DEVICES[row['device']]}, vLLM {row['vllm']}"
+    splits = ", `SPLIT_HITS=Auto`" if row.get("split_hits") == "Auto" else ""
+    return f"{_DEVICES[row['device']]}, vLLM {row['vllm']}{splits}"
 
 
 def _note(each: ModelClass, row: Mapping[str, Any]) -> str:
