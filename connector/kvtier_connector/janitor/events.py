@@ -104,12 +104,8 @@ class EventFeed:
     ) -> None:
         """Store the settings.
 
-        Args:
-            publisher: Takes the messages.
-            tier: ``<namespace>/<name>``, which each event names as its owner.
-            block_tokens: Tokens of a chunk.
-            is_integer: Whether hashes are numbers of 64 bits, as vLLM's by default, and not all their bytes.
-            clock: Seconds since 1970.
+        `tier` is ``<namespace>/<name>``, which each event names as its owner. `is_integer`: hashes are numbers of 64
+        bits, as vLLM's by default, and not all their bytes.
         """
         self._publisher, self._tier, self._block_tokens = publisher, tier, block_tokens
         self._is_integer, self._clock = is_integer, clock

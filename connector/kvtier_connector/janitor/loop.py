@@ -129,15 +129,8 @@ class Loop:
     ) -> None:
         """Store the settings.
 
-        Args:
-            config: The settings.
-            is_leader: Whether this process is the active janitor at this moment; any thread calls it.
-            config_file: Read again and again, and followed.
-            feed: Publishes KV events.
-            make: Makes a sweeper for each term of office.
-            now: Seconds that never go back.
-            hang_seconds: A step that takes longer is reported as a problem.
-            tick_seconds: How often the loop turns.
+        Any thread calls `is_leader`: whether this process is the active janitor now. The `config_file` is read again
+        and again, and followed. Each term of office has a sweeper of its own.
         """
         self._config = config
         self._is_leader = is_leader

@@ -85,13 +85,8 @@ class PermitWriter:
     ) -> None:
         """Write a new permit if it is time to, if half of the last one is used up, or if its answer changes.
 
-        Args:
-            room: How much engines may still write.
-            used_bytes: Bytes of all blocks.
-            writers: How many engines store.
-            largest_bytes: Bytes of the largest block file.
-            tenants: Those over their quota.
-            knows_writes: Called with whether the permit is early. False puts off a permit for more bytes.
+        `tenants` are those over their quota. `knows_writes` is called with whether the permit is early; False puts off
+        a permit for more bytes.
 
         Raises:
             OSError: the volume does not take it.
@@ -166,7 +161,6 @@ class VolumeTime:
         self,
         *,
         ask: Callable[[], int | None],
-        is_starting: bool,
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -174,7 +168,6 @@ class VolumeTime:
 
         Args:
             ask: Asks the volume for its time, in nanoseconds since 1970; None where it does not tell.
-            is_starting: Whether to doubt the first answer for an hour, since the clock may have jumped before.
             clock: This host's time, likewise; used until the first answer, and never for an age.
             now: Seconds that never go back or jump.
         """
@@ -184,18 +177,12 @@ class VolumeTime:
         self._offset_ns = clock() - int(now() * 1e9)
         self.is_known = False
         """Whether the volume has answered; nothing is removed by its age before."""
-        self._started_until = now() + HOLD_SECONDS if is_starting else -math.inf
         self._jumped_until: float | None = None
         self._jump_seconds = 0.0
 
     def time_ns(self) -> int:
         """Return the volume's time in nanoseconds since 1970; before the first answer, this host's."""
         return self._offset_ns + int(self._now() * 1e9)
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the process began so lately that its first answer may be wrong."""
-        return self._now() < self._started_until
 
     @property
     def problem(self) -> str:

@@ -110,16 +110,7 @@ def make_limits(  # noqa: PLR0913 - keywords
     other_bytes: int,
     now_ns: int,
 ) -> Limits:
-    """Return the limits of one decision.
-
-    Args:
-        config: The settings.
-        space: Of the file system.
-        tenants: Names by number.
-        used: Bytes by tenant number.
-        other_bytes: Bytes of files that count against the budget and are no blocks.
-        now_ns: Nanoseconds since 1970.
-    """
+    """Return the limits of one decision; `tenants` are names by number, `used` bytes likewise."""
     above: dict[int, tuple[int, int]] = {}
     for number, have in used.items():
         quota = quota_of(config, tenants[number])
@@ -164,12 +155,8 @@ class Room(NamedTuple):
 def make_room(config: JanitorConfig, space: Space, *, used_bytes: int, is_paused: bool, is_full: bool) -> Room:
     """Return how much the engines of the tier may still write.
 
-    Args:
-        config: The settings.
-        space: Of the file system.
-        used_bytes: All bytes that count against the budget.
-        is_paused: Whether engines are paused now; then they resume only at the high mark, or with all free bytes there.
-        is_full: Whether the volume lately refused a write of the janitor for want of room.
+    Engines that are paused resume only at the high mark, or with all free bytes there. The volume `is_full` if it
+    lately refused a write of the janitor for want of room.
     """
     if is_full:
         return Room(0, "the volume has no room left")

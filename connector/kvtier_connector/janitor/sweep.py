@@ -22,6 +22,7 @@ from kvtier_connector.janitor.evict import ActiveFileSystem, Eviction
 from kvtier_connector.janitor.follow import JournalFollower
 from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies, report_of
 from kvtier_connector.janitor.permit import (
+    HOLD_SECONDS,
     TTL_HELD,
     PermitWriter,
     VolumeTime,
@@ -88,7 +89,7 @@ class TierSweeper:
             # A dry run writes nothing to the volume, and removes nothing by this host's time.
             ask_volume = clock
         ask = ask_volume or (lambda: ask_volume_ns(active_fs, self._dir) if may_act() else None)
-        self._clocks = VolumeTime(ask=ask, is_starting=is_lasting, clock=clock, now=now)
+        self._clocks = VolumeTime(ask=ask, clock=clock, now=now)
         self._is_lasting = is_lasting
         self._now, self._may_act = now, may_act
         self._problems = Problems(config.tier, now=now)
@@ -131,7 +132,7 @@ class Sweeper(TierSweeper):
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
         self._next_look = 0.0
-        self._next_save = now() + _SAVE_SECONDS
+        self._next_save = 0.0
         self._saved_changes = 0
         self._oldest_ns: int | None = None
         self._last_used_ns: dict[int, int] = {}
@@ -304,7 +305,9 @@ class Sweeper(TierSweeper):
             now_ns=self._clock(),
         )
         before_ns = limits.expire_before
-        is_held = before_ns is not None and self._clocks.is_doubtful and self.catalog.expire_most(before_ns)
+        # The first answer of the volume's clock may be wrong: it may have jumped before.
+        is_doubtful = self._is_lasting and self._now() < self._began_at + HOLD_SECONDS
+        is_held = before_ns is not None and is_doubtful and self.catalog.expire_most(before_ns)
         self._problems.state("ttl", TTL_HELD if is_held else "")
         return replace(limits, expire_before=None) if is_held or not self._clocks.is_known else limits
 
@@ -396,8 +399,7 @@ class Sweeper(TierSweeper):
                 self._cleanup.remove_leftovers(config)
 
     def _save_if_due(self) -> None:
-        is_first = self._scrub.is_counted and self._saved_changes == 0 and self.catalog.changes > 0
-        if (is_first or self._now() >= self._next_save) and self._eviction is None:
+        if self._scrub.is_counted and self._now() >= self._next_save and self._eviction is None:
             self._next_save = self._now() + _SAVE_SECONDS
             if self.catalog.changes != self._saved_changes:
                 self._save()
