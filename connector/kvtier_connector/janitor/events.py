@@ -27,6 +27,8 @@ BATCH = 512
 """Events of one message."""
 _LINGER_MS = 1000
 _SUBSCRIBED = b"\x01"
+_MOST_SUBSCRIPTIONS = 1000
+"""Read at once: subscribers must not keep the janitor from its work."""
 _REPEAT_SECONDS = 10.0
 """All blocks are published again no more often than this, however many subscribers come and go."""
 
@@ -231,7 +233,9 @@ class Publisher:
 
     def wants_all(self) -> bool:
         """Return, once, whether a subscriber has missed earlier messages."""
-        while self._socket.poll(0):
+        for _ in range(_MOST_SUBSCRIPTIONS):
+            if not self._socket.poll(0):
+                break
             wish = self._socket.recv()
             self._has_missed |= wish[:1] == _SUBSCRIBED and self._topic.startswith(wish[1:])
         if not self._has_missed or self._now() - self._repeated_at < _REPEAT_SECONDS:

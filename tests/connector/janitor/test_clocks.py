@@ -135,8 +135,7 @@ def test_a_block_that_is_evicted_and_stored_anew_is_known_whatever_the_engines_c
 ) -> None:
     engine.clock = Clock(ns=rig.clock.ns + int(ahead_seconds * 1e9))
     engine.put(*range(10))
-    sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, low_watermark=0.5, ttl_seconds=DAY)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=10 * BLOCK_BYTES, low_watermark=0.5, ttl_seconds=DAY)
     gone = [number for number in range(10) if not engine.has(number)]
     assert len(gone) == 5
     other = rig.engine()
@@ -152,8 +151,7 @@ def test_a_block_that_is_evicted_and_stored_anew_is_known_whatever_the_engines_c
 def test_the_order_of_uses_is_that_in_which_they_were_heard(rig: Rig, ahead_seconds: float) -> None:
     engine, other = rig.engine(), rig.engine()
     engine.put(*range(10))
-    sweeper = rig.sweeper(max_bytes=20 * BLOCK_BYTES)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=20 * BLOCK_BYTES)
     rig.clock.move(100)
     other.clock = Clock(ns=rig.clock.ns + int(ahead_seconds * 1e9))
     for user, number in ((other, 0), (engine, 1)):
@@ -172,8 +170,7 @@ def test_no_leftover_and_no_generation_goes_while_a_jump_is_doubted(rig: Rig, *,
     quarantined = engine.root / "quarantine" / "x"
     quarantined.parent.mkdir()
     quarantined.write_bytes(b"1")
-    sweeper = rig.sweeper(keep_previous=0)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(keep_previous=0)
     for path in [quarantined, old.root / "tier.json", *old.root.glob("journal/*")]:
         os.utime(path, ns=(rig.clock.ns, rig.clock.ns))
     jump(rig, 30 * DAY)
@@ -190,8 +187,7 @@ def test_an_engine_whose_clock_is_far_ahead_costs_no_block_of_another(rig: Rig) 
     engine, ahead = rig.engine(), rig.engine()
     ahead.clock = type(rig.clock)(ns=rig.clock.ns + int(30 * DAY * 1e9))
     engine.put(*range(5))
-    sweeper = rig.sweeper(ttl_seconds=DAY)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(ttl_seconds=DAY)
     ahead.put(*range(5, 10))
     ahead.use(0)
     look_on(rig, sweeper, 2 * HOUR)
@@ -204,8 +200,7 @@ def test_an_engine_whose_clock_is_far_ahead_costs_no_block_of_another(rig: Rig) 
 def test_nobody_retains_a_block_for_longer_than_a_month(rig: Rig, engine: Engine) -> None:
     engine.put(0, 1)
     engine.note(Op.RETAINED, 0, ahead_seconds=1e9)
-    sweeper = rig.sweeper(max_bytes=100 * BLOCK_BYTES)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=100 * BLOCK_BYTES)
     rig.clock.move(31 * DAY)
     engine.put(2)
     engine.use(1)

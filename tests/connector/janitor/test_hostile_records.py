@@ -60,8 +60,7 @@ def test_wrong_records_evict_nothing_and_count_nothing(
     rig: Rig, engine: Engine, case: str, *, is_restarted: bool
 ) -> None:
     engine.put(*range(BLOCKS))
-    sweeper = rig.sweeper(**LIMITS)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(**LIMITS)
     plant(engine, *(raw(op, number, **{"time_ns": rig.clock.ns, **fields}) for op, number, fields in HOSTILE[case]))
     if is_restarted:
         sweeper = rig.sweeper(**LIMITS)
@@ -86,8 +85,7 @@ def test_a_time_long_ago_makes_no_block_too_old(rig: Rig, engine: Engine) -> Non
 
 def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Rig, engine: Engine) -> None:
     engine.put(*range(BLOCKS))
-    sweeper = rig.sweeper(**LIMITS)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(**LIMITS)
     sweeper.catalog.update(0, size=1 << 50, created_ns=rig.clock.ns)
     sweep(rig, sweeper)
     assert engine.there(range(BLOCKS)) == list(range(BLOCKS))
@@ -107,8 +105,7 @@ class CountingFs(WatchedFs):
 def test_uses_of_blocks_that_do_not_exist_cost_one_look_each(rig: Rig) -> None:
     engine, fs = rig.engine(), CountingFs()
     engine.put(0)
-    sweeper = rig.sweeper(fs)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(fs)
     plant(engine, *(raw(Op.USED, number, time_ns=rig.clock.ns) for number in range(1000, 3000)))
     fs.counted.clear()
     for _ in range(3):
@@ -121,8 +118,7 @@ def test_uses_of_blocks_that_do_not_exist_cost_one_look_each(rig: Rig) -> None:
 def test_a_large_sweep_looks_at_every_file_anew(rig: Rig, low: float, looks: int) -> None:
     engine, fs = rig.engine(), CountingFs()
     engine.put(*range(100))
-    sweeper = rig.sweeper(fs, **{**LIMITS, "low_watermark": low})
-    rig.sweep(sweeper)
+    rig.swept(fs, **{**LIMITS, "low_watermark": low})
     left = len(engine.there(range(100)))
     assert left == int(100 * low)
     # Before anything is decided by what journals tell, and once more at each removal.

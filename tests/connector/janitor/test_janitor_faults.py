@@ -190,8 +190,7 @@ def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, en
     for name in (PERMIT_FILE, CATALOG_FILE):
         plant(kind, engine.root.parent / name)
 
-    sweeper = rig.sweeper(**LIMITS)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(**LIMITS)
     rig.clock.move(4000)
     usage = rig.sweep(sweeper)
 

@@ -62,8 +62,7 @@ def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig)
     for _ in range(5000):
         writer = new_token()
         (directory.parent / journal_path(JournalName(writer, 0))).write_bytes(encode_head(writer, 1))
-    sweeper = rig.sweeper(max_bytes=GIB)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=GIB)
     assert permit_of(rig).bytes == GIB // 16
 
 
@@ -83,8 +82,7 @@ def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig, 
 
 def test_a_permit_is_renewed_in_time_and_when_half_of_it_is_used_up(rig: Rig, engine: Engine) -> None:
     engine.put(0)
-    sweeper = rig.sweeper(max_bytes=82 * BLOCK_BYTES, sweep_seconds=5)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=82 * BLOCK_BYTES, sweep_seconds=5)
 
     def renewed_after(seconds: float) -> bool:
         before = permit_of(rig).number
@@ -105,8 +103,7 @@ def test_a_permit_is_renewed_in_time_and_when_half_of_it_is_used_up(rig: Rig, en
 def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig, engine: Engine) -> None:
     engine.put(0)
     fs = Refusing(".kvb")
-    sweeper = rig.sweeper(fs, max_bytes=11 * BLOCK_BYTES, high_watermark=1.0)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(fs, max_bytes=11 * BLOCK_BYTES, high_watermark=1.0)
     fs.calls = ("stat", "open")
     engine.put(*range(1, 9))
     rig.work(sweeper, 20)
@@ -126,8 +123,7 @@ def test_a_tenant_over_its_quota_is_refused_until_it_is_below_the_high_mark(rig:
     engine.put(*range(4), tenant="bob")
     fs = Refusing(".kvb", "unlink")
     quotas = {"alice": 4 * BLOCK_BYTES, "bob": 5 * BLOCK_BYTES}
-    sweeper = rig.sweeper(fs, quotas=quotas, high_watermark=0.9, low_watermark=0.5)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(fs, quotas=quotas, high_watermark=0.9, low_watermark=0.5)
     assert permit_of(rig).tenants == {"alice"}
     fs.calls = ()
     rig.sweep(sweeper)
@@ -141,8 +137,7 @@ def test_a_janitor_that_cannot_count_lets_the_permit_expire(
 ) -> None:
     engine.put(1)
     fs = Refusing(path)
-    sweeper = rig.sweeper(fs, max_bytes=100 * BLOCK_BYTES)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(fs, max_bytes=100 * BLOCK_BYTES)
     rig.clock.move(RENEW_SECONDS)
     rig.sweep(sweeper)
     number = permit_of(rig).number
@@ -159,8 +154,7 @@ def test_a_janitor_that_cannot_count_lets_the_permit_expire(
 def test_while_a_journal_cannot_be_read_permits_go_on_from_walks(rig: Rig) -> None:
     unread, engine = rig.engine(), rig.engine()
     fs = Refusing(f"/journal/{unread.journal.writer}", "open")
-    sweeper = rig.sweeper(fs, max_bytes=34 * BLOCK_BYTES)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(fs, max_bytes=34 * BLOCK_BYTES)
     for number in range(3):
         unread.put(number)
         engine.put(10 + number)
@@ -267,8 +261,7 @@ def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> 
             if call == "rename":
                 raise OSError(errno.ENOSPC, "no room", path)
 
-    sweeper = rig.sweeper(Full())
-    rig.sweep(sweeper)
+    sweeper = rig.swept(Full())
     rig.engine().put(2)
     for seconds in (700, 10, 10):
         rig.clock.move(seconds)
@@ -278,8 +271,7 @@ def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> 
 
 def test_an_engine_stores_as_much_as_the_permit_says_and_nothing_once_the_janitor_is_gone(rig: Rig) -> None:
     rig.engine().put(0)
-    sweeper = rig.sweeper(max_bytes=82 * BLOCK_BYTES)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=82 * BLOCK_BYTES)
     path, now = rig.dir / PERMIT_FILE, lambda: rig.clock.seconds
     clock = VolumeClock(now)
     clock.set(path.stat().st_mtime_ns)

@@ -77,8 +77,7 @@ def test_a_use_of_the_last_block_keeps_the_whole_prefix(rig: Rig, engine: Engine
 def test_a_used_prefix_stays_whose_engine_died_before_it_told_of_the_middle(rig: Rig) -> None:
     first, killed, last = rig.engine(), rig.engine(), rig.engine()
     first.put(0, lineage=Lineage(b"", 0))
-    sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.5)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.5)
     for number in (1, 2, 3):
         killed.put(number, lineage=Lineage(key(number - 1).hash, number), is_telling=False)
     # The catalog knows the middle from the files, and the next walk is hours away.
@@ -119,8 +118,7 @@ def test_a_quota_holds_for_its_tenant_and_not_for_blocks_without_one(
 
 def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
-    first = rig.sweeper()
-    rig.sweep(first)
+    first = rig.swept()
     first.close()
     shutil.rmtree(engine.root / "blocks/040")
     second = rig.sweeper()
@@ -130,8 +128,7 @@ def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig, engine
 
 def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
-    first = rig.sweeper()
-    rig.sweep(first)
+    first = rig.swept()
     first.close()
     engine.put(*range(5, 9))
     shutil.rmtree(engine.root / "journal")
@@ -141,8 +138,7 @@ def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: 
 
 def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
     rig.engine().put(*range(5))
-    first = rig.sweeper()
-    rig.sweep(first)
+    first = rig.swept()
     first.close()
     ledger = rig.dir / "janitor.catalog"
     content = bytearray(ledger.read_bytes())
@@ -153,8 +149,7 @@ def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
 
 def test_what_vanished_without_a_word_is_forgotten_by_the_next_walk(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
-    sweeper = rig.sweeper(verify_seconds=100.0)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(verify_seconds=100.0)
     shutil.rmtree(engine.root / "blocks")
     (engine.root / "blocks").mkdir()
     rig.work(sweeper, 50)
@@ -176,8 +171,7 @@ def test_a_later_walk_lists_one_directory_at_a_time_and_gets_through(rig: Rig, e
     for number in range(256):
         (engine.root / "blocks" / f"a{number:02x}").mkdir(parents=True, exist_ok=True)
     fs = Listed()
-    sweeper = rig.sweeper(fs, verify_seconds=1000.0)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(fs, verify_seconds=1000.0)
     fs.directories = 0
     listed = []
     for _ in range(1100):
@@ -202,8 +196,7 @@ def test_leftovers_go_when_they_are_old(rig: Rig, engine: Engine) -> None:
         path.write_bytes(b"123")
     for path in (old, quarantined, journal, ledger, generation):
         os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(30 * DAY * 1e9)))
-    sweeper = rig.sweeper()
-    rig.sweep(sweeper)
+    sweeper = rig.swept()
     there = [path.exists() for path in (old, young, quarantined, journal, ledger, generation)]
     assert there == [False, True, False, False, False, False]
     assert sweeper.report.tallies.removed_leftovers["partial"] == 3
@@ -215,8 +208,7 @@ def test_quarantined_files_count_and_do_not_outlive_the_time_to_live(rig: Rig) -
     for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
         (quarantine / name).write_bytes(b"123")
         os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
-    sweeper = rig.sweeper(ttl_seconds=DAY)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(ttl_seconds=DAY)
     assert rig.sweep(sweeper).quarantined == 1
     assert [path.name for path in quarantine.iterdir()] == ["young"]
 
@@ -247,8 +239,7 @@ def abandon(engine: Engine, rig: Rig, numbers: range, size: int = BLOCK_BYTES) -
 
 def test_half_written_files_count_in_the_budget_and_go(rig: Rig, engine: Engine) -> None:
     engine.put(*range(20))
-    sweeper = rig.sweeper(max_bytes=40 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=40 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
     most = 0
     for hour in range(8):
         # An engine that crashes again and again leaves some each time.
@@ -261,8 +252,7 @@ def test_half_written_files_count_in_the_budget_and_go(rig: Rig, engine: Engine)
 
 def test_a_half_written_file_goes_at_the_time_to_live_if_that_is_shorter(rig: Rig, engine: Engine) -> None:
     engine.put(1)
-    sweeper = rig.sweeper(ttl_seconds=600.0, verify_seconds=60.0)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(ttl_seconds=600.0, verify_seconds=60.0)
     abandon(engine, rig, range(5))
     rig.work(sweeper, 100)
     assert not list(engine.root.rglob("*-partial"))
@@ -271,8 +261,7 @@ def test_a_half_written_file_goes_at_the_time_to_live_if_that_is_shorter(rig: Ri
 def test_a_half_written_file_that_becomes_a_block_counts_once(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     abandon(engine, rig, range(100, 110))
-    sweeper = rig.sweeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=20 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
     for path in engine.root.rglob("*-partial"):
         path.rename(path.with_name(path.name[1:].rpartition(".")[0]))
     engine.put(*range(5, 7))
@@ -285,8 +274,7 @@ def test_a_shared_beginning_stays_as_long_as_one_of_its_ends_does(rig: Rig, engi
     for number, parent, position in ((10, 1, 2), (11, 10, 3), (12, 11, 4)):
         engine.put(number, lineage=Lineage(key(parent).hash, position))
     engine.use(4)
-    sweeper = rig.sweeper(max_bytes=8 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=8 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
     assert engine.there(range(13)) == [0, 1, 2, 3, 4]
     sweeper.configure(replace(sweeper.config, max_bytes=5 * BLOCK_BYTES, low_watermark=0.5))
     rig.sweep(sweeper)

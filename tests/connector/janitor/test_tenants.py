@@ -82,8 +82,7 @@ def test_a_decision_looks_at_the_tenants_above_their_quotas_and_first_at_the_lar
 def test_tenants_that_went_are_forgotten_when_the_ledger_is_saved(rig: Rig, engine: Engine) -> None:
     for number in range(20):
         engine.put(number, tenant=f"t{number}")
-    sweeper = rig.sweeper(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
-    rig.sweep(sweeper)
+    sweeper = rig.swept(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
     sweeper.close()
     document = (rig.dir / "janitor.catalog").read_bytes()
     assert [f't{number}"'.encode() in document for number in range(20)] == [False] * 16 + [True] * 4

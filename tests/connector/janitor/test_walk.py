@@ -105,8 +105,7 @@ def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig, engine: E
                 tried.append(rig.clock.seconds)
             super().before(call, path)
 
-    sweeper = rig.sweeper(Counted(f"{engine.root}/tenants/alice/blocks/030"))
-    rig.sweep(sweeper)
+    sweeper = rig.swept(Counted(f"{engine.root}/tenants/alice/blocks/030"))
     rig.work(sweeper, 2 * 360)
     assert 5 <= len(tried) <= 10
 
@@ -139,8 +138,7 @@ def test_a_quarantine_that_cannot_be_read_keeps_no_other_from_being_emptied(rig:
 
 def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
-    first = rig.sweeper()
-    rig.sweep(first)
+    first = rig.swept()
     first.close()
     rig.clock.move(60)
     fs = Unreadable(str(rig.dir))
@@ -161,8 +159,7 @@ def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_
 ) -> None:
     fill(engine)
     place = f"{engine.root}/tenants/alice/blocks/030"
-    first = rig.sweeper(Unreadable(place))
-    rig.sweep(first)
+    first = rig.swept(Unreadable(place))
     first.close()
     second = rig.sweeper(Unreadable(place), verify_seconds=100.0)
     rig.work(second, 60)

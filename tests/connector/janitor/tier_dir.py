@@ -147,6 +147,12 @@ class Rig:
         sweeper.open()
         return sweeper
 
+    def swept(self, fs: FileSystem | None = None, **changes: Any) -> Sweeper:
+        """Return a janitor that has done all that is to be done now."""
+        sweeper = self.sweeper(fs, **changes)
+        self.sweep(sweeper)
+        return sweeper
+
     def work(self, sweeper: Sweeper, steps: int, *, seconds: float = 10) -> None:
         """Let it take some steps, with so much time before each."""
         for _ in range(steps):
