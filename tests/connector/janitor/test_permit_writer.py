@@ -62,7 +62,7 @@ def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig)
     for _ in range(5000):
         writer = new_token()
         (directory.parent / journal_path(JournalName(writer, 0))).write_bytes(encode_head(writer, 1))
-    sweeper = rig.swept(max_bytes=GIB)
+    rig.swept(max_bytes=GIB)
     assert permit_of(rig).bytes == GIB // 16
 
 
