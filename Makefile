@@ -104,7 +104,7 @@ fresh: venv ## generated files agree with the code
 	.venv/bin/python .ci/metrics.py --check
 	$(RUN) kvtier_monitoring --check
 	.venv/bin/python .ci/image_locks.py --check
-	PYTHONPATH=. $(RUN) e2e.backends.page --check
+	PYTHONPATH=. $(RUN) e2e.backends --check
 	.venv/bin/python .ci/figures.py --check
 
 generate: venv ## rewrite the CRD, the API reference and the list of metrics from the code
@@ -115,7 +115,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	$(RUN) kvtier_monitoring --write
 	.venv/bin/python .ci/image_locks.py --write
 	PYTHONPATH=. $(RUN) e2e.matrix --write
-	PYTHONPATH=. $(RUN) e2e.backends.page --write
+	PYTHONPATH=. $(RUN) e2e.backends --write
 	.venv/bin/python .ci/figures.py --write
 
 golden: venv ## rewrite the golden manifests and plans; review the diff
@@ -148,8 +148,8 @@ bench-operator: venv ## an operator where 1,000 and 10,000 tiers, 5,000 pods and
 	PYTHONPATH=. exec $(RUN) e2e.bench.operator_scale --out "$(DATA)/bench-operator/scale.jsonl"
 
 bench-janitor: venv ## the janitor at a million blocks, and under kill -9 for ten minutes
-	PYTHONPATH=.:e2e/netfs .venv/bin/python e2e/bench/janitor.py million --out "$(DATA)/bench/janitor-million.json"
-	PYTHONPATH=.:e2e/netfs .venv/bin/python e2e/bench/janitor.py stress --out "$(DATA)/bench/janitor-stress.json"
+	PYTHONPATH=. $(RUN) e2e.bench.janitor --out "$(DATA)/bench/janitor-million.json"
+	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.stress --kind local --out "$(DATA)/bench/janitor-stress.json"
 
 test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu SPLIT_HITS=Auto; then `make generate`
 	PYTHONPATH=. $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --split-hits "$(or $(SPLIT_HITS),Off)" --data "$(DATA)/matrix"

@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from e2e.matrix import rendering, weights
+from e2e.bench.report import table_row
+from e2e.engines import weights
+from e2e.engines.process import EngineEnded
+from e2e.engines.weights import SHAPES
+from e2e.matrix import rendering
 from e2e.matrix.asking import Request, tokens
-from e2e.matrix.cases import SHAPES
-from e2e.matrix.engine import EngineEnded, ForkedEngine, Round, prepare
+from e2e.matrix.engine import ForkedEngine, Round, prepare
 from e2e.matrix.proof import is_tie
 from e2e.matrix.rendering import PASSWORD, Rendered
 from pydantic import BaseModel
@@ -33,7 +36,8 @@ from pydantic import BaseModel
 from kvtier_operator.parts.connectors.rendering import ON_CPU_BUILD, ON_DEVICE
 
 RESULTS: Final = Path(__file__).with_name("results")
-HITS: Final = "external_prefix_cache_hits_total"
+PAGE: Final = RESULTS / "README.md"
+TEMPLATE: Final = Path(__file__).with_name("backends.md.in")
 CHUNK_TOKENS: Final = 256
 """LMCache's: the end of a prompt that fills none may be computed."""
 TRIES: Final = 5
@@ -189,7 +193,7 @@ def measure(bench: BackendBench, case: BackendCase, result: dict[str, Any]) -> N
         engine.forget()
         answer = engine.ask([prompt])
     result["hit_ms"] = statistics.median(took for took, _ in hits)
-    result["hit_tokens"] = {HITS: max(found.counts.get(_EXTERNAL, 0) for _, found in hits)}
+    result["hit_tokens"] = max(found.counts.get(_EXTERNAL, 0) for _, found in hits)
     result["same_tokens"] = all(_agree(found, cold) for _, found in hits)
     if not case.is_shared:
         return
@@ -198,7 +202,7 @@ def measure(bench: BackendBench, case: BackendCase, result: dict[str, Any]) -> N
         first_token(engine, bench.prompt(98))
         first_token(engine, bench.prompt(99))  # which the first engine has computed, too: the way of a hit is warm
         result["replica_ms"], found = first_token(engine, prompt)
-        result["replica_hit_tokens"] = {HITS: found.counts.get(_EXTERNAL, 0)}
+        result["replica_hit_tokens"] = found.counts.get(_EXTERNAL, 0)
         result["same_tokens"] &= _agree(engine.ask([prompt]), answer)
 
 
@@ -252,10 +256,9 @@ def measure_pair(bench: BackendBench, case: BackendCase, result: dict[str, Any])
         decode.forget()
         result["same_tokens"] = is_same and _agree(gone, decode.ask([prompt]))
         result["handed_over_bytes"] = handed.counts.get(_BYTES, 0)
-        result["hit_tokens"] = {HITS: again.counts.get(_EXTERNAL, 0)}
+        result["hit_tokens"] = again.counts.get(_EXTERNAL, 0)
         # Blocks that came from the volume must not have been handed over.
-        found = 0 if read.counts.get(_BYTES) else read.counts.get(_EXTERNAL, 0)
-        result["replica_hit_tokens"] = {HITS: found}
+        result["replica_hit_tokens"] = 0 if read.counts.get(_BYTES) else read.counts.get(_EXTERNAL, 0)
         result["volume_blocks"] = read.counts.get(_READ, 0)
 
 
@@ -284,11 +287,10 @@ def problems(case: BackendCase, result: Mapping[str, Any]) -> list[str]:
     """Return what is not as promised: each case hits, its tokens are equal, and what is shared is read by another."""
     if "problem" in result:
         return [str(result["problem"])]
-    found = [result.get(name, {}).get(HITS, 0) for name in ("hit_tokens", "replica_hit_tokens")]
     told = {
         "tokens differ": result["same_tokens"],
-        "no hit": found[0],
-        "another engine found nothing": found[1] or not case.is_shared,
+        "no hit": result.get("hit_tokens"),
+        "another engine found nothing": result.get("replica_hit_tokens") or not case.is_shared,
         "nothing was handed over": case.decode is None or result["handed_over_bytes"],
     }
     return [problem for problem, is_well in told.items() if not is_well]
@@ -303,6 +305,50 @@ def keep(path: Path, bench: BackendBench, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
+NEVER: Final = ("FlexKV",)
+
+
+def measured() -> str:
+    """Return the page of what was measured of each connector."""
+    rows = []
+    for device, name in (("H200", "h200.json"), ("CPU", "cpu.json")):
+        found = json.loads((RESULTS / name).read_text())
+        cases = sorted(found["cases"], key=lambda each: list(CASES).index(each["title"]))
+        rows += [_row(device, result, found["prompt_tokens"]) for result in cases]
+    rows += [table_row([f"`{title}`", "never in an engine", *[""] * 5]) for title in NEVER]
+    return TEMPLATE.read_text().format(rows="".join(rows))
+
+
+def _row(device: str, result: Mapping[str, Any], prompt_tokens: int) -> str:
+    case = CASES[result["title"]]
+    name, _, how = case.title.partition(", ")
+    shown = f"`{name}`, {how}" if how else f"`{name}`"
+    if "problem" in result:
+        return table_row([shown, device, result["problem"], *[""] * 4])
+    if result.get("memcpy"):
+        device = f"{device}, copied by a class of the test"
+    if "beside" in result:
+        device = f"{device}, {result['beside']}"
+    # Older runs asked for eight tokens more, and counted them as well.
+    read = min(prompt_tokens, int(result.get("replica_hit_tokens", 0)))
+    cold, hit = (
+        result.get(f"{one}_ms", result.get(f"{other}_ms")) for one, other in (("cold", "computed"), ("hit", "tier"))
+    )
+    if case.decode is not None:
+        another = (
+            f"handed over in {result['handed_over_ms']:.0f} ms; from the volume, {read:,.0f} tokens in "
+            f"{result['volume_blocks']:.0f} blocks, in {result['volume_ms']:.0f} ms"
+        )
+    elif "replica_ms" in result or read:
+        took = f" in {result['replica_ms']:.0f} ms" if "replica_ms" in result else ""
+        another = f"read {read:,} tokens{took}" if read else f"computed{took}"
+    else:
+        another = "not asked" if case.is_shared else "nothing to read"
+    restart = "as another replica" if read else another
+    cells = [f"{cold:.0f}", f"{hit:.0f}", restart if case.is_shared or case.decode else "nothing is kept", another]
+    return table_row([shown, device, *cells, case.lies])
+
+
 def main() -> None:
     """Run the cases that were named, or all of the device."""
     parser = argparse.ArgumentParser(prog="python -m e2e.backends", description=__doc__)
@@ -310,7 +356,15 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS / "cpu.json", help="file that keeps the figures")
     parser.add_argument("--work", type=Path, default=Path(".kvtier/backends"), help="for models, volumes and logs")
+    parser.add_argument("--write", action="store_true", help="run nothing: write results/README.md")
+    parser.add_argument("--check", action="store_true", help="run nothing: exit with 1 where that is another")
     options = parser.parse_args()
+    if options.write:
+        PAGE.write_text(measured())
+    if options.check and measured() != PAGE.read_text():
+        sys.exit(f"{PAGE} is stale: run `make generate`")
+    if options.write or options.check:
+        return
     os.environ["LMCACHE_TRACK_USAGE"] = "false"
     prepare(device=options.device)
     wrong = []

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compared backends: each as the ``kv_transfer_config`` of an engine, and the environment it needs."""
+"""The compared backends: each as the ``kv_transfer_config`` of an engine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,19 +87,4 @@ def _kvtier(directory: Path, offload: Offload) -> dict[str, Any]:
         "type": "SharedVolumeTier",
         "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
         "config_file": str(path),
-    }
-
-
-def environment(repository: Path) -> dict[str, str]:
-    """Return the environment of an engine's process."""
-    paths = [str(repository), str(repository / "connector"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PYTHONHASHSEED": "0",
-        "PYTHONWARNINGS": "ignore",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # The CPU build reserves more cores with offloading than without: other speed, and other rounding.
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     }

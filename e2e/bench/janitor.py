@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The janitor benchmark: ``python e2e/bench/janitor.py million|stress --out FILE``.
+"""The janitor benchmark: ``python -m e2e.bench.janitor --out FILE``, the janitor as a process with a million blocks.
 
-million: the janitor as a process with a million blocks. It measures the first count, a restart, the cost at rest and a
-sweep that frees a quarter. Memory and processor time come from /proc, system calls from strace.
-
-stress: `e2e.bench.stress` in a local directory. The exit status is 1 when one of its promises did not hold.
+It measures the first count, a restart, the cost at rest and a sweep that frees a quarter. Memory and processor time
+come from /proc, system calls from strace.
 """
 
 from __future__ import annotations
@@ -15,17 +13,15 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from e2e.bench.stress import LocalDirectory, stress
+from e2e.bench.processes import MeasuredProcess, running, until
 
 from kvtier_connector.contract.janitor import JanitorConfig, encode
 from kvtier_connector.store.fs import LOCAL, make_directories
@@ -34,7 +30,6 @@ from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import JournalLimits, JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey, Home, Lineage, block_path
 
-TICKS = os.sysconf("SC_CLK_TCK")
 WINDOW_SECONDS = 30.0
 """System calls are counted over so long at a time."""
 CHAIN = 16
@@ -80,30 +75,18 @@ def fill(tier_dir: Path, digest: str, *, blocks: int, payload_bytes: int, writer
     return root
 
 
-class Process:
-    """The janitor as a process."""
+class Janitor:
+    """The janitor as a process, once it serves."""
 
-    def __init__(self, config_file: Path, log: Path) -> None:
-        """Start it and wait until it serves."""
-        self.log = log
-        self.started = time.monotonic()
-        with log.open("w") as sink:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "kvtier_connector.janitor", "--config", str(config_file)],
-                stdout=sink,
-                stderr=sink,
-            )
-        self.wait(lambda: "serving on port" in log.read_text(), 60)
-        self.port = int(re.findall(r"serving on port (\d+)", log.read_text())[0])
+    def __init__(self, measured: MeasuredProcess) -> None:
+        """Wait until it serves."""
+        self.measured = measured
+        self.wait(lambda: "serving on port" in measured.log.read_text(), 60)
+        self.port = int(re.findall(r"serving on port (\d+)", measured.log.read_text())[0])
 
     def wait(self, is_so: Callable[[], bool], seconds: float) -> float:
         """Wait until it is so, and return the seconds that took."""
-        began = time.monotonic()
-        while not is_so():
-            if time.monotonic() - began > seconds or self.popen.poll() is not None:
-                raise TimeoutError(self.log.read_text()[-2000:])
-            time.sleep(0.1)
-        return time.monotonic() - began
+        return until(is_so, seconds=seconds, pause=0.1)
 
     def usage(self) -> dict[str, Any]:
         """Return what it says at /usage."""
@@ -111,20 +94,14 @@ class Process:
             document: dict[str, Any] = json.load(answer)
         return document
 
-    def cpu_seconds(self) -> float:
-        """Return what it took of all cores so far."""
-        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
-
     def memory_mib(self, which: str) -> float:
         """Return one of the numbers of /proc: VmRSS now, VmHWM at most so far."""
-        status = Path(f"/proc/{self.popen.pid}/status").read_text()
-        return int(re.findall(rf"{which}:\s+(\d+) kB", status)[0]) / 1024
+        return self.measured.memory_bytes(which) / 2**20
 
     def syscalls_per_second(self, seconds: float) -> float:
         """Count system calls of all threads for so long."""
         counted = subprocess.run(
-            ["timeout", "-s", "INT", str(seconds), "strace", "-c", "-f", "-p", str(self.popen.pid)],
+            ["timeout", "-s", "INT", str(seconds), "strace", "-c", "-f", "-p", str(self.measured.process.pid)],
             capture_output=True,
             text=True,
             check=False,
@@ -133,13 +110,6 @@ class Process:
         if not totals:
             raise RuntimeError(f"strace counted nothing: {counted.stderr[-500:]}")
         return int(totals[0]) / seconds
-
-    def stop(self) -> float:
-        """End it, and return the seconds that took."""
-        began = time.monotonic()
-        self.popen.send_signal(signal.SIGTERM)
-        self.popen.wait(120)
-        return time.monotonic() - began
 
 
 def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
@@ -157,65 +127,61 @@ def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
     config = JanitorConfig(tier="ns/bench", tier_dir=str(tier_dir), current="aa", http_port=0)
     config_file = data / "janitor.json"
     config_file.write_text(encode(config))
-    process = Process(config_file, data / "first.log")
-    result["first_count_seconds"] = process.wait(lambda: process.usage()["is_counted"], 1800)
-    result["first_count_cpu_seconds"] = process.cpu_seconds()
-    assert process.usage()["blocks"] == blocks, process.usage()
-    result["first_count_rss_mib"] = process.memory_mib("VmHWM")
-    result["stop_seconds"] = process.stop()
-    result["ledger_bytes"] = (tier_dir / "janitor.catalog").stat().st_size
+    command = ("kvtier_connector.janitor", "--config", str(config_file))
+    with running(data / "first.log", *command) as process:
+        janitor = Janitor(process)
+        result["first_count_seconds"] = janitor.wait(lambda: janitor.usage()["is_counted"], 1800)
+        result["first_count_cpu_seconds"] = process.cpu_seconds()
+        assert janitor.usage()["blocks"] == blocks, janitor.usage()
+        result["first_count_rss_mib"] = janitor.memory_mib("VmHWM")
+        began = time.monotonic()
+    result["stop_seconds"] = time.monotonic() - began
+    result["catalog_bytes"] = (tier_dir / "janitor.catalog").stat().st_size
 
-    process = Process(config_file, data / "second.log")
-    result["restart_seconds"] = process.wait(lambda: process.usage()["is_counted"], 600)
-    time.sleep(20)
-    before, began = process.cpu_seconds(), time.monotonic()
-    time.sleep(60)
-    result["idle_cpu_percent"] = 100 * (process.cpu_seconds() - before) / (time.monotonic() - began)
-    windows = [process.syscalls_per_second(WINDOW_SECONDS) for _ in range(max(1, round(idle_seconds / WINDOW_SECONDS)))]
-    result["idle_syscalls_per_second"] = sum(windows) / len(windows)
-    result["idle_syscalls_per_second_in_the_worst_30_s"] = max(windows)
-    result["idle_rss_mib"] = process.memory_mib("VmRSS")
+    with running(data / "second.log", *command) as process:
+        again = Janitor(process)
+        result["restart_seconds"] = again.wait(lambda: again.usage()["is_counted"], 600)
+        time.sleep(20)
+        before, began = process.cpu_seconds(), time.monotonic()
+        time.sleep(60)
+        result["idle_cpu_percent"] = 100 * (process.cpu_seconds() - before) / (time.monotonic() - began)
+        windows = max(1, round(idle_seconds / WINDOW_SECONDS))
+        calls = [again.syscalls_per_second(WINDOW_SECONDS) for _ in range(windows)]
+        result["idle_syscalls_per_second"] = sum(calls) / len(calls)
+        result["idle_syscalls_per_second_in_the_worst_30_s"] = max(calls)
+        result["idle_rss_mib"] = again.memory_mib("VmRSS")
 
-    limit = int(blocks * (HEADER_BYTES + payload))
-    before = process.cpu_seconds()
-    config_file.write_text(encode(replace(config, max_bytes=limit, high_watermark=0.9, low_watermark=0.75)))
-    result["sweep_seconds"] = process.wait(lambda: process.usage()["blocks"] <= blocks * 0.75, 1800)
-    result["sweep_cpu_seconds"] = process.cpu_seconds() - before
-    result["sweep_peak_rss_mib"] = process.memory_mib("VmHWM")
-    result["freed_blocks"] = blocks - process.usage()["blocks"]
-    process.stop()
-    files = sum(len(names) for _, _, names in os.walk(tier_dir / "aa" / "blocks"))
-    assert files == blocks - result["freed_blocks"], (files, result)
-    result["files_left"] = files
+        limit = int(blocks * (HEADER_BYTES + payload))
+        before = process.cpu_seconds()
+        config_file.write_text(encode(replace(config, max_bytes=limit, high_watermark=0.9, low_watermark=0.75)))
+        result["sweep_seconds"] = again.wait(lambda: again.usage()["blocks"] <= blocks * 0.75, 1800)
+        result["sweep_cpu_seconds"] = process.cpu_seconds() - before
+        result["sweep_peak_rss_mib"] = again.memory_mib("VmHWM")
+        result["freed_blocks"] = blocks - again.usage()["blocks"]
+    result["files_left"] = sum(len(names) for _, _, names in os.walk(tier_dir / "aa" / "blocks"))
+    assert result["files_left"] == blocks - result["freed_blocks"], result
     return result
 
 
-def main() -> int:
-    """Run one of the two, print its figures, and remove its files; return 1 when something did not hold."""
+def main() -> None:
+    """Print the figures, and remove the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("million", "stress"))
     parser.add_argument("--data", type=Path, default=Path("/dev/shm/kvtier-janitor-bench"))
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="of million")
-    parser.add_argument("--seconds", type=float, help="at rest (150), or of stress (600)")
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=150.0, help="at rest")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     shutil.rmtree(options.data, ignore_errors=True)
     options.data.mkdir(parents=True)
     try:
-        if options.what == "million":
-            result = million(options.data, options.blocks, options.seconds or 150.0)
-        else:
-            run = stress(LocalDirectory.name, options.seconds or 600.0, seed=1)
-            result = {"date": time.strftime("%Y-%m-%d"), **asdict(run)}
+        text = json.dumps(million(options.data, options.blocks, options.seconds), indent=2)
     finally:
         shutil.rmtree(options.data, ignore_errors=True)
-    text = json.dumps(result, indent=2)
     print(text)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n")
-    return 1 if result.get("problems") else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

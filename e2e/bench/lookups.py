@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from e2e.bench.processes import kernel_number
+
 from kvtier_connector.io_workers.lookups import BlockQuery, Found, LookupWorker
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.fs import FileSystem
@@ -80,8 +82,7 @@ class MeasuredWorker:
 
     def status(self, field: str) -> int:
         """Return a number of the kernel about the worker's process."""
-        lines = Path(f"/proc/{self._process}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+        return kernel_number(self._process, field)
 
     def _children(self) -> set[str]:
         return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())

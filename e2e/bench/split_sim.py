@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from e2e.bench import report
 
@@ -322,23 +322,20 @@ def draw(path: Path, *, tokens: int = 32_768, rate: float = 4e9) -> None:
     prompt = Prompt(0.0, tokens + 100, tokens, 1)
     Simulation([prompt], "split by arrival", rate / TOKEN_BYTES, watch=watch).run()
     computed, loaded = computing(0, tokens + 100), tokens * TOKEN_BYTES / rate
-    if (pyplot := report.make_pyplot()) is None:
-        return
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     times, heads, tails = zip(*course, strict=True)
-    axes.fill_between(times, 0, heads, label="head: computed by the GPU", color="#e8710a", alpha=0.7)
-    axes.fill_between(times, tails, tokens, label="tail: read from the volume", color="#1a73e8", alpha=0.7)
-    axes.axvspan(times[-1], goes_on[0], color="#9334e6", alpha=0.5, label="join: the tail is copied to the GPU")
-    axes.axvline(loaded, color="#1a73e8", linestyle="--", label="the volume alone would have read all")
-    axes.axvline(computed, color="#e8710a", linestyle="--", label="the GPU alone would have computed all")
-    title = (
-        f"One split hit: {tokens:,} tokens, 8B on an H200, {rate / 1e9:g} GB/s; first token at {prompt.first_at:.2f} s"
-    )
-    axes.set(title=title, xlabel="seconds since the request", ylabel="position in the prompt, tokens", ylim=(0, tokens))
-    axes.set_xlim(0, 1.04 * max(computed, loaded))
-    axes.legend(loc="center right", fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+
+    def picture(axes: Any) -> None:
+        axes.fill_between(times, 0, heads, label="head: computed by the GPU", color="#e8710a", alpha=0.7)
+        axes.fill_between(times, tails, tokens, label="tail: read from the volume", color="#1a73e8", alpha=0.7)
+        axes.axvspan(times[-1], goes_on[0], color="#9334e6", alpha=0.5, label="join: the tail is copied to the GPU")
+        axes.axvline(loaded, color="#1a73e8", linestyle="--", label="the volume alone would have read all")
+        axes.axvline(computed, color="#e8710a", linestyle="--", label="the GPU alone would have computed all")
+        axes.set_xlim(0, 1.04 * max(computed, loaded))
+
+    ends = f"first token at {prompt.first_at:.2f} s"
+    title = f"One split hit: {tokens:,} tokens, 8B on an H200, {rate / 1e9:g} GB/s; {ends}"
+    axis = "position in the prompt, tokens"
+    report.chart(path, picture, title=title, xlabel="seconds since the request", ylabel=axis, ylim=(0, tokens))
 
 
 def main() -> None:

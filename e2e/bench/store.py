@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import mmap
 import os
+import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,11 +61,6 @@ class Region:
         self._array[:] = np.frombuffer(generator.bytes(self._array.nbytes), dtype=np.uint8)
         self._digests = [hashlib.sha256(self.row(number)).digest() for number in range(blocks)]
 
-    @property
-    def bytes(self) -> int:
-        """Of all blocks."""
-        return self.blocks * self.block_bytes
-
     def view(self) -> memoryview:
         """Return the whole buffer."""
         return memoryview(self.memory)
@@ -89,30 +86,32 @@ class Contestant(ABC):
     is_one_thread: ClassVar[bool] = False
     """Whether more threads change nothing."""
 
-    def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
-        """Store the settings."""
+    def __init__(self, directory: Path, region: Region, *, threads: int, is_direct: bool) -> None:
+        """Start what a load or store of so many threads needs; this is not measured."""
+        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.region = region
+        self.threads = threads
         self.is_direct = is_direct
         self.keys = [BlockKey(hashlib.sha256(number.to_bytes(8, "big")).digest(), 0) for number in range(region.blocks)]
+        self.open()
+
+    def open(self) -> None:
+        """Start threads, which start when there is work for them."""
+        self._pool = ThreadPoolExecutor(self.threads)
+        list(self._pool.map(time.sleep, [0.01] * self.threads))
+
+    def close(self) -> None:
+        """End what was started."""
+        self._pool.shutdown()
 
     @abstractmethod
-    def load(self, pool: ThreadPoolExecutor) -> None:
+    def load(self) -> None:
         """Bring every block from the directory into the region."""
 
     @abstractmethod
-    def store(self, pool: ThreadPoolExecutor) -> None:
+    def store(self) -> None:
         """Write every block of the region to the directory."""
-
-    def prepare(self, threads: int) -> None:  # noqa: B027 - most need nothing
-        """Start what a load or store of so many threads needs; this is not measured."""
-
-    def close(self) -> None:  # noqa: B027 - most need nothing
-        """End what `prepare` started."""
-
-    def path(self, number: int) -> str:
-        """Return where a contestant without a layout of its own keeps a block."""
-        return f"{self.directory}/{number % 64:02x}/{number:08x}.bin"
 
 
 class Plain(Contestant):
@@ -120,76 +119,65 @@ class Plain(Contestant):
 
     name = report.PLAIN
 
-    def load(self, pool: ThreadPoolExecutor) -> None:
+    def load(self) -> None:
         """Read each file into its row."""
-        _all(pool, self._read, self.region.blocks)
+        self._all(os.O_RDONLY, os.preadv)
 
-    def store(self, pool: ThreadPoolExecutor) -> None:
+    def store(self) -> None:
         """Write each row to its file."""
-        _all(pool, self._write, self.region.blocks)
+        self._all(os.O_WRONLY | os.O_CREAT, os.pwritev)
 
-    def _read(self, number: int) -> None:
-        with self._open(number, os.O_RDONLY) as fd:
-            done = os.preadv(fd, [self.region.row(number)], 0)
-        assert done == self.region.block_bytes
+    def _all(self, flags: int, move: Callable[[int, list[memoryview], int], int]) -> None:
+        def act(number: int) -> None:
+            path = f"{self.directory}/{number % 64:02x}/{number:08x}.bin"
+            if flags & os.O_CREAT:
+                os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - thousands of them
+            fd = os.open(path, flags | (O_DIRECT if self.is_direct else 0), 0o600)
+            try:
+                assert move(fd, [self.region.row(number)], 0) == self.region.block_bytes
+            finally:
+                os.close(fd)
 
-    def _write(self, number: int) -> None:
-        os.makedirs(os.path.dirname(self.path(number)), exist_ok=True)  # noqa: PTH103, PTH120 - thousands of them
-        with self._open(number, os.O_WRONLY | os.O_CREAT) as fd:
-            done = os.pwritev(fd, [self.region.row(number)], 0)
-        assert done == self.region.block_bytes
-
-    @contextlib.contextmanager
-    def _open(self, number: int, flags: int) -> Iterator[int]:
-        fd = os.open(self.path(number), flags | (O_DIRECT if self.is_direct else 0), 0o600)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        list(self._pool.map(act, range(self.region.blocks)))
 
 
 class KvtierWorkers(Contestant):
     """Ours as the engine uses it: as many processes as the others have threads, each with a buffer of its own."""
 
     name = report.OURS
-    _pool: WorkerPool
 
-    def prepare(self, threads: int) -> None:
+    def open(self) -> None:
         """Start the processes and wait until all are ready."""
         region = self.region
         rows = region.view().cast("B", (region.blocks, region.block_bytes))
         permit = StorePermit(str(self.directory / PERMIT_FILE), VolumeClock())
         permit.is_needed = False
-        self._pool = WorkerPool(
-            PoolSettings(root=str(self.directory / GENERATION), workers=threads, deadline_seconds=60.0),
-            permit=permit,
-            breaker=Breaker(),
-            rows=rows,
-            regions=[Rows(region.file, 0, region.blocks)],
-        )
+        settings = PoolSettings(root=str(self.directory / GENERATION), workers=self.threads, deadline_seconds=60.0)
+        regions = [Rows(region.file, 0, region.blocks)]
+        self._workers = WorkerPool(settings, permit=permit, breaker=Breaker(), rows=rows, regions=regions)
         rows.release()
-        self._pool.start()
+        self._workers.start()
         # An engine needs one of them; here all are measured.
-        while not all(self._pool._is_worker_ready(number) for number in range(threads)):  # noqa: SLF001 - as said
+        while not all(self._workers._is_worker_ready(number) for number in range(self.threads)):  # noqa: SLF001 - as said
             time.sleep(0.01)
 
     def close(self) -> None:
         """End the processes."""
-        self._pool.close(10.0)
+        self._workers.close(10.0)
 
-    def load(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
+    def load(self) -> None:
         """Load each block."""
         self._run(Lane.LOAD, Hit)
 
-    def store(self, pool: ThreadPoolExecutor) -> None:  # noqa: ARG002 - processes take the threads' place
+    def store(self) -> None:
         """Save each block."""
         self._run(Lane.STORE, Stored)
 
     def _run(self, lane: Lane, wanted: type[Hit | Stored]) -> None:
-        self._pool.submit(enumerate([Task(lane, key, row) for row, key in enumerate(self.keys)]))
+        self._workers.submit(enumerate([Task(lane, key, row) for row, key in enumerate(self.keys)]))
         left = len(self.keys)
         while left:
-            for done in self._pool.collect():
+            for done in self._workers.collect():
                 assert isinstance(done.outcome, wanted), done
                 left -= 1
             # An engine's steps take longer; it has a processor of its own, which the volume's programs lack here.
@@ -202,47 +190,31 @@ class FsJob(Contestant):
     name = report.STOCK
     is_one_thread = True
 
-    def __init__(self, directory: Path, region: Region, *, is_direct: bool) -> None:
+    def open(self) -> None:
         """Find the code; raise ImportError where vLLM is not installed."""
-        super().__init__(directory, region, is_direct=is_direct)
         from vllm.v1.kv_offload.tiering.fs import io
 
-        self.io: Any = io
+        self._io: Any = io
 
-    def path(self, number: int) -> str:
-        """Return where vLLM's tier keeps a block, below its own directory."""
-        name = self.keys[number].hash.hex()
-        return f"{self.directory}/{name[:3]}/{name[3:5]}_g0/{name}.bin"
+    def close(self) -> None:
+        """Do nothing."""
 
-    def load(self, pool: ThreadPoolExecutor) -> None:
+    def load(self) -> None:
         """Load every block in one call."""
-        pool.submit(self._load, list(range(self.region.blocks))).result()
+        self._io.batch_load_block(*self._arguments())
 
-    def store(self, pool: ThreadPoolExecutor) -> None:
+    def store(self) -> None:
         """Store every block in one call."""
-        pool.submit(self._store, list(range(self.region.blocks))).result()
+        self._io.batch_store_block(*self._arguments())
 
-    def _load(self, numbers: list[int]) -> None:
-        self.io.batch_load_block(*self._arguments(numbers))
-
-    def _store(self, numbers: list[int]) -> None:
-        self.io.batch_store_block(*self._arguments(numbers))
-
-    def _arguments(self, numbers: list[int]) -> tuple[list[str], memoryview, list[int], int, bool]:
-        size = self.region.block_bytes
-        return [self.path(n) for n in numbers], self.region.view(), [n * size for n in numbers], size, self.is_direct
+    def _arguments(self) -> tuple[list[str], memoryview, list[int], int, bool]:
+        size, names = self.region.block_bytes, [key.hash.hex() for key in self.keys]
+        # As vLLM's tier names them, below its own directory.
+        paths = [f"{self.directory}/{name[:3]}/{name[3:5]}_g0/{name}.bin" for name in names]
+        return paths, self.region.view(), [size * number for number in range(len(paths))], size, self.is_direct
 
 
-CONTESTANTS: tuple[type[Contestant], ...] = (
-    Plain,
-    KvtierWorkers,
-    FsJob,
-)
-
-
-def _all(pool: ThreadPoolExecutor, task: Any, count: int) -> None:
-    for future in [pool.submit(task, number) for number in range(count)]:
-        future.result()
+CONTESTANTS: tuple[type[Contestant], ...] = (Plain, KvtierWorkers, FsJob)
 
 
 class Bench:
@@ -260,48 +232,36 @@ class Bench:
     def run(self, chunk_mib: float, job_mib: int, threads: Sequence[int], repetitions: int) -> None:
         """Measure blocks of one size."""
         region = Region(max(1, int(job_mib / chunk_mib)), int(chunk_mib * MIB))
-        classes = [kind for kind in CONTESTANTS if self._can_run(kind, region)]
+        classes: list[type[Contestant]] = []
         try:
-            with ThreadPoolExecutor(1) as pool:
-                for kind in classes:
-                    writer = self._contestant(kind, region)
-                    writer.prepare(1)
-                    writer.store(pool)
-                    writer.close()
-            for count in threads:
-                with ThreadPoolExecutor(count) as pool:
-                    # Threads start when there is work for them; that is not what is measured.
-                    list(pool.map(time.sleep, [0.01] * count))
-                    for repetition in range(repetitions):
-                        turn = repetition % len(classes)
-                        for kind in [*classes[turn:], *classes[:turn]]:
-                            if not kind.is_one_thread or count == threads[0]:
-                                self._measure(kind, region, pool, count, repetition)
+            for kind in CONTESTANTS:
+                try:
+                    with self._contestant(kind, region, 1) as writer:
+                        writer.store()
+                    classes.append(kind)
+                except ImportError as error:
+                    self._log.say(f"{kind.name}: left out: {error}")
+            for count, repetition in itertools.product(threads, range(repetitions)):
+                turn = repetition % len(classes)
+                for kind in [*classes[turn:], *classes[:turn]]:
+                    if not kind.is_one_thread or count == threads[0]:
+                        self._measure(kind, region, count, repetition)
         finally:
-            volumes.clear(self._directory)
+            shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _measure(
-        self, kind: type[Contestant], region: Region, pool: ThreadPoolExecutor, threads: int, repetition: int
-    ) -> None:
-        reader = self._contestant(kind, region)
-        if self._volume == "disk":
-            volumes.forget_pages(reader.directory)
-        region.erase()
-        reader.prepare(threads)
-        began = time.perf_counter()
-        reader.load(pool)
-        self._record(kind, region, "load", threads, repetition, time.perf_counter() - began)
-        reader.close()
-        if not region.is_intact():
-            raise AssertionError(f"{kind.name}: the load did not bring what was written")
-        writer = kind(self._directory / f"stored-by-{kind.__name__}", region, is_direct=self._is_direct)
-        writer.directory.mkdir()
-        writer.prepare(threads)
-        began = time.perf_counter()
-        writer.store(pool)
-        self._record(kind, region, "store", threads, repetition, time.perf_counter() - began)
-        writer.close()
-        volumes.clear(writer.directory)
+    def _measure(self, kind: type[Contestant], region: Region, threads: int, repetition: int) -> None:
+        for way in ("load", "store"):
+            with self._contestant(kind, region, threads, "" if way == "load" else "stored-by-") as contestant:
+                if way == "load":
+                    if self._volume == "disk":
+                        volumes.forget_pages(contestant.directory)
+                    region.erase()
+                began = time.perf_counter()
+                getattr(contestant, way)()
+                self._record(kind, region, way, threads, repetition, time.perf_counter() - began)
+            if not region.is_intact():
+                raise AssertionError(f"{kind.name}: the load did not bring what was written")
+        shutil.rmtree(contestant.directory, ignore_errors=True)
 
     def _record(  # noqa: PLR0913, PLR0917 - one measurement has this many names
         self, kind: type[Contestant], region: Region, way: str, threads: int, repetition: int, seconds: float
@@ -315,22 +275,20 @@ class Bench:
                 "chunk_mib": region.block_bytes / MIB,
                 "threads": 0 if kind.is_one_thread else threads,
                 "repetition": repetition,
-                "gb_per_second": region.bytes / seconds / 1e9,
+                "gb_per_second": region.blocks * region.block_bytes / seconds / 1e9,
             }
         )
 
-    def _contestant(self, kind: type[Contestant], region: Region) -> Contestant:
-        directory = self._directory / kind.__name__
-        directory.mkdir(parents=True, exist_ok=True)
-        return kind(directory, region, is_direct=self._is_direct)
-
-    def _can_run(self, kind: type[Contestant], region: Region) -> bool:
+    @contextlib.contextmanager
+    def _contestant(
+        self, kind: type[Contestant], region: Region, threads: int, prefix: str = ""
+    ) -> Iterator[Contestant]:
+        directory = self._directory / f"{prefix}{kind.__name__}"
+        contestant = kind(directory, region, threads=threads, is_direct=self._is_direct)
         try:
-            self._contestant(kind, region)
-        except ImportError as error:
-            self._log.say(f"{kind.name}: left out: {error}")
-            return False
-        return True
+            yield contestant
+        finally:
+            contestant.close()
 
 
 def main() -> None:
@@ -350,7 +308,7 @@ def main() -> None:
                     bench.run(chunk_mib, options.job_mib, options.threads, options.repetitions)
                     log.say(f"{volume}: {chunk_mib:g} MiB measured")
         finally:
-            volumes.clear(places["tmpfs"])
+            shutil.rmtree(places["tmpfs"], ignore_errors=True)
             print(report.store_report(options.out))
 
 

@@ -29,7 +29,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar, Self
+from types import SimpleNamespace
+from typing import Any
 
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.contract.janitor import JanitorConfig, encode
@@ -47,8 +48,10 @@ from kvtier_connector.store.layout import BlockKey, Lineage, block_path
 from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 from kvtier_netfs.gluster import GlusterDistribute
 from kvtier_netfs.kinds import KINDS
-from kvtier_netfs.volume import Servers, SharedVolume, UnavailableError
+from kvtier_netfs.volume import UnavailableError
 
+LOCAL = "local"
+"""Kind of a volume that is a directory of this machine."""
 ROW_BYTES = 1 << 18
 BLOCK_BYTES = HEADER_BYTES + ROW_BYTES
 CHAIN = 6
@@ -70,17 +73,6 @@ UNDER_WAY_BYTES = ENGINES * CHAIN * BLOCK_BYTES
 _SERVER_SHARE, _JANITOR_SHARE = 0.25, 0.4
 
 
-@dataclass
-class EngineSettings:
-    """The JSON of an engine's command line."""
-
-    root: str
-    log: str
-    """Where it notes each block that was stored, and each that it read wrongly."""
-    seed: int
-    compression: str
-
-
 def key(chain: int, position: int) -> BlockKey:
     """Return the name of a block."""
     return BlockKey(hashlib.sha256(f"{chain}/{position}".encode()).digest(), 0)
@@ -94,32 +86,22 @@ def content(of: BlockKey) -> bytes:
 class StressEngine:
     """Loads and stores chains for ever, as an engine's tier does; a second thread talks to the janitor."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        """Make a CPU tier of two chains, and workers."""
-        self._settings = settings
-        self._source = random.Random(settings.seed)
+    def __init__(self, root: str, log: str, seed: int, compression: str) -> None:
+        """Make a CPU tier of one chain, and workers; `log` gets each block that was stored, loaded or read wrongly."""
+        self._source = random.Random(seed)
         self._fd = os.memfd_create("cpu-tier")
         os.ftruncate(self._fd, CHAIN * ROW_BYTES)
         self._memory = mmap.mmap(self._fd, CHAIN * ROW_BYTES)
-        root = Path(settings.root)
-        self._journal, self._clock = JournalWriter(root), VolumeClock()
-        self._permit = StorePermit(str(root.parent / PERMIT_FILE), self._clock)
+        self._journal, self._clock = JournalWriter(Path(root)), VolumeClock()
+        self._permit = StorePermit(str(Path(root).parent / PERMIT_FILE), self._clock)
         rows = memoryview(self._memory).cast("B", (CHAIN, ROW_BYTES))
-        self._workers = WorkerPool(
-            PoolSettings(
-                root=settings.root,
-                workers=2,
-                deadline_seconds=_DEADLINE_SECONDS,
-                retry_seconds=2.0,
-                compression=settings.compression,
-            ),
-            permit=self._permit,
-            breaker=Breaker(),
-            rows=rows,
-            regions=[Region(self._fd, 0, CHAIN)],
+        settings = PoolSettings(
+            root=root, workers=2, deadline_seconds=_DEADLINE_SECONDS, retry_seconds=2.0, compression=compression
         )
+        regions = [Region(self._fd, 0, CHAIN)]
+        self._workers = WorkerPool(settings, permit=self._permit, breaker=Breaker(), rows=rows, regions=regions)
         rows.release()
-        self._log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._number = 0
 
     def run(self) -> None:
@@ -207,7 +189,7 @@ class StressRun:
 class Stress:
     """One run on one volume. One thread."""
 
-    def __init__(self, volume: SharedVolume | LocalDirectory, data: Path, run: StressRun, seed: int) -> None:
+    def __init__(self, volume: Any, data: Path, run: StressRun, seed: int) -> None:
         """Claim the directory of a tier."""
         self.result = run
         self._volume = volume
@@ -373,13 +355,9 @@ class Stress:
         return sum(size for _, _, size in found)
 
     def _start_engine(self, number: int) -> subprocess.Popen[bytes]:
-        settings = EngineSettings(
-            root=str(self._roots[number % 2]),
-            log=str(self._data / f"engine{number}.log"),
-            seed=self._source.getrandbits(31),
-            compression="Always" if number >= ENGINES // 2 else "Off",
-        )
-        command = [sys.executable, "-m", "e2e.bench.stress", "--engine", json.dumps(asdict(settings))]
+        log, compression = self._data / f"engine{number}.log", "Always" if number >= ENGINES // 2 else "Off"
+        settings = [str(self._roots[number % 2]), str(log), self._source.getrandbits(31), compression]
+        command = [sys.executable, "-m", "e2e.bench.stress", "--engine", json.dumps(settings)]
         path = os.pathsep.join(each or "." for each in sys.path)
         environment = {**os.environ, "PYTHONPATH": path}
         return subprocess.Popen(command, stdout=self._output, stderr=self._output, env=environment)
@@ -410,24 +388,11 @@ def _files(directory: Path) -> set[tuple[str, int, int]]:
     return found
 
 
-class LocalDirectory:
-    """Stands for a volume that has no servers."""
-
-    name: ClassVar[str] = "local"
-    serving: tuple[str, ...] = ()
-    servers: Servers
-
-    def __init__(self, directory: Path) -> None:
-        """Store."""
-        self.a = self.b = directory
-
-    def __enter__(self) -> Self:
-        """Make the directory."""
-        self.a.mkdir(parents=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the directory: its parent is temporary."""
+@contextlib.contextmanager
+def local_directory(directory: Path) -> Iterator[Any]:
+    """Stand for a volume that has no servers; its parent is temporary."""
+    directory.mkdir(parents=True)
+    yield SimpleNamespace(a=directory, b=directory, serving=(), servers=None)
 
 
 def stress(kind: str, seconds: float, seed: int) -> StressRun:
@@ -435,7 +400,7 @@ def stress(kind: str, seconds: float, seed: int) -> StressRun:
     run = StressRun(kind, seconds)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-stress-", ignore_cleanup_errors=True) as data,
-        (LocalDirectory if kind == LocalDirectory.name else KINDS[kind])(Path(data) / "volume") as volume,
+        (local_directory if kind == LOCAL else KINDS[kind])(Path(data) / "volume") as volume,
     ):
         what = Stress(volume, Path(data), run, seed)
         try:
@@ -450,19 +415,24 @@ def stress(kind: str, seconds: float, seed: int) -> StressRun:
 def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
-    parser.add_argument("--kind", choices=[LocalDirectory.name, *KINDS], default=GlusterDistribute.name)
+    parser.add_argument("--kind", choices=[LOCAL, *KINDS], default=GlusterDistribute.name)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="file for what is printed")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        StressEngine(EngineSettings(**json.loads(options.engine))).run()
+        StressEngine(*json.loads(options.engine)).run()
     try:
         run = stress(options.kind, options.seconds, options.seed)
     except UnavailableError as error:
         print(f"{options.kind}: {error}", file=sys.stderr)
         return 77
-    print(json.dumps(asdict(run), indent=2))
+    text = json.dumps({"date": time.strftime("%Y-%m-%d"), **asdict(run)}, indent=2)
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
     return 1 if run.problems else 0
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.bench import backends, models, report, volumes, workloads
-from e2e.bench.engines import BenchEngine, EngineFailed
+from e2e.bench import backends, report, volumes, workloads
+from e2e.bench.engines import BenchEngine
 from e2e.bench.workloads import Cell, Sizes
+from e2e.engines import weights
+from e2e.engines.process import EngineEnded
+from e2e.engines.weights import SHAPES
 
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 GPU_BLOCK_TOKENS = 16
 CELL_LIMIT_SECONDS = 150.0
 STORE_LIMIT_SECONDS = 40.0
-USER_WAVES = 3
-AT_ONCE_ROUNDS = 3
+RESTART_ROUNDS = 3
 QUIET_SECONDS = 1.5
 """Nothing stored for so long: the backend has stored all it will."""
 GRAPHS = {
@@ -75,7 +79,6 @@ class Settings:
 
     work: Path
     volume: Path
-    repository: Path
     sizes: Sizes
     stages: Mapping[str, Stage]
     engine: Mapping[str, Any]
@@ -95,145 +98,138 @@ class Settings:
 class Traffic:
     """Plays stages and records each cell. One thread, one engine at a time."""
 
+    _engine: BenchEngine
+
     def __init__(
         self, settings: Settings, log: report.Journal, start: Callable[..., BenchEngine] = BenchEngine
     ) -> None:
         """Store the settings, and what starts an engine."""
         self._settings = settings
+        self._sizes = settings.sizes
         self._log = log
         self._start = start
         self._backend = ""
         self._stage = ""
+        self._blocks = settings.volume
 
     def play(self, backend: str, name: str, cells: Sequence[str]) -> None:
         """Play one stage, with other cells than its own if some are given."""
         settings, stage = self._settings, self._settings.stages[name]
         self._backend, self._stage = backend, name
-        blocks = settings.volume / backend
+        self._blocks = settings.volume / backend
         if stage.keeps_volume:
-            volumes.forget_pages(blocks)
+            volumes.forget_pages(self._blocks)
         elif backends.has_volume(backend):
             # Data of other backends takes memory.
             for other in backends.KNOWN:
-                volumes.clear(settings.volume / other)
+                shutil.rmtree(settings.volume / other, ignore_errors=True)
         if self._remaining() <= 0:
             self._log.write(self._record("skipped"), f"{backend} {name}: no time left")
             return
         try:
-            with self._engine(backend, name, stage, blocks) as engine:
-                self._ask(engine, workloads.warm_up(settings.sizes))
-                engine.forget()
-                self._ask(engine, workloads.warm_up(settings.sizes))
+            with self._make_engine(stage) as self._engine:
+                self._ask(workloads.warm_up(self._sizes))
+                self._engine.forget()
+                self._ask(workloads.warm_up(self._sizes))
                 for cell in cells or stage.cells:
-                    if cell != PREPARE or backends.has_volume(backend):
-                        self._cell(engine, cell, blocks)
-        except EngineFailed as error:
+                    self._play_cell(cell)
+        except EngineEnded as error:
             self._log.write({**self._record("failed"), "error": str(error)}, f"{backend} {name}: {error}")
 
-    def _cell(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
-        played = {
-            Cell.CONVERSATIONS: self._conversations,
-            Cell.FITTING: self._conversations,
-            Cell.SHORT: self._short,
-            Cell.ARRIVALS: self._arrivals,
-            Cell.SHARED: self._shared,
-            Cell.SINGLE: self._single,
-            Cell.USERS: self._users,
-            Cell.NEVER: self._never,
-            PREPARE: self._prepare,
-        }
-        played[cell](engine, cell, blocks)
+    def _play_cell(self, cell: str) -> None:
+        match cell:
+            case Cell.CONVERSATIONS:
+                self._conversations(cell, self._sizes.conversations)
+            case Cell.FITTING:
+                self._conversations(cell, self._sizes.fitting_conversations)
+            case Cell.SHORT:
+                self._short(cell)
+            case Cell.ARRIVALS:
+                self._again_and_again(cell, workloads.arrivals(self._sizes))
+            case Cell.USERS:
+                self._again_and_again(cell, workloads.users(self._sizes))
+            case Cell.SHARED:
+                self._shared(cell)
+            case Cell.SINGLE:
+                self._single(cell)
+            case Cell.NEVER:
+                self._never(cell)
+            case _ if cell == PREPARE and backends.has_volume(self._backend):
+                self._prepare()
 
-    def _conversations(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
-        sizes = self._settings.sizes
-        count = sizes.conversations if cell == Cell.CONVERSATIONS else sizes.fitting_conversations
+    def _conversations(self, cell: str, count: int) -> None:
         for number in range(self._settings.rounds):
-            requests = workloads.conversations(sizes, count, first=number * count)
-            self._measure(engine, cell, requests, at_a_time=sizes.conversations_at_a_time)
-            self._empty(blocks)
+            requests = workloads.conversations(self._sizes, count, first=number * count)
+            self._measure(cell, requests, at_a_time=self._sizes.conversations_at_a_time)
+            self._empty()
 
-    def _short(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
-        sizes = self._settings.sizes
+    def _short(self, cell: str) -> None:
+        at_a_time = self._sizes.short_at_a_time
         for number in range(self._settings.rounds):
-            requests = workloads.short_prompts(sizes, first=number * sizes.short_prompts)
-            self._measure(engine, f"{cell} first", requests, at_a_time=sizes.short_at_a_time)
-            self._settle(blocks, requests)
-            self._measure(engine, cell, requests, at_a_time=sizes.short_at_a_time)
-            self._empty(blocks)
+            requests = workloads.short_prompts(self._sizes, first=number * self._sizes.short_prompts)
+            self._measure(f"{cell} first", requests, at_a_time=at_a_time)
+            self._settle(requests)
+            self._measure(cell, requests, at_a_time=at_a_time)
+            self._empty()
 
-    def _prepare(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
-        sizes = self._settings.sizes
-        requests = [
-            *workloads.arrivals(sizes),
-            *workloads.shared_prefix(sizes),
-            *workloads.singles(sizes),
-            *workloads.users(sizes),
-        ]
-        self._ask(engine, [{**request, "start": 0.0} for request in requests], at_a_time=2)
-        self._settle(blocks, requests)
-        self._log.say(f"{self._backend} {cell}: done")
+    def _prepare(self) -> None:
+        made = (workloads.arrivals, workloads.shared_prefix, workloads.singles, workloads.users)
+        requests = [request for make in made for request in make(self._sizes)]
+        self._ask([{**request, "start": 0.0} for request in requests], at_a_time=2)
+        self._settle(requests)
+        self._log.say(f"{self._backend} {PREPARE}: done")
 
-    def _arrivals(self, engine: BenchEngine, cell: str, _: Path) -> None:
-        requests = workloads.arrivals(self._settings.sizes)
-        for _round in range(AT_ONCE_ROUNDS):
-            self._measure(engine, cell, requests)
-            self._forget_all(engine)
+    def _again_and_again(self, cell: str, requests: Sequence[workloads.Request]) -> None:
+        for _round in range(RESTART_ROUNDS):
+            self._measure(cell, requests)
+            self._forget_all()
 
-    def _shared(self, engine: BenchEngine, cell: str, _: Path) -> None:
-        sizes = self._settings.sizes
-        rounds = itertools.count(0, sizes.sharers)
-        for _round in range(AT_ONCE_ROUNDS):
-            self._measure(engine, cell, workloads.sharers(sizes, first=next(rounds)))
+    def _shared(self, cell: str) -> None:
+        rounds = itertools.count(0, self._sizes.sharers)
+        for _round in range(RESTART_ROUNDS):
+            self._measure(cell, workloads.sharers(self._sizes, first=next(rounds)))
             if self._backend == backends.NONE:
                 # The limit for every backend: the prefix never left the GPU.
-                requests = workloads.sharers(sizes, first=next(rounds))
-                self._measure(engine, f"{cell} in GPU", requests)
-            self._forget_all(engine)
+                self._measure(f"{cell} in GPU", workloads.sharers(self._sizes, first=next(rounds)))
+            self._forget_all()
 
-    def _forget_all(self, engine: BenchEngine) -> None:
-        """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
-        engine.forget(cpu_tier=self._backend != backends.NONE)
-        volumes.forget_pages(self._settings.volume / self._backend)
-        self._ask(engine, workloads.warm_up(self._settings.sizes))
-
-    def _single(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
-        requests = workloads.singles(self._settings.sizes)
+    def _single(self, cell: str) -> None:
+        requests = workloads.singles(self._sizes)
         for request in requests:
-            self._measure(engine, f"{cell} first", [request])
-            engine.forget()
-            self._measure(engine, f"{cell} again", [request])
-            self._measure(engine, f"{cell} in GPU", [request])
-        self._settle(blocks, requests)
+            self._measure(f"{cell} first", [request])
+            self._engine.forget()
+            self._measure(f"{cell} again", [request])
+            self._measure(f"{cell} in GPU", [request])
+        self._settle(requests)
 
-    def _users(self, engine: BenchEngine, cell: str, _: Path) -> None:
-        for _wave in range(USER_WAVES):
-            self._measure(engine, cell, workloads.users(self._settings.sizes))
-            self._forget_all(engine)
-
-    def _never(self, engine: BenchEngine, cell: str, blocks: Path) -> None:
-        sizes = self._settings.sizes
+    def _never(self, cell: str) -> None:
+        sizes = self._sizes
         name = f"{cell} eager" if self._settings.engine["enforce_eager"] else cell
-        self._ask(engine, workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
+        self._ask(workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
         for number in range(sizes.never_rounds):
-            self._empty(blocks)
-            self._measure(engine, name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
+            self._empty()
+            self._measure(name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
 
-    def _measure(
-        self, engine: BenchEngine, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0
-    ) -> None:
-        record = {**self._record("cell"), "cell": cell, **self._ask(engine, requests, at_a_time=at_a_time)}
+    def _forget_all(self) -> None:
+        """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
+        self._engine.forget(cpu_tier=self._backend != backends.NONE)
+        volumes.forget_pages(self._blocks)
+        self._ask(workloads.warm_up(self._sizes))
+
+    def _measure(self, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> None:
+        record = {**self._record("cell"), "cell": cell, **self._ask(requests, at_a_time=at_a_time)}
         self._log.write(record, report.one_line(record))
 
-    def _ask(self, engine: BenchEngine, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> dict[str, Any]:
+    def _ask(self, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> dict[str, Any]:
         limit = max(1.0, min(CELL_LIMIT_SECONDS, self._remaining()))
-        return engine.run(requests, at_a_time=at_a_time, limit_seconds=limit)
+        return self._engine.run(requests, at_a_time=at_a_time, limit_seconds=limit)
 
-    def _settle(self, blocks: Path, requests: list[workloads.Request]) -> None:
+    def _settle(self, requests: list[workloads.Request]) -> None:
         if not backends.has_volume(self._backend):
             return
         expected = workloads.block_count(requests, self._settings.block_tokens)
         found = volumes.wait_for_blocks(
-            blocks,
+            self._blocks,
             at_least=self._settings.block_bytes,
             expected=expected,
             quiet_seconds=QUIET_SECONDS,
@@ -243,11 +239,11 @@ class Traffic:
             line = f"{self._backend}: {found} of {expected} blocks are on the volume"
             self._log.write({**self._record("missing"), "found": found, "expected": expected}, line)
 
-    def _empty(self, blocks: Path) -> None:
+    def _empty(self) -> None:
         """Make room for the next cell, which asks for nothing of this one."""
-        volumes.remove_blocks(blocks, at_least=self._settings.block_bytes)
+        volumes.remove_blocks(self._blocks, at_least=self._settings.block_bytes)
 
-    def _engine(self, backend: str, name: str, stage: Stage, blocks: Path) -> BenchEngine:
+    def _make_engine(self, stage: Stage) -> BenchEngine:
         settings = self._settings
         offload = backends.Offload(
             cpu_bytes=stage.cpu_bytes,
@@ -260,18 +256,16 @@ class Traffic:
             block_tokens = settings.block_tokens if settings.is_cpu_build else GPU_BLOCK_TOKENS
             arguments["num_gpu_blocks_override"] = stage.gpu_tokens // block_tokens
         engine = self._start(
-            f"{name}-{backend}-{settings.variant}",
+            f"{self._stage}-{self._backend}-{settings.variant}",
             {
                 "engine": arguments,
-                "transfer": backends.transfer_config(backend, blocks, offload),
-                "seeds_weights": not settings.is_cpu_build,
+                "transfer": backends.transfer_config(self._backend, self._blocks, offload),
                 "vocabulary": settings.vocabulary,
             },
-            backends.environment(settings.repository),
             settings.work / "engines",
         )
-        line = f"{backend} {name}: serves after {engine.facts['seconds']:.1f} s, {engine.facts}"
-        self._log.write({**self._record("engine"), **engine.facts}, line)
+        name = f"{self._backend} {self._stage}"
+        self._log.write({**self._record("engine"), **engine.facts}, f"{name}: serves, {engine.facts}")
         return engine
 
     def _record(self, kind: str) -> report.Record:
@@ -307,16 +301,28 @@ def main() -> None:
 
 def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings:
     is_cpu = options.device == "cpu"
-    shape = models.TINY if is_cpu else models.LLAMA_8B
+    shape = SHAPES["llama_small" if is_cpu else "llama_8b"]
     block_tokens = 128 if is_cpu else 64
-    model = work / "model"
-    engine = models.engine_arguments(model)
+    model, plugin = work / "model", work / "plugin"
+    engine = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "seed": 0,
+        "enable_prefix_caching": True,
+    }
+    paths = [str(ROOT), str(ROOT / "connector"), os.environ.get("PYTHONPATH", "")]
     if is_cpu:
         # The CPU build repacks the weights while loading, so they come from a file.
-        models.write_model(model, shape)
+        weights.write(model, shape)
         engine |= {"max_model_len": 2176, "gpu_memory_utilization": 0.15}
     else:
-        models.write_config(model, shape)
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(dict(shape)))
+        weights.offer_plugin(plugin)
+        os.environ[weights.SEEDS_WEIGHTS] = "1"
+        paths.insert(0, str(plugin))
         engine |= {
             "load_format": "dummy",
             "max_model_len": 66560,
@@ -325,17 +331,26 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
             "gpu_memory_utilization": 0.9,
             **({} if options.eager else GRAPHS),
         }
+    # Of the engines' processes.
+    os.environ.update(
+        PYTHONPATH=os.pathsep.join(path for path in paths if path),
+        PYTHONHASHSEED="0",
+        PYTHONWARNINGS="ignore",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        # The CPU build reserves more cores with offloading than without: other speed, and other rounding.
+        VLLM_CPU_NUM_OF_RESERVED_CPU="0",
+    )
     return Settings(
         work=work,
         volume=volume,
-        repository=Path(__file__).resolve().parents[2],
         sizes=dataclasses.replace(workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES, **options.sizes),
         stages=TINY_STAGES if is_cpu else STAGES,
         engine=engine | options.engine,
         is_cpu_build=is_cpu,
         block_tokens=block_tokens,
-        block_bytes=shape.kv_bytes_per_token * block_tokens,
-        vocabulary=shape.vocabulary,
+        block_bytes=weights.kv_bytes_per_token(shape) * block_tokens,
+        vocabulary=shape["vocab_size"],
         kvtier=options.kvtier,
         variant=options.variant,
         rounds=options.rounds,

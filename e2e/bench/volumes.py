@@ -74,11 +74,6 @@ def _forget(path: Path) -> None:
         os.close(fd)
 
 
-def clear(directory: Path) -> None:
-    """Remove a directory and what is in it."""
-    shutil.rmtree(directory, ignore_errors=True)
-
-
 def enlarge_shared_memory(wanted_bytes: int, say: Callable[[str], None]) -> None:
     """Let /dev/shm hold so much; a machine whose memory grows as it is used starts with a small one."""
     status = os.statvfs("/dev/shm")
@@ -107,4 +102,4 @@ def release_tmpfs(directory: Path) -> None:
     if os.path.ismount(directory):
         subprocess.run(["umount", str(directory)], capture_output=True, check=False)
     else:
-        clear(directory)
+        shutil.rmtree(directory, ignore_errors=True)

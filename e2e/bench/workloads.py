@@ -9,8 +9,12 @@ contain the answer. So every backend gets the same prompts whatever it answers, 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 Request = dict[str, Any]
 """A prompt as `engines` reads it."""
@@ -47,78 +51,54 @@ class Cell(enum.StrEnum):
 class Sizes:
     """How large the workloads are."""
 
-    conversations: int = 40
-    fitting_conversations: int = 24
-    turns: int = 4
-    first_tokens: int = 8192
-    turn_tokens: int = 512
-    turn_output: int = 64
-    conversations_at_a_time: int = 12
-    short_prompts: int = 800
-    short_tokens: int = 512
-    short_output: int = 16
-    short_at_a_time: int = 48
-    arrivals: int = 8
-    arrivals_per_second: float = 4.0
-    arrival_tokens: int = 10240
-    sharers: int = 50
-    shared_tokens: int = 10240
-    own_tokens: int = 128
-    shared_output: int = 128
-    single_tokens: tuple[int, ...] = (2048, 8192, 32768)
-    single_repetitions: int = 3
-    single_output: int = 8
-    users: int = 8
-    user_tokens: int = 32768
-    never_prompts: int = 96
-    never_tokens: int = 1024
-    never_output: int = 128
-    never_at_a_time: int = 32
-    never_rounds: int = 3
+    conversations: int
+    fitting_conversations: int
+    turns: int
+    first_tokens: int
+    turn_tokens: int
+    turn_output: int
+    conversations_at_a_time: int
+    short_prompts: int
+    short_tokens: int
+    short_output: int
+    short_at_a_time: int
+    arrivals: int
+    arrivals_per_second: float
+    arrival_tokens: int
+    sharers: int
+    shared_tokens: int
+    own_tokens: int
+    shared_output: int
+    single_tokens: Sequence[int]
+    single_repetitions: int
+    single_output: int
+    users: int
+    user_tokens: int
+    never_prompts: int
+    never_tokens: int
+    never_output: int
+    never_at_a_time: int
+    never_rounds: int
 
 
-GPU_SIZES = Sizes()
-TINY_SIZES = Sizes(
-    conversations=4,
-    fitting_conversations=2,
-    turns=2,
-    first_tokens=512,
-    turn_tokens=128,
-    turn_output=4,
-    conversations_at_a_time=2,
-    short_prompts=6,
-    short_tokens=256,
-    short_output=2,
-    short_at_a_time=3,
-    arrivals=2,
-    arrival_tokens=512,
-    sharers=3,
-    shared_tokens=512,
-    own_tokens=128,
-    shared_output=4,
-    single_tokens=(256, 1024),
-    single_repetitions=1,
-    single_output=4,
-    users=2,
-    user_tokens=512,
-    never_prompts=3,
-    never_tokens=256,
-    never_output=4,
-    never_at_a_time=2,
-    never_rounds=1,
-)
-"""Small enough for two cores, in blocks of 128 tokens."""
+_SIZES = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text())
+GPU_SIZES = Sizes(**_SIZES["gpu"])
+TINY_SIZES = Sizes(**_SIZES["cpu"])
+
+
+def _request(label: str, parts: list[tuple[int, int]], output_tokens: int, **more: Any) -> Request:
+    return {"label": label, "parts": parts, "output_tokens": output_tokens, **more}
 
 
 def conversations(sizes: Sizes, count: int, *, first: int = 0) -> list[Request]:
     """Return the turns of so many conversations, from a number on, in the order of the turns."""
     return [
-        {
-            "label": f"turn {turn}",
-            "parts": _turn(sizes, first + number, turn),
-            "output_tokens": sizes.turn_output,
+        _request(
+            f"turn {turn}",
+            _turn(sizes, first + number, turn),
+            sizes.turn_output,
             **({"after": (turn - 1) * count + number} if turn else {}),
-        }
+        )
         for turn in range(sizes.turns)
         for number in range(count)
     ]
@@ -131,54 +111,33 @@ def _turn(sizes: Sizes, conversation: int, turn: int) -> list[tuple[int, int]]:
 
 def short_prompts(sizes: Sizes, *, first: int = 0) -> list[Request]:
     """Return many prompts that share nothing."""
-    return [
-        {
-            "label": "short",
-            "parts": [(_DOCUMENT + first + number, sizes.short_tokens)],
-            "output_tokens": sizes.short_output,
-        }
-        for number in range(sizes.short_prompts)
-    ]
+    numbers = range(first, first + sizes.short_prompts)
+    return [_request("short", [(_DOCUMENT + number, sizes.short_tokens)], sizes.short_output) for number in numbers]
 
 
 def arrivals(sizes: Sizes) -> list[Request]:
     """Return prompts that start at fixed times, however long the others take."""
     return [
-        {
-            "label": "arrival",
-            "parts": [(_BURST + number, sizes.arrival_tokens)],
-            "output_tokens": 1,
-            "start": number / sizes.arrivals_per_second,
-        }
+        _request("arrival", [(_BURST + number, sizes.arrival_tokens)], 1, start=number / sizes.arrivals_per_second)
         for number in range(sizes.arrivals)
     ]
 
 
 def sharers(sizes: Sizes, *, first: int = 0) -> list[Request]:
     """Return prompts that share a long prefix and end with parts of their own, numbered from a number on."""
-    return [
-        {
-            "label": "sharer",
-            "parts": [(_SHARED, sizes.shared_tokens), (_SHARED + 1 + first + number, sizes.own_tokens)],
-            "output_tokens": sizes.shared_output,
-        }
-        for number in range(sizes.sharers)
-    ]
+    own = ((_SHARED + 1 + number, sizes.own_tokens) for number in range(first, first + sizes.sharers))
+    return [_request("sharer", [(_SHARED, sizes.shared_tokens), part], sizes.shared_output) for part in own]
 
 
 def shared_prefix(sizes: Sizes) -> list[Request]:
     """Return the prompt that leaves the prefix of `sharers` on the volume, and nothing that is a sharer's own."""
-    return [{"label": "prefix", "parts": [(_SHARED, sizes.shared_tokens)], "output_tokens": 1}]
+    return [_request("prefix", [(_SHARED, sizes.shared_tokens)], 1)]
 
 
 def singles(sizes: Sizes) -> list[Request]:
     """Return prompts to be asked one at a time, the shortest first."""
     return [
-        {
-            "label": f"{tokens}",
-            "parts": [(_SINGLE + place * 1000 + repetition, tokens)],
-            "output_tokens": sizes.single_output,
-        }
+        _request(f"{tokens}", [(_SINGLE + place * 1000 + repetition, tokens)], sizes.single_output)
         for place, tokens in enumerate(sizes.single_tokens)
         for repetition in range(sizes.single_repetitions)
     ]
@@ -186,27 +145,19 @@ def singles(sizes: Sizes) -> list[Request]:
 
 def users(sizes: Sizes) -> list[Request]:
     """Return the prompts of users who all come at once."""
-    return [
-        {"label": "user", "parts": [(_USER + number, sizes.user_tokens)], "output_tokens": sizes.single_output}
-        for number in range(sizes.users)
-    ]
+    return [_request("user", [(_USER + n, sizes.user_tokens)], sizes.single_output) for n in range(sizes.users)]
 
 
 def never(sizes: Sizes, round_number: int) -> list[Request]:
     """Return prompts that no other round has."""
     first = _NEVER + round_number * sizes.never_prompts
-    return [
-        {"label": "never", "parts": [(first + number, sizes.never_tokens)], "output_tokens": sizes.never_output}
-        for number in range(sizes.never_prompts)
-    ]
+    seeds = range(first, first + sizes.never_prompts)
+    return [_request("never", [(seed, sizes.never_tokens)], sizes.never_output) for seed in seeds]
 
 
 def warm_up(sizes: Sizes) -> list[Request]:
     """Return prompts that let an engine compile and capture what it will need; they belong to no workload."""
-    return [
-        {"label": "warm-up", "parts": [(_WARM_UP + tokens, tokens)], "output_tokens": 4}
-        for tokens in sizes.single_tokens[:2]
-    ]
+    return [_request("warm-up", [(_WARM_UP + tokens, tokens)], 4) for tokens in sizes.single_tokens[:2]]
 
 
 def block_count(requests: list[Request], block_tokens: int) -> int:

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="with --jobs, after which what runs is ended")
     options = parser.parse_args()
     if options.write:
-        page.write()
+        page.PAGE.write_text(page.text())
         return
     known = {each.name: each for each in CLASSES}
     if unknown := set(options.classes) - set(known):

@@ -6,28 +6,17 @@ A class that vLLM's CPU build cannot run names what it needs; the same script ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
+from e2e.engines.weights import SHAPES, Shape
 from pydantic import BaseModel
 
 CHUNK_TOKENS: Final = 128
 GPU_BLOCK_TOKENS: Final = 16
-VOCABULARY: Final = 2048
-PICTURE_SIDE: Final = 56
-PICTURE_TOKEN: Final = 3
-"""Stands in a prompt for its picture."""
 PICTURE_TOKENS: Final = 16
 """Tokens that each of these models makes of a picture."""
-
-_FILE: Final = Path(__file__).with_name("cases.yaml")
-_DOCUMENT: Final[dict[str, dict[str, dict[str, Any]]]] = yaml.safe_load(_FILE.read_text())
-
-Shape = Mapping[str, Any]
-SHAPES: Final[Mapping[str, Shape]] = _DOCUMENT["shapes"]
-"""Fields of the models' config.json."""
 
 
 class ModelClass(BaseModel, frozen=True, extra="forbid"):
@@ -91,4 +80,5 @@ class ModelClass(BaseModel, frozen=True, extra="forbid"):
         return SHAPES[self.gpu_shape if device != "cpu" and self.gpu_shape else self.shape]
 
 
+_DOCUMENT: Final = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
 CLASSES: Final = tuple(ModelClass(name=name, **fields) for name, fields in _DOCUMENT["classes"].items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM engines, each in a process of its own, and asks them.
+"""Asks vLLM engines, each in a process of its own.
 
 The process is a fork of one that has imported vLLM and started nothing, because imports take longer than these models.
 So blocks reach the next engine only through what its connector keeps.
@@ -7,21 +7,17 @@ So blocks reach the next engine only through what its connector keeps.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import multiprocessing
 import os
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
+from e2e.engines.process import EngineProcess
+from e2e.engines.weights import PICTURE_SIDE, SHAPES, VOCABULARY
 from e2e.matrix.asking import Request
-from e2e.matrix.cases import PICTURE_SIDE, SHAPES, VOCABULARY
 from e2e.matrix.rendering import Rendered
 
 ANSWER_TOKENS = 3
@@ -48,10 +44,6 @@ _COUNTED = (
     "vllm:num_preemptions",
     "vllm:spec_decode",
 )
-
-
-class EngineEnded(Exception):
-    """The engine's process ended, or did not answer in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +89,7 @@ def prepare(*, device: str) -> str:
     return str(vllm.__version__)
 
 
-class ForkedEngine:
+class ForkedEngine(EngineProcess):
     """One engine. Use it from one thread, as a context manager; each call may raise EngineEnded."""
 
     def __init__(self, rendered: Rendered, log: Path, *, limit_seconds: float, plugin: str = "") -> None:
@@ -111,62 +103,20 @@ class ForkedEngine:
         """
         import torch
 
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._limit_seconds = limit_seconds
-        context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, rendered, log, plugin))
-        began = time.monotonic()
-        self._process.start()
-        theirs.close()
-        try:
-            self.block_tokens: int = self._receive()
-        except EngineEnded:
-            self.kill()
-            raise
-        self.start_seconds = time.monotonic() - began
+        method = "spawn" if torch.cuda.is_initialized() else "fork"
+        super().__init__(_Inside, rendered, plugin, method=method, log=log, limit_seconds=limit_seconds)
 
     def ask(self, requests: Sequence[Request], *, at_once: int = 1, answer_tokens: int = ANSWER_TOKENS) -> Round:
         """Ask so many requests at a time."""
-        return Round(**self._call("ask", list(requests), at_once, answer_tokens))
+        return Round(**self.call("ask", list(requests), at_once, answer_tokens))
 
     def settle(self) -> None:
         """Wait until all that was computed lies on the volume."""
-        self._call("settle", QUIET_SECONDS)
+        self.call("settle", QUIET_SECONDS)
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, and leave what the connector keeps."""
-        self._call("forget")
-
-    def kill(self) -> None:
-        """End the engine and all that it started as a node that is gone would."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
-
-    def _call(self, name: str, *args: Any) -> Any:
-        try:
-            self._pipe.send((name, args))
-        except OSError:
-            raise EngineEnded(f"the engine's process ended with {self._process.exitcode}") from None
-        return self._receive()
-
-    def _receive(self) -> Any:
-        try:
-            if not self._pipe.poll(self._limit_seconds):
-                raise EngineEnded(f"no answer within {self._limit_seconds:.0f} s")
-            found = self._pipe.recv()
-        except (EOFError, ConnectionError):
-            self._process.join()
-            raise EngineEnded(f"the engine's process ended with {self._process.exitcode}") from None
-        if isinstance(found, EngineEnded):
-            raise found
-        return found
-
-    def __enter__(self) -> Self:
-        """Return the engine."""
-        return self
+        self.call("forget")
 
     def __exit__(self, *_: object) -> None:
         """End it in order, and what is left of it by force."""
@@ -175,41 +125,19 @@ class ForkedEngine:
         self.kill()
 
 
-def _serve(pipe: Any, rendered: Rendered, log: Path, plugin: str) -> None:
-    os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(output, sys.stdout.fileno())
-    os.dup2(output, sys.stderr.fileno())
-    os.environ.update(rendered.env)
-    from kvtier_connector.cascade.rates import Rates, Way
-
-    # These models are computed sooner than any block is looked up and read, and reading is to be seen.
-    ways = {True: Way.SPLIT, False: Way.LOAD}
-    Rates.choose = lambda *_, may_split=False, **__: ways[may_split]  # type: ignore[method-assign]  # see above
-    Rates.seconds_to_compute = lambda *_: 0.0  # type: ignore[method-assign]  # see above
-    try:
-        if plugin:
-            importlib.import_module(plugin).register()
-        inside = _Inside(rendered)
-        pipe.send(inside.block_tokens)
-        while True:
-            name, args = pipe.recv()
-            pipe.send(getattr(inside, name)(*args))
-    except (EOFError, ConnectionError):
-        inside.shut_down()
-    except BaseException as error:  # noqa: BLE001  whatever ended it is the result
-        traceback.print_exc()
-        pipe.send(EngineEnded(f"{type(error).__name__}: {error}"))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of torch and of the engine would keep the process, and servers that it started outlive it.
-    os.killpg(0, signal.SIGKILL)
-
-
 class _Inside:
     """The engine, in its own process."""
 
-    def __init__(self, rendered: Rendered) -> None:
+    def __init__(self, rendered: Rendered, plugin: str) -> None:
+        os.environ.update(rendered.env)
+        from kvtier_connector.cascade.rates import Rates, Way
+
+        # These models are computed sooner than any block is looked up and read, and reading is to be seen.
+        ways = {True: Way.SPLIT, False: Way.LOAD}
+        Rates.choose = lambda *_, may_split=False, **__: ways[may_split]  # type: ignore[method-assign]  # see above
+        Rates.seconds_to_compute = lambda *_: 0.0  # type: ignore[method-assign]  # see above
+        if plugin:
+            importlib.import_module(plugin).register()
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -220,7 +148,7 @@ class _Inside:
         cli_args.validate_parsed_serve_args(parsed)
         self._loras = {module.name: module.path for module in parsed.lora_modules or ()}
         self._llm: Any = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
-        self.block_tokens = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
+        self.facts: dict[str, Any] = {}
 
     def ask(self, requests: Sequence[Request], at_once: int, answer_tokens: int) -> dict[str, Any]:
         before = self._counts()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from e2e.bench.report import table_row
 from e2e.matrix.cases import CLASSES, ModelClass
 
 RESULTS: Final = Path(__file__).with_name("results")
@@ -29,11 +30,6 @@ def keep(name: str, row: Mapping[str, Any], results: Path = RESULTS) -> None:
         path.write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
 
 
-def write(page: Path = PAGE, results: Path = RESULTS) -> None:
-    """Write the page."""
-    page.write_text(text(results))
-
-
 def text(results: Path = RESULTS) -> str:
     """Return the page."""
     here, on_gpu = _read(results), _read(results / _GPU)
@@ -41,7 +37,7 @@ def text(results: Path = RESULTS) -> str:
     ran = [row for _, row in (*here, *on_gpu) if "prompts" in row]
     known = {each.name: row for each, row in here}
     lines = [
-        _line(_cells(each, known[each.name]) if each.name in known else [each.title, "not run yet", *[""] * 5])
+        table_row(_cells(each, known[each.name]) if each.name in known else [each.title, "not run yet", *[""] * 5])
         for each in CLASSES
         if not each.is_plain
     ]
@@ -51,9 +47,9 @@ def text(results: Path = RESULTS) -> str:
         shortest=min((row["lengths"][0] for row in ran), default=0),
         longest=max((row["lengths"][1] for row in ran), default=0),
         rows="".join(lines),
-        gpu_rows="".join(_line(_gpu_cells(each, row)) for each, row in there),
+        gpu_rows="".join(table_row(_gpu_cells(each, row)) for each, row in there),
         tokens=max((row["prompt_tokens"] for _, row in kept), default=0),
-        kept_rows="".join(_line(_kept_cells(each, row)) for each, row in kept),
+        kept_rows="".join(table_row(_kept_cells(each, row)) for each, row in kept),
         strangers=_strangers([*here, *there]),
         notes="".join(_note(each, row) for each, row in (*here, *there)),
     )
@@ -62,10 +58,6 @@ def text(results: Path = RESULTS) -> str:
 def _read(results: Path) -> list[tuple[ModelClass, dict[str, Any]]]:
     paths = [(each, results / f"{each.name}.json") for each in CLASSES]
     return [(each, json.loads(path.read_text())) for each, path in paths if path.exists()]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
 
 
 def _kept(rows: Sequence[tuple[ModelClass, Mapping[str, Any]]]) -> list[tuple[ModelClass, Mapping[str, Any]]]:
@@ -85,11 +77,11 @@ def _strangers(rows: Sequence[tuple[ModelClass, Mapping[str, Any]]]) -> str:
     for each, row in rows:
         if row.get("strangers"):
             asked = f"{row['strangers']} under another identity"
-            lines.append(_line([each.title, asked, f"{row['stranger_blocks']:.0f}", _place(row)]))
+            lines.append(table_row([each.title, asked, f"{row['stranger_blocks']:.0f}", _place(row)]))
         if row.get("rewritten"):
             asked = f"{row['rewritten']}; {row['rewritten_changed']} have another answer now"
             cells = ["the same, an adapter rewritten", asked, f"{row['rewritten_blocks']:.0f}", _place(row)]
-            lines.append(_line(cells))
+            lines.append(table_row(cells))
     return "".join(lines)
 
 

@@ -15,18 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.matrix import asking, rendering, weights
+from e2e.engines import weights
+from e2e.engines.process import EngineEnded
+from e2e.engines.weights import PICTURE_TOKEN, SHAPES, VOCABULARY
+from e2e.matrix import asking, rendering
 from e2e.matrix.asking import Request
-from e2e.matrix.cases import (
-    CHUNK_TOKENS,
-    GPU_BLOCK_TOKENS,
-    PICTURE_TOKEN,
-    PICTURE_TOKENS,
-    SHAPES,
-    VOCABULARY,
-    ModelClass,
-)
-from e2e.matrix.engine import ANSWER_TOKENS, EngineEnded, ForkedEngine, Round, ScoredAnswer
+from e2e.matrix.cases import CHUNK_TOKENS, GPU_BLOCK_TOKENS, PICTURE_TOKENS, ModelClass
+from e2e.matrix.engine import ANSWER_TOKENS, ForkedEngine, Round, ScoredAnswer
 from e2e.matrix.rendering import Rendered
 
 from kvtier_operator.errors import SpecInvalid

@@ -44,8 +44,7 @@ def test_a_tier_that_never_holds_it_is_asked_no_more(monkeypatch: pytest.MonkeyP
     assert engine.asked == 2
 
 
-GOOD = {"same_tokens": True, "hit_tokens": {backends.HITS: 9}, "replica_hit_tokens": {backends.HITS: 9}}
-NONE = {backends.HITS: 0}
+GOOD = {"same_tokens": True, "hit_tokens": 9, "replica_hit_tokens": 9}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +52,9 @@ NONE = {backends.HITS: 0}
     [
         ("Bundled", GOOD, []),
         ("Bundled", {**GOOD, "same_tokens": False}, ["tokens differ"]),
-        ("Bundled", {**GOOD, "hit_tokens": NONE}, ["no hit"]),
-        ("Bundled", {**GOOD, "replica_hit_tokens": NONE}, ["another engine found nothing"]),
-        ("SimpleCPU", {**GOOD, "replica_hit_tokens": NONE}, []),
+        ("Bundled", {**GOOD, "hit_tokens": 0}, ["no hit"]),
+        ("Bundled", {**GOOD, "replica_hit_tokens": 0}, ["another engine found nothing"]),
+        ("SimpleCPU", {**GOOD, "replica_hit_tokens": 0}, []),
         ("Hybrid, NIXL", {**GOOD, "handed_over_bytes": 0}, ["nothing was handed over"]),
         ("Bundled", {"problem": "no answer within 300 s"}, ["no answer within 300 s"]),
     ],

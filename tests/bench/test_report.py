@@ -6,7 +6,7 @@ import lzma
 from pathlib import Path
 
 import pytest
-from e2e.bench.report import Journal, Record, Summary, milliseconds, plain, ratio, read, store_report, summarise
+from e2e.bench.report import Journal, Record, milliseconds, plain, read, store_report
 
 
 def run() -> Record:
@@ -64,17 +64,10 @@ def test_records_that_were_packed_to_be_kept_are_read_as_well(tmp_path: Path) ->
     assert read(path) == [run()]
 
 
-def test_a_summary_is_the_median_and_the_extremes_with_three_digits() -> None:
-    assert summarise([3.0, 1.0, 10.0]) == Summary(median=3.0, low=1.0, high=10.0, count=3)
-    assert milliseconds(Summary(1.3404, 1.2, 1.5, 3)) == "1340 (1200-1500)"
-    assert [plain(summarise([value])) for value in (254.4, 44.14, 2.5)] == ["254", "44.1", "2.50"]
-    assert plain(summarise([])) == "-"
-
-
 @pytest.mark.parametrize(
-    ("numerator", "denominator", "expected"), [([6.0], [1.0, 2.0, 9.0], 3.0), ([], [2.0], None), ([2.0], [0.0], None)]
+    ("values", "text"),
+    [([3.0, 1.0, 10.0], "3.00 (1.00-10.0)"), ([254.4], "254"), ([44.14], "44.1"), ([2.5], "2.50"), ([], "-")],
 )
-def test_a_ratio_is_that_of_the_medians_or_missing(
-    numerator: list[float], denominator: list[float], expected: float | None
-) -> None:
-    assert ratio(summarise(numerator), summarise(denominator)) == expected
+def test_repetitions_are_written_as_median_and_extremes_with_three_digits(values: list[float], text: str) -> None:
+    assert plain(values) == text
+    assert milliseconds([value / 1000 for value in values]) == text

@@ -8,10 +8,9 @@ from typing import Any, Self
 
 import pytest
 from e2e.bench import report
-from e2e.bench.engines import EngineFailed
-from e2e.bench.models import TINY
 from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
 from e2e.bench.workloads import TINY_SIZES
+from e2e.engines.process import EngineEnded
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 512
@@ -32,7 +31,7 @@ class FakeEngine:
 
     def run(self, requests: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
         if len(self.asked) == self._fails_at:
-            raise EngineFailed("no answer")
+            raise EngineEnded("no answer")
         self.asked.append(list(requests))
         for request in requests if self._store else []:
             prefix = ""
@@ -64,14 +63,13 @@ class Rig:
         settings: dict[str, Any] = {
             "work": directory,
             "volume": self.volume,
-            "repository": directory,
             "sizes": TINY_SIZES,
             "stages": TINY_STAGES,
             "engine": {"enforce_eager": True},
             "is_cpu_build": False,
             "block_tokens": BLOCK_TOKENS,
             "block_bytes": BLOCK_BYTES,
-            "vocabulary": TINY.vocabulary,
+            "vocabulary": 32000,
         }
 
         def start(_: str, given: Mapping[str, Any], *__: Any) -> Any:

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from e2e.bench import workloads
-from e2e.bench.models import joined_ids
+from e2e.bench.engines import joined_ids
 from e2e.bench.workloads import GPU_SIZES, TINY_SIZES, Sizes
 
 VOCABULARY = 32000

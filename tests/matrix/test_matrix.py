@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from e2e.matrix import asking, page  # noqa: E402 - a folder beside the tests
-from e2e.matrix.cases import CLASSES, VOCABULARY, ModelClass  # noqa: E402 - as above
+from e2e.engines.weights import VOCABULARY  # noqa: E402 - a folder beside the tests
+from e2e.matrix import asking, page  # noqa: E402 - as above
+from e2e.matrix.cases import CLASSES, ModelClass  # noqa: E402 - as above
 from e2e.matrix.engine import Round, ScoredAnswer  # noqa: E402 - as above
 from e2e.matrix.proof import judge, judge_rewritten  # noqa: E402 - as above
 

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from aiohttp import web
 from definition import tier_definition
-from e2e.bench.operator_scale import NAMESPACE, OperatorProcess, running
+from e2e.bench.operator_scale import NAMESPACE, running
+from e2e.bench.processes import MeasuredProcess
 from live import AGENT, MERGE, Client, Controllers
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -79,7 +80,7 @@ def is_final(body: Json) -> bool:
 
 def operator(
     cluster: BenchCluster, folder: Path, *arguments: str, **environment: str
-) -> AbstractContextManager[OperatorProcess]:
+) -> AbstractContextManager[MeasuredProcess]:
     """Run an operator of this checkout for the namespace of the benchmark."""
     folder.mkdir(parents=True, exist_ok=True)
     kubeconfig = cluster.api.write_kubeconfig(folder / "kubeconfig")

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from aiohttp import web
-from e2e.bench.operator_scale import NAMESPACE, OperatorProcess, tier, until
+from e2e.bench.operator_scale import NAMESPACE, tier
+from e2e.bench.processes import MeasuredProcess, until
 from fault_cluster import TIERS, BenchCluster, Json, is_final, operator
 
 from kvtier_localcluster.apiserver import ApiError
@@ -116,7 +117,7 @@ class _Run:
         self.trouble = Trouble(self.cluster, random.Random(self.chance.random()))
         self._running = [self._start() for _ in range(2)]
 
-    def _start(self) -> OperatorProcess:
+    def _start(self) -> MeasuredProcess:
         return self.operators.enter_context(
             operator(self.cluster, self.folder, "--leader-elect", KVTIER_LEASE_SECONDS=LEASE_SECONDS)
         )

@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.error import URLError
 
 import pytest
-from e2e.bench.operator_scale import NAMESPACE, passes, tier, until
+from e2e.bench.operator_scale import NAMESPACE, passes, tier
+from e2e.bench.processes import until
 from fault_cluster import TIERS, BenchCluster, is_final, operator
 from operator_faults import Trouble, faults
 from test_health import ask

@@ -89,8 +89,6 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
     )
     if replicas > 1:
         progress.wait("the operator's canary prompt", lambda: is_proven(stack, progress), seconds=_PROVEN_SECONDS)
-    print(kube.show("kvt,deploy,pods,pvc"), flush=True)
-
     tier: dict[str, Any] = kube.get(API, "KVCacheTier", TIER) or {}
     digest = tier["status"]["generation"]["current"]
     pods = sorted(
@@ -113,9 +111,9 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
     )
     rows = scenario.run()
     text = report.table(rows)
-    (stack.data / "table.txt").write_text(text + "\n")
+    (stack.data / "table.txt").write_text(text)
     report.chart(rows, stack.data / "table.png")
-    print(f"\n{text}\n", flush=True)
+    print(f"\n{text}", flush=True)
     wrong = problems(rows)
     for problem in wrong:
         progress.say(f"NOT PROVED: {problem}")

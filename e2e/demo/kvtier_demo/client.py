@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPResponse
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 DISK_BYTES = "vllm:kvtier_disk_read_bytes_total"
 CACHED_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
@@ -52,12 +55,12 @@ class Engine:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        before, sources_before = self.metric(DISK_BYTES), self._sources()
+        before = self._counters()
         started = time.perf_counter()
         first = 0.0
         token_ids: list[int] = []
-        usage: dict[str, object] = {}
-        with self._open("/v1/completions", json.dumps(body).encode(), timeout=120) as response:
+        usage: dict[str, Any] = {}
+        with self._open("/v1/completions", json.dumps(body).encode()) as response:
             for line in response:
                 event = line.decode().removeprefix("data: ").strip()
                 if not event or event == "[DONE]":
@@ -68,44 +71,34 @@ class Engine:
                         first = first or time.perf_counter()
                         token_ids += choice["token_ids"]
                 usage = part.get("usage") or usage
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else 0
-        after, sources_after = self.metric(DISK_BYTES), self._sources()
+        after = self._counters()
         return Answer(
             seconds_to_first_token=first - started,
-            prompt_tokens=int(str(usage.get("prompt_tokens", 0))),
-            cached_tokens=int(cached or 0),
-            sources={source: sources_after[source] - sources_before[source] for source in SOURCES},
-            disk_bytes=after - before,
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+            sources={source: int(after[source] - before[source]) for source in SOURCES},
+            disk_bytes=after[DISK_BYTES] - before[DISK_BYTES],
             token_ids=tuple(token_ids),
         )
 
     def forget_first_tier(self) -> None:
         """Empty the engine's own prefix cache; host memory and the volume keep theirs."""
-        with self._open("/reset_prefix_cache", b"", timeout=30):
+        with self._open("/reset_prefix_cache", b""):
             pass
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's samples that carry all the given labels; 0 when there is none yet."""
-        with self._open("/metrics", None, timeout=30) as response:
-            text = response.read().decode()
-        return sum(value for found, value in _samples(text, name) if labels.items() <= found.items())
+    def _counters(self) -> Mapping[str, float]:
+        """Return the bytes that were read from the volume, and the cached tokens of each source."""
+        with self._open("/metrics", None) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        found: defaultdict[str, float] = defaultdict(float)
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.name in {DISK_BYTES, CACHED_BY_SOURCE}:
+                found[sample.labels.get("source", sample.name)] += sample.value
+        return found
 
-    def _sources(self) -> dict[str, int]:
-        return {source: int(self.metric(CACHED_BY_SOURCE, source=source)) for source in SOURCES}
-
-    def _open(self, path: str, data: bytes | None, *, timeout: float) -> HTTPResponse:
+    def _open(self, path: str, data: bytes | None) -> HTTPResponse:
         request = urllib.request.Request(  # noqa: S310 - always http to a pod of ours
             self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
-        response: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)  # noqa: S310 - as above
+        response: HTTPResponse = urllib.request.urlopen(request, timeout=120)  # noqa: S310 - as above
         return response
-
-
-def _samples(text: str, name: str) -> list[tuple[Mapping[str, str], float]]:
-    samples: list[tuple[Mapping[str, str], float]] = []
-    for line in text.splitlines():
-        if match := re.fullmatch(re.escape(name) + r"(?:\{(.*)\})? (\S+)", line):
-            labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[1] or ""))
-            samples.append((labels, float(match[2])))
-    return samples

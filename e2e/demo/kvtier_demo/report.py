@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier_cli.output import columns
 from kvtier_demo.client import Answer
 
 
@@ -58,18 +59,7 @@ def table(rows: Sequence[Row]) -> str:
                 "-" if not row.references else "yes" if row.is_identical else "NO",
             )
         )
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
-    lines = []
-    for number, line in enumerate(cells):
-        lines.append(
-            "  ".join(
-                text.ljust(width) if column in (0, 1) else text.rjust(width)
-                for column, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-        )
-        if number == 0:
-            lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return columns(cells)
 
 
 _COLORS = {"": "#b9543b", "device": "#3b6ea5", "host": "#4c9a6a", "disk": "#8a6fb0"}

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import re
 import shutil
@@ -21,6 +23,8 @@ from kvtier_localcluster.datadir import DataDirectory
 
 _STOP_SECONDS = 60.0
 _EARLIER_SECONDS = 30.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # found before a fork, after which little may be called
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,7 @@ def running_stack(root: Path, data: Path, progress: Progress) -> Iterator[Stack]
         cluster = stack.enter_context(_process("cluster", cluster_command, logs))
         progress.wait("the embedded API server", lambda: _is_up(cluster, kubeconfig, data), seconds=60)
         kube = Kube(kubeconfig)
-        tool = "kubectl" if kube.kubectl else "Python, for there is no kubectl here"
-        progress.say(f"an embedded Kubernetes API runs; objects are applied by {tool}")
+        progress.say("an embedded Kubernetes API runs")
         progress.say(kube.apply(root / "crds" / "kvcachetier.yaml"))
         operator_command = ["kvtier_cli", "run", "--all-namespaces"]
         operator = stack.enter_context(_process("operator", operator_command, logs, KUBECONFIG=str(kubeconfig)))
@@ -105,16 +108,24 @@ def _is_up(cluster: subprocess.Popen[bytes], kubeconfig: Path, data: Path) -> bo
 def _process(name: str, module: Sequence[str], logs: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     with (logs / f"{name}.log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_demo.tethered", str(os.getpid()), *module],
+            [sys.executable, "-m", *module],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **env},
             start_new_session=True,  # Ctrl-C reaches us alone, and we end the children in order
+            preexec_fn=functools.partial(_end_with, os.getpid()),  # noqa: PLW1509  it makes one call of the kernel
         )
         try:
             yield child
         finally:
             _stop(child)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process in order, once the one that started it is gone, even if it was killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGTERM)  # it died before the kernel knew that we want to hear of it
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

@@ -8,12 +8,23 @@ The weights are the same for the same seed, so that engines of two processes agr
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.matrix.cases import PICTURE_SIDE, PICTURE_TOKEN, VOCABULARY, Shape
+import yaml
 
+Shape = Mapping[str, Any]
+SHAPES: Final[Mapping[str, Shape]] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())["shapes"]
+"""Fields of the models' config.json."""
+VOCABULARY: Final = 2048
+PICTURE_SIDE: Final = 56
+PICTURE_TOKEN: Final = 3
+"""Stands in a prompt for its picture."""
 SEED = 20240607
 LORA_RANK: Final = 8
 _SPREAD = 0.08
@@ -178,3 +189,61 @@ def _write_processor(directory: Path, shape: Shape) -> None:
         num_additional_image_tokens=1,
         **picture,
     ).save_pretrained(directory)
+
+
+def kv_bytes_per_token(shape: Shape) -> int:
+    """Return the size of keys and values of all layers in bf16."""
+    return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 2)
+
+
+SEEDS_WEIGHTS = "KVTIER_BENCH_SEEDS_WEIGHTS"
+"""In the environment of an engine whose dummy weights are to be drawn by `fill`."""
+_ATTENTION_SHARPNESS = 2.0
+"""Queries and keys are this much larger than unit variance: a token attends to some others, not evenly to all."""
+_HEAD_VARIETY = 0.5
+"""Output rows differ in length, so the best token leads by more than the rounding of bf16."""
+
+
+def offer_plugin(directory: Path) -> None:
+    """Make of a directory, for the path of Python's modules, one that has vLLM call `seed_weights` in each process."""
+    described = directory / "kvtier_bench-0.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-bench\nVersion: 0\n")
+    entry = "[vllm.general_plugins]\nkvtier_bench = e2e.engines.weights:seed_weights\n"
+    (described / "entry_points.txt").write_text(entry)
+
+
+def seed_weights() -> None:
+    """Have vLLM's loader draw weights instead of its dummies, where the environment asks for it.
+
+    The loader draws them while the engine starts: with weights drawn later, the engine would leave its volume.
+    """
+    if os.environ.get(SEEDS_WEIGHTS):
+        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+        DummyModelLoader.load_weights = lambda _, model, __: fill(model.named_parameters())
+
+
+def fill(parameters: Iterable[tuple[str, Any]]) -> None:
+    """Draw the weights in place, the same for the same device."""
+    import torch
+
+    with torch.inference_mode():
+        for name, tensor in parameters:
+            if tensor.dim() == 1:
+                tensor.fill_(1.0)
+            elif tensor.numel():
+                # By name and not by order, so that nothing depends on how the model lists its tensors.
+                generator = torch.Generator(device=tensor.device).manual_seed(SEED + zlib.crc32(name.encode()))
+                tensor.normal_(0.0, _deviation(name, tensor.shape[-1]), generator=generator)
+                if "lm_head" in name:
+                    lengths = torch.empty(tensor.shape[0], 1, device=tensor.device, dtype=torch.float32)
+                    lengths.normal_(0.0, _HEAD_VARIETY, generator=generator)
+                    tensor.mul_(lengths.exp().to(tensor.dtype))
+
+
+def _deviation(name: str, fan_in: int) -> float:
+    if "embed_tokens" in name:
+        return 1.0
+    sharpness = _ATTENTION_SHARPNESS if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
+    return sharpness / math.sqrt(fan_in)
