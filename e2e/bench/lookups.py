@@ -66,7 +66,7 @@ class MeasuredWorker:
             self.worker.collect()
             time.sleep(0.001)
         self.start_seconds = time.monotonic() - began
-        (self._process,) = self._children() - before
+        (self.process,) = self._children() - before
         self._number = 0
 
     def ask(self, keys: list[BlockKey]) -> tuple[int, int, float]:
@@ -79,10 +79,6 @@ class MeasuredWorker:
         found = done[0].found
         assert isinstance(found, Found), found
         return found.present, found.calls, time.monotonic() - asked
-
-    def status(self, field: str) -> int:
-        """Return a number of the kernel about the worker's process."""
-        return kernel_number(self._process, field)
 
     def _children(self) -> set[str]:
         return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
@@ -122,7 +118,7 @@ def measure(root: Path, there: Path, blocks: int, turns: range) -> None:
     for volume, file_system in VOLUMES.items():
         measured = MeasuredWorker(root, file_system)
         print(f"| {volume} | start of the worker, ms | | {1000 * measured.start_seconds:.0f} | |")
-        first_kib = measured.status("VmRSS")
+        first_kib = kernel_number(measured.process, "VmRSS")
         stored = [chain(turn * 7919 % chains) for turn in turns]
         turned = [keys[:800] + chain(f"new {turn}", 200) for turn, keys in zip(turns, stored, strict=True)]
         for name, tries in (
@@ -137,11 +133,11 @@ def measure(root: Path, there: Path, blocks: int, turns: range) -> None:
             calls, seconds = zip(*tries, strict=True)
             spread = f"{1000 * min(seconds):.1f} to {1000 * max(seconds):.1f}"
             print(f"| {volume} | {name}, ms | {max(calls)} | {1000 * statistics.median(seconds):.1f} | {spread} |")
-        before = measured.status("voluntary_ctxt_switches")
+        before = kernel_number(measured.process, "voluntary_ctxt_switches")
         time.sleep(REST_SECONDS)
-        switches = measured.status("voluntary_ctxt_switches") - before
+        switches = kernel_number(measured.process, "voluntary_ctxt_switches") - before
         print(f"| {volume} | wake-ups of the worker in {REST_SECONDS:.0f} s without a question | {switches} | | |")
-        memory = f"{first_kib / 1024:.0f} | {measured.status('VmHWM') / 1024:.0f}"
+        memory = f"{first_kib / 1024:.0f} | {kernel_number(measured.process, 'VmHWM') / 1024:.0f}"
         print(f"| {volume} | memory of the worker, MiB: at first, at most | | {memory} |", flush=True)
         measured.worker.close()
 

@@ -24,23 +24,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from e2e.bench.backends import BACKENDS
+
 Record = dict[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 _Item = TypeVar("_Item")
 
-IN_GPU = "gpu"
+IN_GPU: Final = "gpu"
 """The column of an engine whose GPU holds everything."""
-BACKENDS: Final = {
-    IN_GPU: ("everything in GPU", "#188038"),
-    "none": ("no offload", "#9aa0a6"),
-    "cpu": ("vLLM CPU tier", "#12b5cb"),
-    "simple-eager": ("SimpleCPU eager", "#f9ab00"),
-    "simple-lazy": ("SimpleCPU lazy", "#fdd663"),
-    "fs": ("vLLM fs", "#e8710a"),
-    "lifeboat": ("lifeboatcache 0.1.11", "#9334e6"),
-    "kvtier": ("kvtier", "#1a73e8"),
-}
-"""Title and colour of each, in the order of the columns."""
+TITLES: Final = {name: backend["title"] for name, backend in BACKENDS.items()}
 CELLS: Final = {
     "A": "A, conversations",
     "B": "B, fewer conversations",
@@ -248,7 +240,7 @@ def _runs(records: Sequence[Record]) -> Iterator[str]:
 def _cells(measured: Measured, columns: Sequence[str], title: str) -> str:
     rows = [
         [
-            f"{title_of_cell}: {BACKENDS[name][0]}",
+            f"{title_of_cell}: {TITLES[name]}",
             plain(found.seconds),
             milliseconds(found.first),
             milliseconds(found.first_p99),
@@ -276,7 +268,7 @@ def _singles(measured: Measured, columns: Sequence[str], title: str) -> str:
         for cell, name in SINGLES.items()
     ]
     note = "Without offloading the first is computed and the other two are hits in the GPU."
-    headers = ["tokens", *(BACKENDS[name][0] for name in shown)]
+    headers = ["tokens", *(TITLES[name] for name in shown)]
     return section(f"One prompt: ms to the first token{title}", note, headers, rows)
 
 
@@ -301,9 +293,7 @@ def _answers(records: Sequence[Record], title: str) -> str:
         for record, request in found:
             if origin is not None and request["cached"] == origin["cached"]:
                 counts.setdefault((column(record), record["cell"]), []).append(request["output"] == origin["output"])
-    rows = [
-        [f"{BACKENDS[name][0]}, {SINGLES[cell]}", f"{sum(same)} / {len(same)}"] for (name, cell), same in counts.items()
-    ]
+    rows = [[f"{TITLES[name]}, {SINGLES[cell]}", f"{sum(same)} / {len(same)}"] for (name, cell), same in counts.items()]
     return section(f"Answers equal to those of the same engine's hit in the GPU{title}", "", ["backend", "equal"], rows)
 
 
@@ -389,8 +379,8 @@ def bars(
             places = [place + (number - (len(series) - 1) / 2) * width for place, _, _ in found]
             heights = [height for _, height, _ in found]
             errors = [[height - min(each) for _, height, each in found], [max(each) - h for _, h, each in found]]
-            label, colour = BACKENDS.get(name, (name, None))
-            looks = {"label": label, "color": colour, "error_kw": {"lw": 0.8}}
+            backend = BACKENDS.get(name, {"title": name})
+            looks = {"label": backend["title"], "color": backend.get("colour"), "error_kw": {"lw": 0.8}}
             drawn = axes.bar(places, heights, width * 0.94, yerr=errors, **looks)
             axes.bar_label(drawn, list(map(_three_digits, heights)), fontsize=7, padding=2)
         axes.set_xticks(range(len(labels)), labels)

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,9 @@ class Traffic:
 
     def _make_engine(self, stage: Stage) -> BenchEngine:
         settings = self._settings
-        offload = backends.Offload(
+        transfer = backends.transfer_config(
+            self._backend,
+            self._blocks,
             cpu_bytes=stage.cpu_bytes,
             block_tokens=settings.block_tokens,
             is_cpu_build=settings.is_cpu_build,
@@ -257,11 +260,7 @@ class Traffic:
             arguments["num_gpu_blocks_override"] = stage.gpu_tokens // block_tokens
         engine = self._start(
             f"{self._stage}-{self._backend}-{settings.variant}",
-            {
-                "engine": arguments,
-                "transfer": backends.transfer_config(self._backend, self._blocks, offload),
-                "vocabulary": settings.vocabulary,
-            },
+            {"engine": arguments, "transfer": transfer, "vocabulary": settings.vocabulary},
             settings.work / "engines",
         )
         name = f"{self._backend} {self._stage}"
@@ -284,18 +283,17 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     log = report.Journal(options.out / "traffic.jsonl")
     log.write(report.describe_run(runs=options.runs, kvtier=options.kvtier, variant=options.variant))
-    volume = options.volume or volumes.make_tmpfs(work / "tmpfs", GIB if options.device == "cpu" else 90 * GIB)
     if options.device != "cpu":
         volumes.enlarge_shared_memory(60 * GIB, log.say)
-    traffic = Traffic(_settings(options, work, volume), log)
-    try:
-        for run in options.runs:
-            backend, stage, *cells = run.split(":")
-            traffic.play(backend, stage, cells)
-    finally:
-        if options.volume is None:
-            volumes.release_tmpfs(volume)
-        print(report.write(options.out))
+    size = GIB if options.device == "cpu" else 90 * GIB
+    with nullcontext(options.volume) if options.volume else volumes.tmpfs(work / "tmpfs", size) as volume:
+        traffic = Traffic(_settings(options, work, volume), log)
+        try:
+            for run in options.runs:
+                backend, stage, *cells = run.split(":")
+                traffic.play(backend, stage, cells)
+        finally:
+            print(report.write(options.out))
     log.say("done")
 
 

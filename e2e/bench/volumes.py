@@ -84,22 +84,18 @@ def enlarge_shared_memory(wanted_bytes: int, say: Callable[[str], None]) -> None
     say(f"shared memory enlarged to {wanted_bytes >> 30} GiB" if result.returncode == 0 else result.stderr.strip())
 
 
-def make_tmpfs(directory: Path, size_bytes: int) -> Path:
-    """Mount a tmpfs there, or return a directory in /dev/shm where that is not allowed."""
+@contextlib.contextmanager
+def tmpfs(directory: Path, size_bytes: int) -> Iterator[Path]:
+    """Mount a tmpfs there, or make a directory in /dev/shm where that is not allowed."""
     directory.mkdir(parents=True, exist_ok=True)
-    if os.path.ismount(directory):
-        return directory
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "tmpfs", str(directory)]
-    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-        return directory
-    fallback = Path("/dev/shm/kvtier-bench")
-    fallback.mkdir(exist_ok=True)
-    return fallback
-
-
-def release_tmpfs(directory: Path) -> None:
-    """Undo `make_tmpfs`."""
-    if os.path.ismount(directory):
-        subprocess.run(["umount", str(directory)], capture_output=True, check=False)
-    else:
-        shutil.rmtree(directory, ignore_errors=True)
+    is_mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    place = directory if is_mounted else Path("/dev/shm/kvtier-bench")
+    place.mkdir(exist_ok=True)
+    try:
+        yield place
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", str(directory)], capture_output=True, check=False)
+        else:
+            shutil.rmtree(place, ignore_errors=True)

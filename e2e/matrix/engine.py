@@ -42,7 +42,6 @@ _COUNTED = (
     "vllm:prefix_cache",
     "vllm:external_prefix_cache",
     "vllm:num_preemptions",
-    "vllm:spec_decode",
 )
 
 

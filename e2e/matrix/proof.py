@@ -35,8 +35,6 @@ bfloat16 lets an engine's own hit differ from computing the prompt by half as mu
 SEEN: Final = 0.05
 """Smallest change that another beginning must make if answers are compared to the last bit."""
 AT_ONCE_COLD: Final = 8
-SHOWN: Final = 3
-"""Answers of a rewritten adapter that the row keeps."""
 
 ADAPTERS: Final = "adapters"
 """Claim with the adapters."""
@@ -51,7 +49,6 @@ _READ = "vllm:kvtier_disk_read_blocks"
 _MISSES = "vllm:kvtier_disk_misses:"
 _EXTERNAL = "vllm:external_prefix_cache_hits"
 _PREEMPTIONS = "vllm:num_preemptions"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dict[str, Any]:
@@ -161,9 +158,6 @@ def judge_rewritten(before: Sequence[ScoredAnswer], found: Round, computed: Sequ
         "rewritten_blocks": blocks,
         "rewritten_changed": changed,
         "rewritten_right": right,
-        "rewritten_tokens": [
-            [answer.tokens for answer in answers] for answers in list(zip(before, now, computed, strict=True))[:SHOWN]
-        ],
     }
     if blocks or right < len(before):
         row["verdict"] = "wrong answers: an adapter that was rewritten"
@@ -269,12 +263,9 @@ def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round
         ),
         # The first token of an answer needs no draft, wherever drafts are.
         "first_difference": max((difference(*pair, tokens=1) for pair in alike), default=0.0),
-        "accepted_drafts": [made["gpu"].counts.get(_ACCEPTED, 0), counts.get(_ACCEPTED, 0)],
         "largest_difference": round(max(difference(*pair) for pair in both), 6),
         "recompute_difference": round(max(map(difference, made["cold"].answers, gpu)), 6),
         "twins_difference": difference(*made["twins"].answers),
-        "gpu_tokens": sum(answer.cached_tokens for answer in gpu),
-        "disk_tokens": sum(answer.cached_tokens for answer in disk),
         "disk_blocks": counts.get(_READ, 0),
         "external_tokens": counts.get(_EXTERNAL, 0),
         # Blocks that were on the volume and were computed instead.

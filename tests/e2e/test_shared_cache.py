@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "quick_engines"))
-
-import quick_engines
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_demo(python: Path, data: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_demo(data: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(python), "-m", "kvtier_demo", "--data", str(data), *words],
+        [sys.executable, "-m", "kvtier_demo", "--data", str(data), *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -30,8 +26,7 @@ def run_demo(python: Path, data: Path, *words: str) -> subprocess.CompletedProce
 @pytest.mark.engine
 @pytest.mark.timeout(1900)
 def test_a_second_replica_and_a_later_run_read_what_the_first_replica_computed(tmp_path: Path) -> None:
-    # With two engines at once, they share out what a start takes; that of the later run starts as vLLM has it.
-    first = run_demo(quick_engines.make_environment(tmp_path / "environment"), tmp_path)
+    first = run_demo(tmp_path)
     assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-2000:]
     table = (tmp_path / "table.txt").read_text()
     assert "computed" in table
@@ -39,6 +34,6 @@ def test_a_second_replica_and_a_later_run_read_what_the_first_replica_computed(t
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
     # One engine shows it, and takes half the time to start.
-    second = run_demo(Path(sys.executable), tmp_path, "--replicas=1")
+    second = run_demo(tmp_path, "--replicas=1")
     assert second.returncode == 0, second.stdout[-4000:] + second.stderr[-2000:]
     assert "disk hit after restart" in (tmp_path / "table.txt").read_text()

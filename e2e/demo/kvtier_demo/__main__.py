@@ -130,10 +130,7 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
 
 def _sample(data: Path, replicas: int) -> Path:
     """Return the file with the tier: the sample, with so many engines."""
-    sample = ROOT / "e2e/demo/tier.yaml"
-    tier = yaml.safe_load(sample.read_text())
-    if tier["spec"]["replicas"] == replicas:
-        return sample
+    tier = yaml.safe_load((ROOT / "e2e/demo/tier.yaml").read_text())
     tier["spec"]["replicas"] = replicas
     changed = data / "tier.yaml"
     changed.write_text(yaml.safe_dump(tier))
@@ -149,23 +146,25 @@ def is_ready(stack: Stack, progress: Progress) -> bool:
     for pod in stack.kube.list("v1", "Pod", labels=LABELS):
         _refuse_crash_loop(pod)
         progress.state(f"pod {pod['metadata']['name']}", _pod_state(pod))
-    ready = _conditions(tier, stack.data).get("Ready")
-    if ready is None:
-        return False
-    progress.state("KVCacheTier demo", f"Ready={ready['status']} {ready['reason']}: {ready['message']}")
+    ready = _conditions(tier, stack.data).get("Ready", {})
     is_current = ready.get("observedGeneration") == tier["metadata"]["generation"]
-    return bool(ready["status"] == "True" and is_current)
+    return _told(ready, "KVCacheTier demo", progress) and is_current
 
 
 def is_proven(stack: Stack, progress: Progress) -> bool:
     """Print the result of the operator's canary prompt, and return whether the engines share the volume."""
     stack.check()
-    tier = stack.kube.get(API, "KVCacheTier", TIER) or {}
-    conditions = _conditions(tier, stack.data)
-    shared = conditions.get("SharedCacheVerified", {"status": "Unknown", "reason": "", "message": ""})
-    result = f"SharedCacheVerified={shared['status']} {shared['reason']}: {shared['message']}"
-    progress.state("KVCacheTier demo, proven", result)
-    return bool(shared["status"] == "True")
+    conditions = _conditions(stack.kube.get(API, "KVCacheTier", TIER) or {}, stack.data)
+    return _told(conditions.get("SharedCacheVerified"), "KVCacheTier demo, proven", progress)
+
+
+def _told(condition: dict[str, Any] | None, subject: str, progress: Progress) -> bool:
+    """Print a condition, and return whether it holds."""
+    if not condition:
+        return False
+    text = f"{condition['type']}={condition['status']} {condition['reason']}: {condition['message']}"
+    progress.state(subject, text)
+    return bool(condition["status"] == "True")
 
 
 def _conditions(tier: dict[str, Any], data: Path) -> dict[str, Any]:
@@ -178,9 +177,13 @@ def _conditions(tier: dict[str, Any], data: Path) -> dict[str, Any]:
     return conditions
 
 
-def _refuse_crash_loop(pod: dict[str, Any]) -> None:
+def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
     status = pod.get("status", {})
-    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def _refuse_crash_loop(pod: dict[str, Any]) -> None:
+    for container in _containers(pod):
         if container.get("restartCount", 0) >= _RESTARTS:
             code = ((container.get("lastState") or {}).get("terminated") or {}).get("exitCode", "unknown")
             hint = " (killed: did the machine run out of memory?)" if code == _KILLED else ""
@@ -189,16 +192,14 @@ def _refuse_crash_loop(pod: dict[str, Any]) -> None:
 
 
 def _pod_state(pod: dict[str, Any]) -> str:
-    status = pod.get("status", {})
-    statuses = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
     parts = []
-    for container in statuses:
+    for container in _containers(pod):
         state: dict[str, Any] = container.get("state") or {"waiting": {}}
         name = next(iter(state))
         reason = (state[name] or {}).get("reason") or name
         ready = ", ready" if container.get("ready") and name == "running" else ""
         parts.append(f"{container['name']} {reason}{ready}")
-    return "; ".join(parts) or str(status.get("phase", ""))
+    return "; ".join(parts) or str(pod.get("status", {}).get("phase", ""))
 
 
 def clean_up(stack: Stack, progress: Progress) -> None:
