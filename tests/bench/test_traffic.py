@@ -85,11 +85,23 @@ class Rig:
         return sum(1 for path in self.volume.rglob("b-*"))
 
 
-def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "stage", "given", "cells"),
+    [
+        ("none", "all-in-gpu", [], ["A", "C first", "C"]),
+        ("none", "restart", ["E"], ["E", "E in GPU"] * 3),
+        ("none", "restart", ["single"], ["single first", "single again", "single in GPU"] * 2),
+        ("fs", "restart", ["users"], ["users"] * 3),
+        ("cpu", "traffic", ["prepare"], []),  # it has no volume for which anything could be prepared
+    ],
+)
+def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(
+    tmp_path: Path, backend: str, stage: str, given: list[str], cells: list[str]
+) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("none", "all-in-gpu", [])
-    assert [record["cell"] for record in rig.records("cell")] == ["A", "C first", "C"]
-    assert {(record["backend"], record["stage"]) for record in rig.records("cell")} == {("none", "all-in-gpu")}
+    rig.traffic.play(backend, stage, given)
+    records = rig.records("cell")
+    assert [(each["cell"], each["backend"], each["stage"]) for each in records] == [(c, backend, stage) for c in cells]
     assert rig.engines[0].is_closed
 
 
@@ -139,17 +151,10 @@ def test_blocks_that_a_backend_did_not_store_are_counted(tmp_path: Path) -> None
     assert missing["expected"] > 0
 
 
-def test_nothing_is_prepared_for_a_backend_without_a_volume(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "blocks"), [("traffic", 144), ("all-in-gpu", 0)])
+def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, stage: str, blocks: int) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("cpu", "traffic", ["prepare"])
-    warm_ups = 2
-    assert len(rig.engines[0].asked) == warm_ups
-
-
-@pytest.mark.parametrize(("backend", "stage", "blocks"), [("none", "traffic", 144), ("none", "all-in-gpu", 0)])
-def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, backend: str, stage: str, blocks: int) -> None:
-    rig = Rig(tmp_path)
-    rig.traffic.play(backend, stage, ["C"])
+    rig.traffic.play("none", stage, ["C"])
     assert rig.records("engine")[0]["gpu_blocks"] == blocks
 
 
@@ -157,32 +162,22 @@ def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
     rig = Rig(tmp_path, rounds=2)
     rig.traffic.play("none", "all-in-gpu", [])
     seeds = [{request["parts"][0][0] for request in record["requests"]} for record in rig.records("cell")]
-    assert [record["cell"] for record in rig.records("cell")] == ["A", "A", "C first", "C", "C first", "C"]
+    assert len(seeds) == 6
     assert not seeds[0] & seeds[1]
     assert seeds[2] == seeds[3]
     assert not seeds[3] & seeds[4]
 
 
-def test_one_prompt_is_asked_of_each_tier_in_turn(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.traffic.play("none", "restart", ["single"])
-    cells = [record["cell"] for record in rig.records("cell")]
-    assert cells == ["single first", "single again", "single in GPU"] * len(TINY_SIZES.single_tokens)
-
-
 def test_users_come_again_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.traffic.play("fs", "restart", ["users"])
-    assert [record["cell"] for record in rig.records("cell")] == ["users"] * 3
     assert rig.engines[0].calls[1:] == ["forget all"] * 3
 
 
 def test_those_who_share_a_prefix_come_again_with_parts_that_nobody_has_seen(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.traffic.play("none", "restart", ["E"])
-    records = rig.records("cell")
-    assert [record["cell"] for record in records] == ["E", "E in GPU"] * 3
-    parts = [request["parts"] for record in records for request in record["requests"]]
+    parts = [request["parts"] for record in rig.records("cell") for request in record["requests"]]
     assert len({str(prefix) for prefix, _ in parts}) == 1
     assert len({str(own) for _, own in parts}) == len(parts) == 6 * TINY_SIZES.sharers
     assert rig.engines[0].calls.count("forget all") == 0

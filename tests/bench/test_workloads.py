@@ -11,6 +11,19 @@ from e2e.bench.workloads import GPU_SIZES, TINY_SIZES, Sizes
 VOCABULARY = 32000
 
 
+def everything(sizes: Sizes) -> list[list[workloads.Request]]:
+    """Return the prompts of each workload."""
+    return [
+        workloads.conversations(sizes, sizes.conversations),
+        workloads.short_prompts(sizes),
+        workloads.arrivals(sizes),
+        workloads.shared_prefix(sizes) + workloads.sharers(sizes),
+        workloads.singles(sizes),
+        workloads.users(sizes),
+        *(workloads.never(sizes, number) for number in range(2)),
+    ]
+
+
 def prompt(request: workloads.Request) -> list[int]:
     return joined_ids([tuple(part) for part in request["parts"]], VOCABULARY)
 
@@ -19,36 +32,23 @@ def test_a_turn_follows_the_same_conversations_turn_before_and_repeats_all_of_it
     requests = workloads.conversations(TINY_SIZES, TINY_SIZES.conversations)
     followed = [(request, requests[request["after"]]) for request in requests if "after" in request]
     assert len(followed) == TINY_SIZES.conversations * (TINY_SIZES.turns - 1)
+    # Every conversation has had its turn before any has its next.
+    assert [request["label"] for request in requests] == sorted(request["label"] for request in requests)
     for request, earlier in followed:
         shared = prompt(earlier)[:-1]
         assert prompt(request)[: len(shared)] == shared
         assert len(prompt(request)) - len(prompt(earlier)) == TINY_SIZES.turn_tokens
 
 
-def test_every_conversation_has_had_its_turn_before_any_has_its_next() -> None:
-    requests = workloads.conversations(TINY_SIZES, TINY_SIZES.conversations)
-    turns = [request["label"] for request in requests]
-    assert turns == sorted(turns)
-
-
 @pytest.mark.parametrize(("sizes", "block_tokens"), [(GPU_SIZES, 64), (TINY_SIZES, 128)])
 def test_every_part_is_whole_blocks_and_one_token_is_left_to_compute(sizes: Sizes, block_tokens: int) -> None:
-    for request in everything(sizes):
+    for request in itertools.chain(*everything(sizes)):
         assert all(tokens % block_tokens == 0 for _, tokens in request["parts"])
         assert len(prompt(request)) % block_tokens == 1
 
 
 def test_no_two_workloads_share_a_first_part() -> None:
-    kinds = [
-        workloads.conversations(GPU_SIZES, GPU_SIZES.conversations),
-        workloads.short_prompts(GPU_SIZES),
-        workloads.arrivals(GPU_SIZES),
-        workloads.sharers(GPU_SIZES),
-        workloads.singles(GPU_SIZES),
-        workloads.users(GPU_SIZES),
-        *(workloads.never(GPU_SIZES, number) for number in range(GPU_SIZES.never_rounds + 1)),
-        workloads.warm_up(GPU_SIZES),
-    ]
+    kinds = [*everything(GPU_SIZES), workloads.warm_up(GPU_SIZES)]
     firsts = [{request["parts"][0] for request in requests} for requests in kinds]
     assert all(not one & other for one, other in itertools.combinations(firsts, 2))
 
@@ -60,25 +60,7 @@ def test_sharers_have_the_prepared_prefix_in_common_and_nothing_after_it() -> No
     assert len({tuple(tokens[len(prefix) : -1]) for tokens in prompts}) == TINY_SIZES.sharers
 
 
-def test_arrivals_start_at_their_rate() -> None:
-    starts = [request["start"] for request in workloads.arrivals(GPU_SIZES)]
-    assert starts == [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
-
-
 def test_blocks_that_prompts_share_are_counted_once() -> None:
     requests = workloads.conversations(GPU_SIZES, GPU_SIZES.conversations)
     assert workloads.block_count(requests, 64) == 40 * (8192 + 3 * 512) // 64
     assert workloads.block_count([*requests, *requests], 64) == workloads.block_count(requests, 64)
-
-
-def everything(sizes: Sizes) -> list[workloads.Request]:
-    return [
-        *workloads.conversations(sizes, sizes.conversations),
-        *workloads.short_prompts(sizes),
-        *workloads.arrivals(sizes),
-        *workloads.shared_prefix(sizes),
-        *workloads.sharers(sizes),
-        *workloads.singles(sizes),
-        *workloads.users(sizes),
-        *workloads.never(sizes, 0),
-    ]

@@ -155,6 +155,5 @@ def test_prompts_for_a_gpu_end_where_its_blocks_and_the_files_find_as_much(spare
         assert (length - 1) // 16 * 16 - spare == (length - 1) // 128 * 128 > 0
 
 
-@pytest.mark.parametrize("path", sorted(page.RESULTS.rglob("*.json")), ids=lambda path: path.stem)
-def test_every_row_belongs_to_a_class(path: Path) -> None:
-    assert path.stem in {each.name for each in CLASSES}
+def test_every_row_belongs_to_a_class() -> None:
+    assert {path.stem for path in page.RESULTS.rglob("*.json")} <= {each.name for each in CLASSES}
