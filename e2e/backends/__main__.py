@@ -107,12 +107,9 @@ class BackendBench:
 
     def render(self, case: BackendCase, connector: Mapping[str, Any], name: str = "tier") -> Rendered:
         """Return what an engine of the case is started with."""
-        return _on_this_build(rendering.render(self._tier(case, connector, name), self.work / name, volume=self.volume))
-
-    @property
-    def volume(self) -> Path:
-        """Stands for the volume, which engines of a case share."""
-        return self.work / "volume"
+        return _on_this_build(
+            rendering.render(self._tier(case, connector, name), self.work / name, volume=self.work / "volume")
+        )
 
     def start(self, rendered: Rendered, case: BackendCase, log: str) -> ForkedEngine:
         """Start an engine."""
@@ -305,9 +302,6 @@ def keep(path: Path, bench: BackendBench, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-NEVER: Final = ("FlexKV",)
-
-
 def measured() -> str:
     """Return the page of what was measured of each connector."""
     rows = []
@@ -315,7 +309,6 @@ def measured() -> str:
         found = json.loads((RESULTS / name).read_text())
         cases = sorted(found["cases"], key=lambda each: list(CASES).index(each["title"]))
         rows += [_row(device, result, found["prompt_tokens"]) for result in cases]
-    rows += [table_row([f"`{title}`", "never in an engine", *[""] * 5]) for title in NEVER]
     return TEMPLATE.read_text().format(rows="".join(rows))
 
 

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,34 +77,22 @@ def fill(tier_dir: Path, digest: str, *, blocks: int, payload_bytes: int, writer
 class Janitor:
     """The janitor as a process, once it serves."""
 
-    def __init__(self, measured: MeasuredProcess) -> None:
+    def __init__(self, process: MeasuredProcess) -> None:
         """Wait until it serves."""
-        self.measured = measured
-        self.wait(lambda: "serving on port" in measured.log.read_text(), 60)
-        self.port = int(re.findall(r"serving on port (\d+)", measured.log.read_text())[0])
-
-    def wait(self, is_so: Callable[[], bool], seconds: float) -> float:
-        """Wait until it is so, and return the seconds that took."""
-        return until(is_so, seconds=seconds, pause=0.1)
+        self.process = process
+        until(lambda: "serving on port" in process.log.read_text(), seconds=60, pause=0.1)
+        self.port = int(re.findall(r"serving on port (\d+)", process.log.read_text())[0])
 
     def usage(self) -> dict[str, Any]:
         """Return what it says at /usage."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/usage", timeout=30) as answer:
-            document: dict[str, Any] = json.load(answer)
-        return document
-
-    def memory_mib(self, which: str) -> float:
-        """Return one of the numbers of /proc: VmRSS now, VmHWM at most so far."""
-        return self.measured.memory_bytes(which) / 2**20
+            return dict(json.load(answer))
 
     def syscalls_per_second(self, seconds: float) -> float:
         """Count system calls of all threads for so long."""
-        counted = subprocess.run(
-            ["timeout", "-s", "INT", str(seconds), "strace", "-c", "-f", "-p", str(self.measured.process.pid)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        strace = ["strace", "-c", "-f", "-p", str(self.process.process.pid)]
+        words = ["timeout", "-s", "INT", str(seconds), *strace]
+        counted = subprocess.run(words, capture_output=True, text=True, check=False)
         totals = re.findall(r"^100\.00\s+\S+\s+\S+\s+(\d+)", counted.stderr, re.MULTILINE)
         if not totals:
             raise RuntimeError(f"strace counted nothing: {counted.stderr[-500:]}")
@@ -130,17 +117,17 @@ def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
     command = ("kvtier_connector.janitor", "--config", str(config_file))
     with running(data / "first.log", *command) as process:
         janitor = Janitor(process)
-        result["first_count_seconds"] = janitor.wait(lambda: janitor.usage()["is_counted"], 1800)
+        result["first_count_seconds"] = until(lambda: janitor.usage()["is_counted"], seconds=1800, pause=0.1)
         result["first_count_cpu_seconds"] = process.cpu_seconds()
         assert janitor.usage()["blocks"] == blocks, janitor.usage()
-        result["first_count_rss_mib"] = janitor.memory_mib("VmHWM")
+        result["first_count_rss_mib"] = process.memory_bytes("VmHWM") / 2**20
         began = time.monotonic()
     result["stop_seconds"] = time.monotonic() - began
     result["catalog_bytes"] = (tier_dir / "janitor.catalog").stat().st_size
 
     with running(data / "second.log", *command) as process:
         again = Janitor(process)
-        result["restart_seconds"] = again.wait(lambda: again.usage()["is_counted"], 600)
+        result["restart_seconds"] = until(lambda: again.usage()["is_counted"], seconds=600, pause=0.1)
         time.sleep(20)
         before, began = process.cpu_seconds(), time.monotonic()
         time.sleep(60)
@@ -149,14 +136,14 @@ def million(data: Path, blocks: int, idle_seconds: float) -> dict[str, Any]:
         calls = [again.syscalls_per_second(WINDOW_SECONDS) for _ in range(windows)]
         result["idle_syscalls_per_second"] = sum(calls) / len(calls)
         result["idle_syscalls_per_second_in_the_worst_30_s"] = max(calls)
-        result["idle_rss_mib"] = again.memory_mib("VmRSS")
+        result["idle_rss_mib"] = process.memory_bytes("VmRSS") / 2**20
 
         limit = int(blocks * (HEADER_BYTES + payload))
         before = process.cpu_seconds()
         config_file.write_text(encode(replace(config, max_bytes=limit, high_watermark=0.9, low_watermark=0.75)))
-        result["sweep_seconds"] = again.wait(lambda: again.usage()["blocks"] <= blocks * 0.75, 1800)
+        result["sweep_seconds"] = until(lambda: again.usage()["blocks"] <= blocks * 0.75, seconds=1800, pause=0.1)
         result["sweep_cpu_seconds"] = process.cpu_seconds() - before
-        result["sweep_peak_rss_mib"] = again.memory_mib("VmHWM")
+        result["sweep_peak_rss_mib"] = process.memory_bytes("VmHWM") / 2**20
         result["freed_blocks"] = blocks - again.usage()["blocks"]
     result["files_left"] = sum(len(names) for _, _, names in os.walk(tier_dir / "aa" / "blocks"))
     assert result["files_left"] == blocks - result["freed_blocks"], result

@@ -66,7 +66,6 @@ CELL_HEADERS: Final = (
     "hits",
     "runs",
 )
-NEWLINE: Final = "\n"
 
 
 class Journal:
@@ -232,9 +231,9 @@ def _written(path: Path, parts: Iterable[str]) -> str:
 def _runs(records: Sequence[Record]) -> Iterator[str]:
     for run in (record for record in records if record["kind"] == "run"):
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        machine = run["machine"]
-        host = f"{machine['cpus']} x {machine['cpu']}, {machine['memory_gib']} GiB, GPU: {machine['gpu']}"
-        yield f"- {run['date']}: `{run['command']}`\n  {versions}; {host.replace(NEWLINE, '; ')}"
+        machine, gpus = run["machine"], "; ".join(run["machine"]["gpu"].splitlines())
+        host = f"{machine['cpus']} x {machine['cpu']}, {machine['memory_gib']} GiB, GPU: {gpus}"
+        yield f"- {run['date']}: `{run['command']}`\n  {versions}; {host}"
 
 
 def _cells(measured: Measured, columns: Sequence[str], title: str) -> str:
@@ -262,18 +261,15 @@ def _singles(measured: Measured, columns: Sequence[str], title: str) -> str:
     shown = (
         [name for name in columns if any((cell, lengths[0], name) in measured for cell in SINGLES)] if lengths else []
     )
+    found = {key: milliseconds(numbers.first) for key, numbers in measured.items()}
     rows = [
-        [f"{length}, {name}", *(_first(measured.get((cell, length, column))) for column in shown)]
+        [f"{length}, {name}", *(found.get((cell, length, column), "-") for column in shown)]
         for length in lengths
         for cell, name in SINGLES.items()
     ]
     note = "Without offloading the first is computed and the other two are hits in the GPU."
     headers = ["tokens", *(TITLES[name] for name in shown)]
     return section(f"One prompt: ms to the first token{title}", note, headers, rows)
-
-
-def _first(found: Numbers | None) -> str:
-    return milliseconds(found.first) if found else "-"
 
 
 def _answers(records: Sequence[Record], title: str) -> str:

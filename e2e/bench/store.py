@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,8 +37,6 @@ from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
 
 MIB = 1 << 20
-CHUNKS = (0.5, 1, 2, 4, 8, 16)
-THREADS = (1, 2, 4, 8, 16, 32)
 GENERATION = "bench"
 """A store's directory is named after its generation."""
 
@@ -258,16 +256,10 @@ class Bench:
                     region.erase()
                 began = time.perf_counter()
                 getattr(contestant, way)()
-                self._record(kind, region, way, threads, repetition, time.perf_counter() - began)
+                seconds = time.perf_counter() - began
             if not region.is_intact():
                 raise AssertionError(f"{kind.name}: the load did not bring what was written")
-        shutil.rmtree(contestant.directory, ignore_errors=True)
-
-    def _record(  # noqa: PLR0913, PLR0917 - one measurement has this many names
-        self, kind: type[Contestant], region: Region, way: str, threads: int, repetition: int, seconds: float
-    ) -> None:
-        self._log.write(
-            {
+            record = {
                 "kind": "store",
                 "volume": self._volume,
                 "contestant": kind.name,
@@ -277,18 +269,12 @@ class Bench:
                 "repetition": repetition,
                 "gb_per_second": region.blocks * region.block_bytes / seconds / 1e9,
             }
-        )
+            self._log.write(record)
+        shutil.rmtree(contestant.directory, ignore_errors=True)
 
-    @contextlib.contextmanager
-    def _contestant(
-        self, kind: type[Contestant], region: Region, threads: int, prefix: str = ""
-    ) -> Iterator[Contestant]:
+    def _contestant(self, kind: type[Contestant], region: Region, threads: int, prefix: str = "") -> Any:
         directory = self._directory / f"{prefix}{kind.__name__}"
-        contestant = kind(directory, region, threads=threads, is_direct=self._is_direct)
-        try:
-            yield contestant
-        finally:
-            contestant.close()
+        return contextlib.closing(kind(directory, region, threads=threads, is_direct=self._is_direct))
 
 
 def main() -> None:
@@ -304,8 +290,9 @@ def main() -> None:
         try:
             for volume in options.volumes:
                 bench = Bench(volume, places[volume] / "blocks", log)
-                for chunk_mib in options.chunk_mib:
-                    bench.run(chunk_mib, options.job_mib, options.threads, options.repetitions)
+                threads = [int(part) for part in options.threads.split(",")]
+                for chunk_mib in map(float, options.chunk_mib.split(",")):
+                    bench.run(chunk_mib, options.job_mib, threads, options.repetitions)
                     log.say(f"{volume}: {chunk_mib:g} MiB measured")
         finally:
             shutil.rmtree(places["tmpfs"], ignore_errors=True)
@@ -318,19 +305,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="a directory on the disk to measure (default: .)")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a directory in a tmpfs")
     parser.add_argument("--volumes", type=lambda text: text.split(","), default=["tmpfs", "disk"])
-    parser.add_argument("--chunk-mib", type=_numbers, default=list(CHUNKS), help="sizes of a block, e.g. 0.5,8")
-    parser.add_argument("--threads", type=lambda text: [int(part) for part in text.split(",")], default=list(THREADS))
+    parser.add_argument("--chunk-mib", default="0.5,1,2,4,8,16", help="sizes of a block")
+    parser.add_argument("--threads", default="1,2,4,8,16,32")
     parser.add_argument("--job-mib", type=int, default=512, help="bytes of one load or store, in MiB")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two sizes, two numbers of threads, under a minute")
     options = parser.parse_args()
     if options.quick:
-        options.chunk_mib, options.threads, options.job_mib, options.repetitions = [1.0, 8.0], [1, 4], 64, 3
+        options.chunk_mib, options.threads, options.job_mib, options.repetitions = "1,8", "1,4", 64, 3
     return options
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -275,9 +275,9 @@ class Stress:
     def wait_for_recovery(self) -> None:
         """Wait until each engine has read a block again, and the janitor has made room."""
         began = time.monotonic()
-        before = [self._count(number, "loaded") for number in range(ENGINES)]
+        before = [self._notes(number).count("loaded ") for number in range(ENGINES)]
         while time.monotonic() - began < RECOVERY_SECONDS:
-            has_read = all(self._count(number, "loaded") > before[number] for number in range(ENGINES))
+            has_read = all(self._notes(number).count("loaded ") > before[number] for number in range(ENGINES))
             is_within = self._used_bytes() <= self.result.max_bytes
             if has_read and is_within:
                 self.result.recovered_seconds = round(time.monotonic() - began, 1)
@@ -369,9 +369,6 @@ class Stress:
     def _notes(self, number: int) -> str:
         path = self._data / f"engine{number}.log"
         return path.read_text() if path.exists() else ""
-
-    def _count(self, number: int, what: str) -> int:
-        return self._notes(number).count(f"{what} ")
 
 
 def _lines(text: str, what: str) -> Iterator[str]:

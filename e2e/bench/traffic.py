@@ -359,13 +359,9 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="BACKEND:STAGE[:CELL...], with a stage of " + ", ".join(STAGES))
-    parser.add_argument(
-        "--out", type=Path, required=True, help="for traffic.jsonl, tables and charts; continued if there"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="for traffic.jsonl, which is continued, and the report")
     parser.add_argument("--work", type=Path, help="for the model, logs and the mounted tmpfs (default: in /tmp)")
-    parser.add_argument(
-        "--volume", type=Path, help="directory for the blocks (default: a tmpfs that is mounted for it)"
-    )
+    parser.add_argument("--volume", type=Path, help="directory for the blocks (default: a tmpfs, mounted for it)")
     parser.add_argument("--kvtier", type=json.loads, default={}, help="fields of ConnectorConfig as JSON")
     parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's engine arguments as JSON")
     parser.add_argument("--variant", default="", help="name of what is special about this run")

@@ -34,7 +34,7 @@ class EngineProcess:
         """Start the process and wait until the engine serves.
 
         Args:
-            make: returns the engine, in its process; the parent calls its methods, and `facts` describes it.
+            make: returns the engine, in its process; it has methods to call, and `facts`.
             arguments: of `make`.
             method: `fork` or `spawn`.
             log: file for what the engine prints.

@@ -155,14 +155,8 @@ def _name_tower(directory: Path) -> None:
 
 def _write_processor(directory: Path, shape: Shape) -> None:
     """Write what makes pictures and words into what the model takes."""
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        Blip2Processor,
-        BlipImageProcessor,
-        CLIPImageProcessor,
-        LlavaProcessor,
-        PreTrainedTokenizerFast,
-    )
 
     marks = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
     picture = {"image_token": "<image>"}
@@ -170,19 +164,19 @@ def _write_processor(directory: Path, shape: Shape) -> None:
     words = {**special, **{f"t{number}": number for number in range(len(special), VOCABULARY)}}
     made = Tokenizer(models.WordLevel(words, marks["unk_token"]))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, additional_special_tokens=list(picture.values()), **marks
     )
     side = {"height": PICTURE_SIDE, "width": PICTURE_SIDE}
     if shape["model_type"] == "blip-2":
-        Blip2Processor(
-            image_processor=BlipImageProcessor(size=side),
+        transformers.Blip2Processor(
+            image_processor=transformers.BlipImageProcessor(size=side),
             tokenizer=tokenizer,
             num_query_tokens=shape["num_query_tokens"],
         ).save_pretrained(directory)
         return
-    LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": PICTURE_SIDE}, crop_size=side),
+    transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(size={"shortest_edge": PICTURE_SIDE}, crop_size=side),
         tokenizer=tokenizer,
         patch_size=14,
         vision_feature_select_strategy="default",

@@ -92,14 +92,7 @@ class ForkedEngine(EngineProcess):
     """One engine. Use it from one thread, as a context manager; each call may raise EngineEnded."""
 
     def __init__(self, rendered: Rendered, log: Path, *, limit_seconds: float, plugin: str = "") -> None:
-        """Start the engine and wait until it serves.
-
-        Args:
-            rendered: what it is started with.
-            log: file for what it prints.
-            limit_seconds: for the start and for each call.
-            plugin: module whose `register` is called before the engine is made.
-        """
+        """Start the engine, after `register` of the module `plugin`; the limit is of the start and of each call."""
         import torch
 
         method = "spawn" if torch.cuda.is_initialized() else "fork"

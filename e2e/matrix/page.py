@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -126,6 +127,5 @@ def _place(row: Mapping[str, Any]) -> str:
 
 
 def _note(each: ModelClass, row: Mapping[str, Any]) -> str:
-    said = " ".join(row.get("message", "").split())
-    short = said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]}…"
-    return f"- {each.title} ({_place(row)}): {short}\n" if said else ""
+    said = textwrap.shorten(row.get("message", ""), _LONGEST_MESSAGE, placeholder="…")
+    return f"- {each.title} ({_place(row)}): {said}\n" if said else ""

@@ -38,8 +38,8 @@ AT_ONCE_COLD: Final = 8
 
 ADAPTERS: Final = "adapters"
 """Claim with the adapters."""
-ADAPTER_SECONDS: Final = 2.0
-"""By how much the tier distrusts clocks."""
+ADAPTER_AGE_SECONDS: Final = 4.0
+"""Adapters must be older than the next engine, by any clock that the tier trusts: then it knows what they hold."""
 
 _UNLIKE = 99.0
 _PICTURE_FIRST: Final = frozenset({"blip-2"})
@@ -78,7 +78,8 @@ def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dic
     later = [replace(each, lora=first.lora, image=first.image) for each in later]
     twins = _asked(model, asking.twins(VOCABULARY))
     twins = [replace(each, lora=twins[0].lora, image=twins[0].image) for each in twins]
-    _wait_for_age(model)
+    if model.loras:
+        time.sleep(ADAPTER_AGE_SECONDS)
     # Blocks of the last prompts have the least time to reach the volume.
     rounds = {"cold": prompts, "pair": [first], "gpu": prompts, "twins": twins}
     try:
@@ -124,19 +125,13 @@ def _adapter(directory: Path, name: str) -> Path:
     return directory / "adapters" / ADAPTERS / name
 
 
-def _wait_for_age(model: ModelClass) -> None:
-    """Wait until adapters are older than the next engine, by any clock: then it knows what they hold."""
-    if model.loras:
-        time.sleep(2 * ADAPTER_SECONDS)
-
-
 def _rewrite(
     model: ModelClass, rendered: Rendered, directory: Path, before: Sequence[tuple[Request, ScoredAnswer]]
 ) -> dict[str, Any]:
     """Write an adapter anew at its place and ask for it again: no block of the old one may be found."""
     name = model.loras[0]
     weights.write_lora(_adapter(directory, name), SHAPES[model.shape], seed=len(model.loras))
-    _wait_for_age(model)
+    time.sleep(ADAPTER_AGE_SECONDS)
     known = [(request, answer) for request, answer in before if request.lora == name]
     rounds = {"rewritten": [request for request, _ in known]}
     try:

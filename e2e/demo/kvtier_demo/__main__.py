@@ -40,16 +40,8 @@ _EXPLAINING_LINES = 60  # vLLM's last words point to a cause some tracebacks abo
 def main() -> int:
     """Run the demo and return its exit status."""
     parser = argparse.ArgumentParser(prog="kvtier-demo", description=__doc__, add_help=True)
-    parser.add_argument(
-        "--data", type=Path, default=Path(".kvtier/demo"), help="volume, logs and results are kept here"
-    )
-    parser.add_argument(
-        "--replicas",
-        type=int,
-        choices=(1, 2),
-        default=2,
-        help="one engine is enough to find what an earlier run stored",
-    )
+    parser.add_argument("--data", type=Path, default=Path(".kvtier/demo"), help="for the volume, logs and results")
+    parser.add_argument("--replicas", type=int, choices=(1, 2), default=2, help="1 finds what an earlier run stored")
     options = parser.parse_args()
     data: Path = options.data.resolve()
     for number in (signal.SIGTERM, signal.SIGHUP):

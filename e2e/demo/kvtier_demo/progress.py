@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -44,4 +43,3 @@ class Progress:
                 detail = doing()
                 self.say(f"waiting for {what}{f': {detail}' if detail else ''}")
             time.sleep(_POLL_SECONDS)
-        sys.stdout.flush()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier_demo.client import Answer, Engine
+from kvtier_demo.client import Engine
 from kvtier_demo.model import make_prompt
 from kvtier_demo.progress import Progress
 from kvtier_demo.report import Row
@@ -18,6 +18,8 @@ PROMPT_WORDS = 3000
 SHARED_SEEDS = (1, 2, 3)
 """Seeds of the prompts: each row shows the median of as many answers."""
 _SETTLED_POLLS = 12
+Tokens = tuple[tuple[int, ...], ...]
+"""The tokens of an answer to each of some prompts."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Scenario:
     first: Engine
     second: Engine | None
     blocks: Callable[[], Sequence[Path]]
-    proved: tuple[tuple[int, ...], ...]
+    proved: Tokens
     """Answers of an earlier run on this volume, whose blocks must serve the prompts; empty for a new volume."""
     progress: Progress
 
@@ -56,17 +58,10 @@ class Scenario:
             rows.append(self._ask("disk hit", "disk", self.second, prompts, tokens))
         return rows
 
-    def _ask(
-        self,
-        what: str,
-        source: str,
-        engine: Engine,
-        prompts: Sequence[str],
-        references: Sequence[tuple[int, ...]],
-    ) -> Row:
+    def _ask(self, what: str, source: str, engine: Engine, prompts: Sequence[str], references: Tokens) -> Row:
         self.progress.say(f"asking {engine.name} {len(prompts)} prompts: {what}")
-        answers: tuple[Answer, ...] = tuple(engine.ask(MODEL, prompt) for prompt in prompts)
-        return Row(what=what, source=source, engine=engine.name, answers=answers, references=tuple(references))
+        answers = tuple(engine.ask(MODEL, prompt) for prompt in prompts)
+        return Row(what=what, source=source, engine=engine.name, answers=answers, references=references)
 
     def _wait_for_writes(self) -> None:
         """Wait until the first replica's blocks are on the volume: stores are asynchronous by design."""
