@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from e2e.bench.processes import MeasuredProcess, until
 
 from kvtier_connector.contract import janitor
 from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_localcluster.apiserver.store.memory import EventType
 from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
 from kvtier_localcluster.ports import free_port
 from kvtier_operator.plan.digest import digest, digest_text
@@ -97,6 +98,16 @@ def node(number: int) -> Json:
     return body
 
 
+def load(api: ApiServerThread, kind: str, bodies: Iterable[Json]) -> None:
+    """Store objects exactly as they are: the state that another server had."""
+
+    async def act() -> None:
+        for body in bodies:
+            api.server.storage.commit(EventType.ADDED, api.server.registry.named(kind).key, body)
+
+    api.call(act)
+
+
 def populate(api: ApiServerThread, made: dict[str, list[Json]], *, tiers: int, pods: int) -> None:
     """Put copies of the first tier's objects there; the first ones have pods, and strangers fill up."""
     text = json.dumps(made)
@@ -111,10 +122,10 @@ def populate(api: ApiServerThread, made: dict[str, list[Json]], *, tiers: int, p
             copy = copy.replace(old, new)
         for resource, bodies in json.loads(copy).items():
             if resource != "pods" or number * len(bodies) < pods:
-                api.load(resource, bodies)
+                load(api, resource, bodies)
     stranger, count = made["pods"][0], min(tiers * len(made["pods"]), pods)
     metadata = ({"name": f"stranger-{n}", "namespace": NAMESPACE, "uid": f"stranger-{n}"} for n in range(count, pods))
-    api.load("pods", [{**stranger, "metadata": each} for each in metadata])
+    load(api, "pods", [{**stranger, "metadata": each} for each in metadata])
 
 
 def _digests(made: dict[str, list[Json]]) -> list[str]:
@@ -188,10 +199,10 @@ def measure(  # noqa: PLR0913  what a run is made of
     made = make_first(folder, code)
     with ApiServerThread() as api:
         api.create(yaml.safe_load(CRD.read_text()))
-        api.load("nodes", [node(number) for number in range(nodes)])
+        load(api, "nodes", [node(number) for number in range(nodes)])
         kubeconfig = api.write_kubeconfig(folder / "kubeconfig")
         for kind, bodies in made.items():
-            api.load(kind, bodies)
+            load(api, kind, bodies)
         with operator(kubeconfig, code) as (_, port):
             # Addresses answer otherwise here, and the status says so.
             until(lambda: passes(port) > 0, seconds=120)
