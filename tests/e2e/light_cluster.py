@@ -109,11 +109,11 @@ def _condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
 class Tier:
     """One tier, in the words of the tests."""
 
-    def __init__(self, bench: Bench, name: str, **spec: Any) -> None:
+    def __init__(self, bench: Bench, name: str, *, engine: dict[str, Any] | None = None, **spec: Any) -> None:
         self.bench, self.name = bench, name
         body = {
             "model": {"name": "org/model"},
-            "engine": {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"},
+            "engine": {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m", **(engine or {})},
             "cpu": {"size": "1Mi"},
             "volume": {"claim": {"size": "10Gi"}, "deletionPolicy": "Delete"},
             **spec,

@@ -27,12 +27,7 @@ SECRET = "hunter2-is-secret"
 def typed(bench: Bench) -> Tier:
     """Return a tier with blocks that is Ready."""
     env = [{"name": "MY_API_KEY", "value": SECRET}, {"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}]
-    tier = Tier(
-        bench,
-        "typed",
-        engine={"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m", "env": env},
-        disk={"budget": {"maxBytes": "1Gi"}},
-    )
+    tier = Tier(bench, "typed", engine={"env": env}, disk={"budget": {"maxBytes": "1Gi"}})
     tier.reaches("Ready", "True")
     for number in range(BLOCKS):
         # The first blocks wait for the janitor's permit.

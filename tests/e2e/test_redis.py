@@ -22,7 +22,7 @@ def test_engines_without_their_redis_serve_and_are_told_of(bench: Bench) -> None
         bench,
         "unshared",
         replicas=1,
-        engine={"accelerator": {"resource": "nvidia.com/gpu"}, "memory": "64Mi", "cpu": "10m"},
+        engine={"accelerator": {"resource": "nvidia.com/gpu"}},
         connector={"type": "LMCache", "lmcache": {"redis": redis}},
         volume=None,
     )

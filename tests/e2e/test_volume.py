@@ -64,16 +64,7 @@ def test_an_earlier_generation_stays_and_a_stranger_is_named(tiers: dict[str, Ti
 
 @pytest.mark.timeout(300)
 def test_an_engine_gets_no_requests_before_it_can_serve_with_its_volume(bench: Bench) -> None:
-    tier = Tier(
-        bench,
-        "patient",
-        engine={
-            "accelerator": {"resource": "none"},
-            "memory": "64Mi",
-            "cpu": "10m",
-            "env": [{"name": "STAND_IN_WAITS", "value": "1"}],
-        },
-    )
+    tier = Tier(bench, "patient", engine={"env": [{"name": "STAND_IN_WAITS", "value": "1"}]})
     assert tier.ask("state")["mode"] == "ReadWrite"
     pod = tier.pods()[0]["metadata"]["name"]
     words = "Startup probe failed: 1 of 1 disk tiers wait for the volume: default/patient: the volume has not answered"

@@ -22,3 +22,20 @@ def _read() -> dict[str, Any]:
 def tier_definition() -> dict[str, Any]:
     """Return the CustomResourceDefinition; the caller may change it."""
     return copy.deepcopy(_read())
+
+
+def open_definition(group: str, kind: str, version: str) -> dict[str, Any]:
+    """Return a definition that takes any field: what others define is theirs to check."""
+    plural = f"{kind.lower().removesuffix('y')}{'ies' if kind.endswith('y') else 's'}"
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
+            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
+        },
+    }

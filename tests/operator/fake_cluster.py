@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tiers import NAMESPACE, NOON, TIER, TIER_KEY, merge, tier
+from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, merge, pod, ready_deployment, tier
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterConflict, ClusterError, ClusterRejected
@@ -190,6 +190,16 @@ def reconciled(**spec: Any) -> FakeCluster:
     cluster = FakeCluster(tier(**spec))
     run(cluster)
     return cluster
+
+
+def serving(cluster: FakeCluster) -> None:
+    """Let the claim be bound, and both engines of the tier serve."""
+    template = cluster.look(DEPLOYMENT)["spec"]["template"]
+    if CLAIM in cluster.existing():
+        cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
+    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
+    for name in ("a", "b"):
+        cluster.put(pod(name, template))
 
 
 def edited(cluster: FakeCluster, **spec: Any) -> ReconcileResult:

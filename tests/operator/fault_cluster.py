@@ -3,35 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from aiohttp import web
 from definition import tier_definition
 from e2e.bench.operator_scale import NAMESPACE, running
 from e2e.bench.processes import MeasuredProcess
-from live import AGENT, MERGE, Client, Controllers
+from live import MERGE, Client, Controllers
 
-from kvtier_localcluster.apiserver import ApiError, ApiServerThread
-from kvtier_localcluster.apiserver.requests import parse_path
+from kvtier_localcluster.apiserver import ApiServerThread
 
 TIERS = f"/apis/kvtier.dev/v1alpha1/namespaces/{NAMESPACE}/kvcachetiers"
 Json = dict[str, Any]
 
 
 class BenchCluster:
-    """The API server and its controllers; who asked for what is counted as it comes in."""
+    """The API server and its controllers."""
 
     def __init__(self) -> None:
         """Make a cluster; entering the context starts it."""
         self.api = ApiServerThread()
-        self.requests: dict[str, int] = {}
-        """Requests of operators, by verb and plural; leases apart from the rest."""
-        self.faults: list[Callable[[web.Request], ApiError | None]] = []
-        """Asked for operators' requests alone."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -40,7 +33,6 @@ class BenchCluster:
         self.api.create(tier_definition())
         self._client = Client(self.api.url)
         self._stack.enter_context(Controllers(self._client, self.api))
-        self.api.server.faults.append(self._look)
         return self
 
     def __exit__(
@@ -57,18 +49,6 @@ class BenchCluster:
         """Return all tiers."""
         found: list[Json] = self.call("GET", TIERS)["items"]
         return found
-
-    def _look(self, request: web.Request) -> ApiError | None:
-        target = parse_path(request.path)
-        if target is None or request.headers.get("User-Agent") == AGENT:
-            return None
-        what = f"{'watch' if 'watch' in request.query else request.method} {target.plural}"
-        self.requests[what] = self.requests.get(what, 0) + 1
-        return next(filter(None, (fault(request) for fault in list(self.faults))), None)
-
-    def writes(self) -> dict[str, int]:
-        """Return the writes of operators so far, by what; the Lease is named like any other."""
-        return {what: count for what, count in self.requests.items() if what.split()[0] not in {"GET", "watch"}}
 
 
 def is_final(body: Json) -> bool:

@@ -19,6 +19,7 @@ from aiohttp import web
 from e2e.bench.operator_scale import NAMESPACE, tier
 from e2e.bench.processes import MeasuredProcess, until
 from fault_cluster import TIERS, BenchCluster, Json, is_final, operator
+from live import AGENT
 
 from kvtier_localcluster.apiserver import ApiError
 from kvtier_localcluster.apiserver.requests import parse_path
@@ -55,7 +56,9 @@ class Trouble:
     def fault(self, request: web.Request) -> ApiError | None:
         """Fail some of the requests of operators; the Lease as well."""
         target = parse_path(request.path)
-        if target is not None and target.plural == self.forbidden:
+        if target is None or request.headers.get("User-Agent") == AGENT:
+            return None
+        if target.plural == self.forbidden:
             return ApiError(403, "Forbidden", f"{self.forbidden} is forbidden: injected")
         if "watch" in request.query or self.chance.random() >= self.rate:
             return None
@@ -83,7 +86,7 @@ def faults(folder: Path, *, tiers: int, seconds: float, kill_seconds: float, kin
     naming: dict[str, int] = {}
     with BenchCluster() as cluster, ExitStack() as operators:
         run = _Run(cluster, folder, operators, tiers, kill_seconds)
-        cluster.faults.append(run.trouble.fault)
+        cluster.api.server.faults.append(run.trouble.fault)
         cluster.call("POST", TIERS, tier("first"))
         until(lambda: is_final(cluster.call("GET", f"{TIERS}/first")), seconds=120)
         for plural in kinds:

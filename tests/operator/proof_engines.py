@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler
+from typing import Any, ClassVar
 
+import pytest
+
+from kvtier_operator import names
+from kvtier_operator.kube.http_server import HttpServer
 from kvtier_operator.observe.engine_client import EngineError, EngineLocked, Served
 from kvtier_operator.observe.pod_reports import EngineCounters
 
@@ -98,3 +106,43 @@ class Clock:
 
     async def pause(self, seconds: float) -> None:
         self.seconds += seconds
+
+
+class StubEngine(BaseHTTPRequestHandler):
+    """An engine as far as HTTP goes: it answers as told, asks for a key at its API as vLLM does, and notes requests."""
+
+    answers: ClassVar[dict[str, tuple[int, bytes]]] = {}
+    key: ClassVar[str] = ""
+    bodies: ClassVar[list[dict[str, Any]]] = []
+    given: ClassVar[dict[str, str | None]] = {}
+    """The authorization that each path was asked with."""
+
+    def do_GET(self) -> None:
+        self.given[self.path] = self.headers.get("Authorization")
+        is_open = not self.key or not self.path.startswith("/v1") or self.given[self.path] == f"Bearer {self.key}"
+        status, body = self.answers.get(self.path, (404, b"")) if is_open else (401, b"")
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Stay quiet."""
+
+
+MODELS = b'{"data": [{"id": "tiny", "max_model_len": 4096}]}'
+
+
+@contextmanager
+def stub_engine(monkeypatch: pytest.MonkeyPatch, key: str = "") -> Iterator[str]:
+    """Serve as an engine where the operator looks for one, and return the host."""
+    for name, value in {"answers": {"/v1/models": (200, MODELS)}, "bodies": [], "given": {}, "key": key}.items():
+        monkeypatch.setattr(StubEngine, name, value)
+    server = HttpServer("127.0.0.1", 0, StubEngine)
+    monkeypatch.setattr(names, "HTTP_PORT", server.server_address[1])
+    stop = server.serve_on_thread("engine")
+    yield "127.0.0.1"
+    stop()

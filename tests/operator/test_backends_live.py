@@ -3,20 +3,12 @@
 
 from __future__ import annotations
 
-from fake_cluster import FakeCluster, condition, edited, reconciled, run
-from tiers import CLAIM, DEPLOYMENT, JANITOR, LEASE, NAMESPACE, TIER_KEY, pod, ready_deployment, tier
+from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
+from tiers import CLAIM, DEPLOYMENT, JANITOR, LEASE, NAMESPACE, TIER_KEY, tier
 
 from kvtier_operator.names import ObjectKey
 
 REDIS = ObjectKey(api_version="apps/v1", kind="Deployment", name="llama-redis")
-
-
-def serving(cluster: FakeCluster) -> None:
-    """Let the engines of the tier serve."""
-    template = cluster.look(DEPLOYMENT)["spec"]["template"]
-    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
-    for name in ("a", "b"):
-        cluster.put(pod(name, template))
 
 
 def generation(cluster: FakeCluster) -> str:

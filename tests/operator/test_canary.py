@@ -8,15 +8,12 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Coroutine, Iterator
-from http.server import BaseHTTPRequestHandler
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from asking_pods import on_loop
-from proof_engines import Clock, ScriptedEngine, SharedVolume
+from proof_engines import Clock, ScriptedEngine, SharedVolume, StubEngine, stub_engine
 
-from kvtier_operator import names
-from kvtier_operator.kube.http_server import HttpServer
 from kvtier_operator.observe import canary
 from kvtier_operator.observe.canary import SIDE, TEXT_ALONE, Chunk, Replica, Subjects, Waiting, new_picture
 from kvtier_operator.observe.engine_client import EngineError, HttpEngine
@@ -55,11 +52,28 @@ def test_what_the_first_replica_stored_and_the_second_one_loads_is_proof() -> No
 BOTH = Subjects(adapters=("sql",), has_pictures=True)
 
 
-def test_a_tier_with_adapters_and_pictures_is_proven_with_both() -> None:
-    first, second = pair()
-    found = send(first, second, subjects=BOTH)
-    assert found.outcome is CanaryOutcome.LOADED
-    assert (found.covered, found.open) == (("the adapter sql", "a picture"), ())
+SQL, PICTURE = "the adapter sql", "a picture"
+
+
+@pytest.mark.parametrize(
+    ("engine", "chunk", "covered", "left"),
+    [
+        ({}, Chunk(), (SQL, PICTURE), ()),
+        ({"is_blind": True}, Chunk(), (SQL,), (PICTURE,)),
+        # The model has no room for a picture.
+        ({"most_tokens": 1024}, Chunk(), (SQL,), ()),
+        # The prompt of a picture is as long as a chunk, and may be shorter than one.
+        ({}, Chunk(tokens=1024), (SQL, PICTURE), ()),
+        ({}, Chunk(tokens=1040), (SQL,), ()),
+    ],
+)
+def test_a_tier_with_adapters_and_pictures_is_proven_with_as_many_as_can_be(
+    engine: dict[str, Any], chunk: Chunk, covered: tuple[str, ...], left: tuple[str, ...]
+) -> None:
+    volume = SharedVolume()
+    first, second = ScriptedEngine(volume, **engine), ScriptedEngine(volume, **engine)
+    found = send(first, second, subjects=BOTH, chunk=chunk)
+    assert (found.outcome, found.covered, found.open) == (CanaryOutcome.LOADED, covered, left)
     assert first.adapters == second.adapters == ["sql"]
 
 
@@ -69,27 +83,10 @@ def test_what_is_not_found_with_an_adapter_or_a_picture_is_a_disproof_that_names
     assert (found.outcome, found.subject) == (CanaryOutcome.MISSED, subject)
 
 
-def test_an_engine_that_takes_no_picture_leaves_open_what_a_picture_would_show() -> None:
-    found = send(*pair(is_blind=True), subjects=BOTH)
-    assert (found.outcome, found.covered, found.open) == (CanaryOutcome.LOADED, ("the adapter sql",), ("a picture",))
-
-
 def test_nothing_else_is_sent_where_text_alone_is_not_found() -> None:
     first, second = pair(loses="tiny")
     assert send(first, second, subjects=BOTH).outcome is CanaryOutcome.MISSED
     assert not first.adapters
-
-
-def test_a_model_without_room_for_a_picture_is_sent_none() -> None:
-    first, second = pair()
-    first.most_tokens = 1024
-    assert send(first, second, subjects=BOTH).covered == ("the adapter sql",)
-
-
-def test_a_picture_whose_prompt_may_be_shorter_than_a_chunk_is_not_sent() -> None:
-    assert send(*pair(), subjects=BOTH, chunk=Chunk(tokens=1024)).covered == ("the adapter sql", "a picture")
-    found = send(*pair(), subjects=BOTH, chunk=Chunk(tokens=1040))
-    assert (found.covered, found.open) == (("the adapter sql",), ())
 
 
 def test_every_picture_is_new_and_can_be_read() -> None:
@@ -164,26 +161,6 @@ def test_a_block_that_is_stored_at_its_second_offer_is_offered_twice() -> None:
     assert (len(first.asked), len(second.asked)) == (2, 1)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """An engine as far as HTTP goes."""
-
-    answers: ClassVar[dict[str, tuple[int, bytes]]] = {}
-    bodies: ClassVar[list[dict[str, Any]]] = []
-
-    def do_GET(self) -> None:
-        status, body = self.answers.get(self.path, (404, b""))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self) -> None:
-        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.do_GET()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 class Asked:
     """An engine on this machine, asked on the asker's loop."""
 
@@ -197,20 +174,14 @@ class Asked:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, asker: HttpClient) -> Iterator[Asked]:
-    monkeypatch.setattr(Handler, "answers", {})
-    monkeypatch.setattr(Handler, "bodies", [])
-    server = HttpServer("127.0.0.1", 0, Handler)
-    monkeypatch.setattr(names, "HTTP_PORT", server.server_address[1])
-    stop = server.serve_on_thread("engine")
-    yield Asked(asker)
-    stop()
+    with stub_engine(monkeypatch):
+        yield Asked(asker)
 
 
 def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
     usage = {"usage": {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 48}}}
-    Handler.answers.update(
+    StubEngine.answers.update(
         {
-            "/v1/models": (200, b'{"data": [{"id": "tiny", "max_model_len": 4096}]}'),
             "/v1/completions": (200, json.dumps(usage).encode()),
             "/v1/chat/completions": (200, json.dumps(usage).encode()),
             "/metrics": (200, b'vllm:request_success_total{finished_reason="stop"} 3.0\n'),
@@ -220,9 +191,9 @@ def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
     assert (served.name, served.most_tokens) == ("tiny", 4096)
     assert engine.get(lambda http: http.complete("tiny", [11, 12])) == 48
     assert engine.get(HttpEngine.metrics).finished_requests == 3
-    assert Handler.bodies == [{"model": "tiny", "prompt": [11, 12], "max_tokens": 1, "temperature": 0}]
+    assert StubEngine.bodies == [{"model": "tiny", "prompt": [11, 12], "max_tokens": 1, "temperature": 0}]
     assert engine.get(lambda http: http.see("tiny", "12 34", b"png")) == 48
-    picture, words = Handler.bodies[-1]["messages"][0]["content"]
+    picture, words = StubEngine.bodies[-1]["messages"][0]["content"]
     assert picture == {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}
     assert words == {"type": "text", "text": "12 34"}
 
@@ -232,7 +203,7 @@ def test_the_template_of_a_chat_in_the_engines_own_cache_is_no_proof(
     engine: Asked, asked: int | None, cached: int | None
 ) -> None:
     usage = {"prompt_tokens": asked, "prompt_tokens_details": {"cached_tokens": 48}}
-    Handler.answers["/v1/chat/completions"] = (200, json.dumps({"usage": usage}).encode())
+    StubEngine.answers["/v1/chat/completions"] = (200, json.dumps({"usage": usage}).encode())
     assert engine.get(lambda http: http.see("tiny", "12 34", b"png")) == cached
 
 
@@ -241,7 +212,7 @@ def test_the_template_of_a_chat_in_the_engines_own_cache_is_no_proof(
     [((401, b"{}"), "with 401"), ((200, b"nonsense"), "something else than JSON"), ((200, b"[]"), "lists no model")],
 )
 def test_an_answer_that_makes_no_sense_is_an_error_in_words(engine: Asked, answer: Any, words: str) -> None:
-    Handler.answers["/v1/models"] = answer
+    StubEngine.answers["/v1/models"] = answer
     with pytest.raises(EngineError, match=words):
         engine.get(HttpEngine.model)
 

@@ -45,32 +45,29 @@ def test_engines_of_other_numbers_of_ranks_share_a_generation_and_the_size_of_fi
 
 
 def test_without_it_each_number_of_ranks_has_a_generation_and_vllm_is_told_nothing() -> None:
-    assert plan(on=False).generation.digest != plan(on=False, ranks=2).generation.digest
+    digests = {made.generation.digest for made in (plan(), plan(on=False), plan(on=False, ranks=2))}
+    assert len(digests) == 3
     assert "canonical_layout" not in extra_config(plan(on=False))
 
 
-def test_either_layout_has_a_generation_of_its_own() -> None:
-    assert plan(on=False).generation.digest != plan().generation.digest
-
-
-def test_an_edit_of_the_ranks_is_explained_as_one_that_keeps_the_cache() -> None:
-    found = explain_edit(parse(body()), parse(body(ranks=2)), names.tier_ref(tier()), connector_image="c:1")
-    assert not found.discards_cache
-    assert found.restarted_pods == 2
-
-
-def test_an_edit_of_the_ranks_without_it_is_explained_as_one_that_discards_the_cache() -> None:
-    before, after = parse(body(on=False)), parse(body(on=False, ranks=2))
+@pytest.mark.parametrize(
+    ("settings", "discards", "words"),
+    [
+        ({}, False, ""),
+        ({"on": False}, True, "with spec.disk.canonicalLayout, blocks serve any"),
+        (
+            {"on": False, "model": {"name": "org/states", "config": STATES}},
+            True,
+            "cannot serve another one here: some layers of the model keep",
+        ),
+    ],
+    ids=["kept", "discarded", "cannot be kept"],
+)
+def test_an_edit_of_the_ranks_is_explained(settings: dict[str, Any], discards: bool, words: str) -> None:
+    before, after = (parse(body(ranks=ranks, **settings)) for ranks in (1, 2))
     found = explain_edit(before, after, names.tier_ref(tier()), connector_image="c:1")
-    assert found.discards_cache
-    assert any("with spec.disk.canonicalLayout, blocks serve any" in told for told in diff.warnings(found))
-
-
-def test_where_it_cannot_be_the_explanation_says_why() -> None:
-    states = {"name": "org/states", "config": STATES}
-    before, after = (parse(body(on=False, ranks=ranks, model=states)) for ranks in (1, 2))
-    found = explain_edit(before, after, names.tier_ref(tier()), connector_image="c:1")
-    assert any("cannot serve another one here: some layers of the model keep" in told for told in diff.warnings(found))
+    assert (found.discards_cache, found.restarted_pods) == (discards, 2)
+    assert words in " ".join(diff.warnings(found))
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 16])

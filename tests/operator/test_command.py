@@ -30,7 +30,7 @@ MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (yaml.safe_dump(tier(cpu={"size": "0"})), "kvtier: spec.cpu.size: must be at least 1Mi"),
+        (yaml.safe_dump(tier(cpu={"size": "0"})), "spec.cpu.size: must be at least 1Mi"),
         ("kind: Pod\napiVersion: v1\n", "holds something else than KVCacheTier"),
         (
             f"{yaml.safe_dump(tier())}---\napiVersion: kvtier.dev/v1\nkind: KVCacheTier\n",
@@ -44,13 +44,15 @@ MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
     ],
     ids=["a bad field", "another kind", "another version", "a typo", "no kind", "no name", "no YAML", "nothing"],
 )
-def test_what_cannot_be_rendered_is_refused_in_words(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("verb", ["render", "plan", "validate"])
+def test_what_cannot_be_read_is_refused_in_words(
+    text: str, message: str, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tier.yaml"
     file.write_text(text)
-    assert main(["render", str(file)]) == 1
-    assert message in capsys.readouterr().err
+    assert main([verb, str(file)]) == 1
+    said = capsys.readouterr()
+    assert message in said.out + said.err
 
 
 def test_a_missing_file_is_misuse_and_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,29 +66,32 @@ def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, re
     assert found.remedy
 
 
-def test_vllm_itself_says_that_an_encoder_decoder_model_takes_no_connector() -> None:
-    vllm = find_spec("vllm")
-    assert vllm.origin is not None
-    source = Path(vllm.origin).with_name("v1") / "core" / "sched" / "scheduler.py"
-    said = next(line for line in source.read_text().splitlines() if "Encoder-decoder" in line)
-    found = crash_causes.explain(f"AssertionError: {said.strip()}", 1)
-    assert found.reason is Reason.MODEL_UNSUPPORTED
+def what_vllm_says_of_encoder_decoder_models() -> str:
+    source = Path(find_spec("vllm").origin).with_name("v1") / "core" / "sched" / "scheduler.py"
+    return next(line for line in source.read_text().splitlines() if "Encoder-decoder" in line).strip()
 
 
-def test_a_bus_error_is_a_page_of_shared_memory_that_is_not_there() -> None:
-    found = crash_causes.explain("", 135)
-    assert found.reason is Reason.SHM_TOO_SMALL
+@pytest.mark.parametrize(
+    ("message", "code", "reason"),
+    [
+        # A page of shared memory that is not there.
+        ("", 135, Reason.SHM_TOO_SMALL),
+        # The cause, and not what followed from it.
+        (
+            "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments",
+            1,
+            Reason.TOKEN_REFUSED,
+        ),
+        (f"AssertionError: {what_vllm_says_of_encoder_decoder_models()}", 1, Reason.MODEL_UNSUPPORTED),
+    ],
+)
+def test_the_cause_is_found(message: str, code: int, reason: Reason) -> None:
+    assert crash_causes.explain(message, code).reason is reason
 
 
 @pytest.mark.parametrize("message", ["", "Traceback (most recent call last):\nKeyError: 'x'", "\n\n"])
 def test_words_that_nobody_knows_explain_nothing(message: str) -> None:
     assert crash_causes.explain(message, 1) is None
-
-
-def test_the_cause_is_told_and_not_what_followed_from_it() -> None:
-    message = "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments"
-    found = crash_causes.explain(message, 1)
-    assert found.reason is Reason.TOKEN_REFUSED
 
 
 def test_a_long_line_is_quoted_by_its_end() -> None:

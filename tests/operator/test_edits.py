@@ -37,6 +37,7 @@ EDITS: list[tuple[dict[str, Any], bool, bool]] = [
     ({"cpu": {"size": "32Gi"}}, False, True),
     ({"disk": {"splitHits": "Off"}}, False, True),
     ({"hash": {"seed": "1"}}, True, True),
+    ({"connector": {"type": "VLLMTiering"}}, True, True),
     ({"replicas": 5}, False, False),
     ({"paused": True}, False, False),
     ({"volume": {"claim": {"size": "3Ti"}}}, False, False),

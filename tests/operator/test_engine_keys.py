@@ -4,25 +4,22 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from asking_pods import on_loop
 from chart import render
 from fake_cluster import FakeCluster
 from granted import Rbac
+from proof_engines import StubEngine, stub_engine
 from tiers import NAMESPACE, TIER, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.kube.client import connect
-from kvtier_operator.kube.http_server import HttpServer
 from kvtier_operator.observe.api_keys import KeySource, find_key, read_key
 from kvtier_operator.observe.engine_client import EngineLocked, HttpEngine
 from kvtier_operator.observe.http_client import HttpClient
@@ -147,35 +144,11 @@ def test_the_chart_lets_it_read_no_secret_unless_told() -> None:
     assert "secrets" not in {resource for rule in rules for resource in rule["resources"]}
 
 
-class Locked(BaseHTTPRequestHandler):
-    """An engine that asks for a key at its API, as vLLM does, and notes what it was asked with."""
-
-    asked: ClassVar[list[tuple[str, str | None]]] = []
-
-    def do_GET(self) -> None:
-        given = self.headers.get("Authorization")
-        self.asked.append((self.path, given))
-        is_open = not self.path.startswith("/v1") or given == "Bearer sesame"
-        self.send_response(200 if is_open else 401)
-        self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "tiny", "max_model_len": 4096}]}).encode() if is_open else b"")
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.do_GET()
-
-    def log_message(self, *_: Any) -> None:
-        """Stay quiet."""
-
-
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(Locked, "asked", [])
-    server = HttpServer("127.0.0.1", 0, Locked)
-    monkeypatch.setattr(names, "HTTP_PORT", server.server_address[1])
-    stop = server.serve_on_thread("engine")
-    yield "127.0.0.1"
-    stop()
+    with stub_engine(monkeypatch, key="sesame") as host:
+        StubEngine.answers |= {"/v1/completions": (200, b"{}"), "/metrics": (200, b"")}
+        yield host
 
 
 def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(asker: HttpClient, address: str) -> None:
@@ -183,7 +156,7 @@ def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(asker: HttpClie
     assert on_loop(asker, engine.model).name == "tiny"
     on_loop(asker, lambda: engine.complete("tiny", [11]))
     on_loop(asker, engine.metrics)
-    assert dict(Locked.asked) == {
+    assert StubEngine.given == {
         "/v1/models": "Bearer sesame",
         "/v1/completions": "Bearer sesame",
         "/metrics": None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 import pytest
-from e2e.bench.operator_scale import NAMESPACE, passes, tier
+from e2e.bench.operator_scale import NAMESPACE, tier
 from e2e.bench.processes import until
 from fault_cluster import TIERS, BenchCluster, is_final, operator
 from operator_faults import Trouble, faults
@@ -41,7 +41,7 @@ def test_an_operator_without_a_right_is_alive_does_what_it_can_and_goes_on_once_
 ) -> None:
     with BenchCluster() as cluster:
         trouble = Trouble(cluster, random.Random(1), forbidden=plural)
-        cluster.faults.append(trouble.fault)
+        cluster.api.server.faults.append(trouble.fault)
         cluster.call("POST", TIERS, tier("new"))
         port = free_port()
 
@@ -63,42 +63,3 @@ def test_an_operator_without_a_right_is_alive_does_what_it_can_and_goes_on_once_
             trouble.forbidden = ""
             until(lambda: all(map(is_final, cluster.tiers())), seconds=200)
             until(lambda: ask(port, "/readyz")[0] == 200, seconds=60)
-
-
-@pytest.mark.timeout(300)
-def test_an_operator_that_takes_over_and_one_that_looks_again_have_nothing_to_write(tmp_path: Path) -> None:
-    names = [f"t{number}" for number in range(3)]
-    with BenchCluster() as cluster:
-        with operator(cluster, tmp_path, "--leader-elect", KVTIER_LEASE_SECONDS="60"):
-            for name in names:
-                cluster.call("POST", TIERS, tier(name))
-            until(lambda: all(map(is_final, cluster.tiers())), seconds=200)
-            rest(cluster)
-        first, port = counts(cluster), free_port()
-        with operator(cluster, tmp_path, KVTIER_RESYNC_SECONDS="5", KVTIER_METRICS_PORT=str(port)):
-            until(lambda: passes(port) >= len(names), seconds=60)
-            rest(cluster)
-            started, done = counts(cluster), passes(port)
-            until(lambda: passes(port) >= done + len(names), seconds=60)
-        assert started["requests"] > first["requests"]
-        assert started["status writes"] == first["status writes"]
-        assert counts(cluster)["writes"] == started["writes"]
-
-
-def counts(cluster: BenchCluster) -> dict[str, int]:
-    """Requests of operators so far, without those for their Lease."""
-    requests = {what: count for what, count in cluster.requests.items() if not what.endswith(" leases")}
-    writes = {what: count for what, count in cluster.writes().items() if not what.endswith(" leases")}
-    status_writes = writes.get("PATCH kvcachetiers", 0)
-    return {"requests": sum(requests.values()), "writes": sum(writes.values()), "status writes": status_writes}
-
-
-def rest(cluster: BenchCluster, quiet_seconds: float = 1.0) -> None:
-    """Wait until nothing has been written for a while."""
-    seen = [-1]
-
-    def is_quiet() -> bool:
-        seen.append(counts(cluster)["writes"])
-        return seen[-1] == seen[-2]
-
-    until(is_quiet, seconds=60, pause=quiet_seconds)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from asking_pods import ScriptedAsker
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, condition, status
 from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, LEASE, NOON, RUNNING, TIER, TIER_KEY, made_by, pod, tier
 from waiting import until
 
@@ -73,12 +73,6 @@ class Rig:
         until(lambda: len(self.woken) == count)
         self.run()
 
-    def status(self) -> dict:
-        return self.cluster.look(TIER_KEY)["status"]
-
-    def condition(self, kind: str) -> dict:
-        return next(each for each in self.status()["conditions"] if each["type"] == kind)
-
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
@@ -89,14 +83,14 @@ def rig() -> Iterator[Rig]:
 
 def test_what_pods_say_reaches_the_status(rig: Rig) -> None:
     rig.run()
-    assert rig.condition("DiskWithinBudget")["reason"] == "JanitorStarting"
+    assert condition(rig.cluster, "DiskWithinBudget")["reason"] == "JanitorStarting"
     rig.answers(3)
     assert set(rig.woken) == {TIER}
-    assert rig.condition("DiskWithinBudget")["status"] == "True"
-    assert rig.status()["generations"][0]["digest"] == "aaaa"
-    assert rig.status()["tiers"][1]["usedBytes"] == 1 << 40
-    assert rig.condition("DiskHealthy")["reason"] == "Stranger"
-    assert "pod b serves" in rig.condition("DiskHealthy")["message"]
+    assert condition(rig.cluster, "DiskWithinBudget")["status"] == "True"
+    assert status(rig.cluster)["generations"][0]["digest"] == "aaaa"
+    assert status(rig.cluster)["tiers"][1]["usedBytes"] == 1 << 40
+    assert condition(rig.cluster, "DiskHealthy")["reason"] == "Stranger"
+    assert "pod b serves" in condition(rig.cluster, "DiskHealthy")["message"]
 
 
 def test_the_janitor_is_asked_through_its_service_and_only_engines_that_serve_are(rig: Rig) -> None:
@@ -123,18 +117,13 @@ def test_the_lease_that_a_janitor_waits_for_is_made_anew_where_it_is_gone(rig: R
     rig.pods.usage = Usage(tier="serving/llama", is_active=False, is_counted=False)
     rig.run()
     rig.answers(3)
-    assert rig.condition("DiskWithinBudget")["reason"] == "JanitorWaiting"
+    assert condition(rig.cluster, "DiskWithinBudget")["reason"] == "JanitorWaiting"
     before = rig.cluster.look(LEASE)
     rig.run()
     assert rig.cluster.look(LEASE) == before
     rig.cluster.remove(LEASE)
     rig.run()
     assert rig.cluster.look(LEASE) is not None
-
-
-def test_without_probes_nobody_is_asked() -> None:
-    cluster = FakeCluster(tier())
-    assert reconcile(cluster, TIER, Inputs(connector_image="connector:test", clock=lambda: NOON)).failure is None
 
 
 def test_pods_that_only_carry_the_labels_are_neither_counted_nor_asked(rig: Rig) -> None:
@@ -150,7 +139,7 @@ def test_pods_that_only_carry_the_labels_are_neither_counted_nor_asked(rig: Rig)
     rig.run()
     rig.answers(3)
     assert not [url for url in rig.pods.asked if "10.1.0.8" in url or "10.1.0.9" in url]
-    assert rig.condition("HashSeedConsistent")["status"] == "True"
+    assert condition(rig.cluster, "HashSeedConsistent")["status"] == "True"
 
 
 def test_a_pod_of_another_rollout_of_the_same_deployment_is_counted(rig: Rig) -> None:
@@ -159,7 +148,7 @@ def test_a_pod_of_another_rollout_of_the_same_deployment_is_counted(rig: Rig) ->
     before["spec"]["containers"][0]["env"] = [{"name": "PYTHONHASHSEED", "value": "7"}]
     rig.cluster.put(before)
     rig.run()
-    assert rig.condition("HashSeedConsistent")["reason"] == "SeedsDiffer"
+    assert condition(rig.cluster, "HashSeedConsistent")["reason"] == "SeedsDiffer"
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["healthy", "over-budget"])
@@ -167,32 +156,32 @@ def test_a_new_operator_changes_nothing_and_tells_no_news_until_it_was_answered(
     rig.cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": {"maxBytes": "100Gi" if full else "1500Gi"}}}})
     rig.run()
     rig.answers(3)
-    told = rig.status()
-    assert rig.condition("DiskWithinBudget")["status"] == ("False" if full else "True")
-    assert rig.condition("DiskHealthy")["reason"] == "Stranger"
+    told = status(rig.cluster)
+    assert condition(rig.cluster, "DiskWithinBudget")["status"] == ("False" if full else "True")
+    assert condition(rig.cluster, "DiskHealthy")["reason"] == "Stranger"
     events = len(rig.cluster.posted)
     with restarted(rig) as others:
         rig.run()
-        assert rig.status() == told
+        assert status(rig.cluster) == told
         others.set()
         until(lambda: len(rig.woken) == 6)
         rig.run()
-    assert rig.status() == told
+    assert status(rig.cluster) == told
     assert len(rig.cluster.posted) == events
 
 
 def test_what_the_first_answer_says_after_a_restart_is_told(rig: Rig) -> None:
     rig.run()
     rig.answers(3)
-    assert rig.condition("DiskWithinBudget")["status"] == "True"
+    assert condition(rig.cluster, "DiskWithinBudget")["status"] == "True"
     rig.pods.usage = Usage(**{**vars(USAGE), "store_pause": "the volume is full"})
     with restarted(rig) as others:
         rig.run()
-        assert rig.condition("DiskWithinBudget")["status"] == "True"
+        assert condition(rig.cluster, "DiskWithinBudget")["status"] == "True"
         others.set()
         until(lambda: len(rig.woken) == 6)
         rig.run()
-    assert rig.condition("DiskWithinBudget")["reason"] == "StoresPaused"
+    assert condition(rig.cluster, "DiskWithinBudget")["reason"] == "StoresPaused"
 
 
 def test_a_spec_that_changed_is_not_judged_by_what_was_told_of_another(rig: Rig) -> None:
@@ -201,7 +190,7 @@ def test_a_spec_that_changed_is_not_judged_by_what_was_told_of_another(rig: Rig)
     with restarted(rig):
         rig.cluster.edit(TIER_KEY, {"spec": {"replicas": 3}})
         rig.run()
-        assert rig.condition("DiskWithinBudget")["reason"] == "JanitorStarting"
+        assert condition(rig.cluster, "DiskWithinBudget")["reason"] == "JanitorStarting"
 
 
 @contextmanager

@@ -16,8 +16,6 @@ import pytest
 import yaml
 
 from kvtier_cli.output import as_yaml
-from kvtier_connector.contract import engine as contract
-from kvtier_connector.contract import janitor as contract_janitor
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.parts import keys, pods, render
@@ -86,19 +84,6 @@ def test_what_leaves_the_restricted_standard_is_said(case: str) -> None:
     assert bool(pods.warning(template)) == (case in LESS_RESTRICTED)
 
 
-@pytest.mark.parametrize(("case", "component"), [each for each in PODS if each[0] != "pod-template"])
-def test_the_pods_satisfy_the_restricted_standard(case: str, component: str) -> None:
-    pod = deployment(case, component)["spec"]["template"]["spec"]
-    context = pod["securityContext"]
-    assert context["runAsNonRoot"] is True
-    assert context["runAsUser"] > 0
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    for container in (*pod.get("initContainers", ()), *pod["containers"]):
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert container["securityContext"]["readOnlyRootFilesystem"] is True
-
-
 @pytest.mark.parametrize(("case", "component"), PODS)
 def test_every_mount_has_its_volume_and_every_selector_its_pods(case: str, component: str) -> None:
     found = deployment(case, component)["spec"]
@@ -113,23 +98,6 @@ def test_every_mount_has_its_volume_and_every_selector_its_pods(case: str, compo
     if component == "engine":
         budget = next(each for each in rendered(case) if each["kind"] == "PodDisruptionBudget")
         assert budget["spec"]["selector"]["matchLabels"] == selector
-
-
-@pytest.mark.parametrize("case", WITH_JANITOR)
-def test_the_janitor_is_the_same_user_as_the_engines_and_works_where_they_do(case: str) -> None:
-    engine, janitor = (deployment(case, name)["spec"]["template"]["spec"] for name in ("engine", "janitor"))
-    assert janitor["securityContext"] == engine["securityContext"]
-    config = next(each for each in rendered(case) if is_of(each, "janitor") and each["kind"] == "ConfigMap")
-    told = contract_janitor.decode(config["data"]["janitor.json"])
-    connector = next(each for each in rendered(case) if is_of(each, "engine") and each["kind"] == "ConfigMap")
-    served = contract.decode(connector["data"]["connector.json"])
-    assert served.root == f"{told.tier_dir}/{told.current}"
-    assert told.tier == served.tier
-    for pod in (engine, janitor):
-        mount = next(each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "blocks")
-        assert mount["mountPath"] == "/var/lib/kvtier"
-        volume = next(each for each in pod["volumes"] if each["name"] == "blocks")
-        assert volume == next(each for each in engine["volumes"] if each["name"] == "blocks")
 
 
 @pytest.mark.parametrize("case", WITH_JANITOR)

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from definition import tier_definition
+from e2e.bench.operator_scale import running
 from live import APPS, NAMESPACE, Client, body
 from waiting import until
 
@@ -21,34 +21,21 @@ from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 
 LEASES = "/apis/coordination.k8s.io/v1"
 SLOW = 120.0
+ARGUMENTS = ("--leader-elect", "-n", NAMESPACE)
 Spawn = Callable[[], "subprocess.Popen[bytes]"]
-
-
-@pytest.fixture
-def api() -> Iterator[ApiServerThread]:
-    with ApiServerThread() as server:
-        server.create(tier_definition())
-        yield server
 
 
 @pytest.fixture
 def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
     """Start operators that wait for the lead; their logs are files, so that nobody blocks on a pipe."""
-    processes: list[subprocess.Popen[bytes]] = []
-    environment = {**os.environ, "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "kubeconfig"))}
+    del api
+    with ExitStack() as stack:
 
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "kvtier_cli", "run", "--leader-elect", "-n", NAMESPACE]
-        with (tmp_path / f"log-{len(processes)}").open("wb") as log:
-            processes.append(
-                subprocess.Popen(command, env={**environment, "KVTIER_LEASE_SECONDS": "9"}, stdout=log, stderr=log)
-            )
-        return processes[-1]
+        def start() -> subprocess.Popen[bytes]:
+            started = running(tmp_path, tmp_path / "kubeconfig", *ARGUMENTS, KVTIER_LEASE_SECONDS="9")
+            return stack.enter_context(started).process
 
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+        yield start
 
 
 def holder(kubectl: Client) -> str:
@@ -126,9 +113,7 @@ def test_a_leader_that_cannot_renew_ends_and_writes_nothing_more(api: ApiServerT
     assert first.wait(SLOW) == 1
 
 
-def test_an_operator_is_not_run_beside_one_that_is_installed_for_the_same_tiers(
-    api: ApiServerThread, tmp_path: Path
-) -> None:
+def test_an_operator_is_not_run_beside_one_that_is_installed_for_the_same_tiers(api: ApiServerThread) -> None:
     labels = {"app.kubernetes.io/component": "operator", "app.kubernetes.io/part-of": "kvtier"}
     template = {
         "metadata": {"labels": labels},
@@ -138,11 +123,8 @@ def test_an_operator_is_not_run_beside_one_that_is_installed_for_the_same_tiers(
     metadata = {"name": "kvtier-operator", "namespace": NAMESPACE, "labels": labels}
     api.create({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec})
     command = [sys.executable, "-m", "kvtier_cli", "run", "-n", NAMESPACE]
-    environment = {**os.environ, "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "kubeconfig"))}
-    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SLOW, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=SLOW, check=False)
     assert refused.returncode != 0
     assert f"the operator {NAMESPACE}/kvtier-operator works on these tiers: scale its Deployment to 0" in refused.stderr
     with pytest.raises(subprocess.TimeoutExpired):
-        subprocess.run(
-            [*command, "--operator-class=mine"], env=environment, capture_output=True, timeout=10, check=False
-        )
+        subprocess.run([*command, "--operator-class=mine"], capture_output=True, timeout=10, check=False)

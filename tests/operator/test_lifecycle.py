@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from chart import tools
 from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, body, running
 from waiting import until
 
@@ -42,55 +45,9 @@ def ready(kubectl: Client, **settings: Any) -> Iterator[OperatorMetrics]:
         yield metrics
 
 
-def all_gone(kubectl: Client) -> Callable[[], bool]:
-    return lambda: all(kubectl.get(*child) is None for child in CHILDREN)
-
-
-@pytest.mark.usefixtures("controllers")
-def test_a_tier_becomes_ready_scales_and_goes(kubectl: Client) -> None:
-    with ready(kubectl):
-        assert all(kubectl.get(*child) is not None for child in (*CHILDREN, CLAIM))
-        found = kubectl.get(TIERS, "kvcachetiers", "llama")
-        assert (found["status"]["replicas"], found["status"]["readyReplicas"]) == (2, 2)
-        assert found["status"]["sizing"]["memoryBytes"] == 331 << 28
-
-        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3}}, sub="/scale")
-        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 3)
-
-        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"hash": {"seed": "7"}}})
-        until(lambda: kubectl.is_ready() and {seed(pod) for pod in engines(kubectl)} == {"7"})
-
-        kubectl.delete(TIERS, "kvcachetiers", "llama")
-        until(all_gone(kubectl))
-        assert kubectl.get(*CLAIM) is not None
-    reasons = {event["reason"] for event in kubectl.items(CORE, "events")}
-    assert "Ready" in reasons
-    assert not [event for event in kubectl.items(CORE, "events") if event["type"] == "Warning"]
-
-
 def engines(kubectl: Client) -> list[dict[str, Any]]:
     pods = kubectl.items(CORE, "pods")
     return [pod for pod in pods if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "engine"]
-
-
-def seed(pod: dict[str, Any]) -> str:
-    env = pod["spec"]["containers"][0]["env"]
-    return next(entry["value"] for entry in env if entry["name"] == "PYTHONHASHSEED")
-
-
-@pytest.mark.usefixtures("controllers")
-def test_an_idle_operator_leaves_everything_untouched_and_unmarked(api: ApiServerThread, kubectl: Client) -> None:
-    with ready(kubectl, resync_seconds=0.2) as metrics:
-
-        def state() -> tuple[list[str], int]:
-            versions = [(kubectl.get(*child) or {})["metadata"]["resourceVersion"] for child in (*CHILDREN, CLAIM)]
-            return versions, len([call for call in agents(api, "patch") if "/status" in call])
-
-        # What was on its way when the tier became Ready may still come; an operator that writes for ever never rests.
-        until(lambda: is_unchanged(metrics, state))
-    found = kubectl.get(TIERS, "kvcachetiers", "llama")
-    assert not {"finalizers", "annotations"} & found["metadata"].keys()
-    assert all("finalizers" not in (kubectl.get(*child) or {})["metadata"] for child in CHILDREN)
 
 
 def is_unchanged(metrics: Any, state: Callable[[], object], *, passes: int = 5) -> bool:
@@ -225,3 +182,78 @@ def test_a_tier_that_is_made_anew_at_once_becomes_ready_without_a_resync(kubectl
             kubectl.delete(TIERS, "kvcachetiers", "llama")
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
+
+
+@pytest.mark.usefixtures("controllers")
+def test_every_kind_is_listed_once_in_pages_and_then_only_watched(api: ApiServerThread, kubectl: Client) -> None:
+    listed: list[tuple[str, str]] = []
+
+    def note(request: Any) -> None:
+        plural, query = request.path.rpartition("/")[2], request.query
+        if request.headers.get("User-Agent") != "test" and "limit" in query:
+            listed.append((plural, query["limit"]))
+
+    api.server.faults.append(note)
+    with ready(kubectl, resync_seconds=0.5) as metrics:
+        passes = ok_passes(metrics)
+        until(lambda: ok_passes(metrics) > passes + 3)
+    plurals = {plural for _, plural, _ in (*CHILDREN, CLAIM)} | {"pods", "jobs"}
+    once = [each for each in listed if each[0] != "kvcachetiers"]
+    assert sorted(once) == sorted((plural, "250") for plural in plurals)
+    # These are listed again and again, in case their watch has missed one.
+    assert set(listed) - set(once) == {("kvcachetiers", "250")}
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, kubectl: Client) -> None:
+    def sent(*reads: str) -> int:
+        # No pass lists all tiers.
+        found = agents(api, *reads, "create", "patch", "update", "delete")
+        return len([call for call in found if "/kvcachetiers?" not in call])
+
+    with ready(kubectl, resync_seconds=0.2) as metrics:
+        # What was on its way when the tier became Ready may still come; an operator that writes for ever never rests.
+        until(lambda: is_unchanged(metrics, lambda: sent("get", "list"), passes=10))
+    writes = sent()
+    found = kubectl.get(TIERS, "kvcachetiers", "llama")
+    assert not {"finalizers", "annotations"} & found["metadata"].keys()
+    assert all("finalizers" not in (kubectl.get(*child) or {})["metadata"] for child in CHILDREN)
+    # Neither has an operator anything to write that finds everything as it is to be.
+    with running(resync_seconds=0.2) as metrics:
+        until(lambda: ok_passes(metrics) > 5)
+        assert sent() == writes
+
+
+def columns(text: str) -> dict[str, str]:
+    """Return the first row of a table of kubectl's."""
+    head, row = text.splitlines()[:2]
+    starts = [head.index(name) for name in head.split()]
+    ends = [*starts[1:], None]
+    return {name: row[start:end].strip() for name, start, end in zip(head.split(), starts, ends, strict=True)}
+
+
+@pytest.mark.usefixtures("controllers")
+def test_after_an_upgrade_of_the_operator_a_tier_says_that_its_engines_are_old_and_how_to_replace_them(
+    kubectl: Client, tmp_path: Path
+) -> None:
+    def typed(*words: str) -> str:
+        command = [str(tools.binary("kubectl")), f"--namespace={NAMESPACE}", f"--cache-dir={tmp_path}", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def connectors() -> set[str]:
+        return {pod["spec"]["initContainers"][0]["image"] for pod in engines(kubectl)}
+
+    with ready(kubectl, connector_image="connector:1"):
+        assert columns(typed("get", "kvt", "llama"))["UP-TO-DATE"] == "True"
+    with running(connector_image="connector:2"):
+        until(lambda: kubectl.condition("UpToDate").get("status") == "False")
+        shown = columns(typed("get", "kvt", "llama"))
+        assert (shown["READY"], shown["AVAILABLE"], shown["UP-TO-DATE"]) == ("True", "True", "False")
+        assert connectors() == {"connector:1"}
+        message = kubectl.condition("UpToDate")["message"]
+        assert "the image of install-connector from connector:1 to connector:2" in message
+        command = message.split("`")[1].replace('"$(date +%s)"', "now")
+        assert command.startswith("kubectl annotate kvt llama -n default --overwrite kvtier.dev/restart=")
+        typed(*[word for word in command.split()[1:] if word not in {"-n", NAMESPACE}])
+        until(lambda: connectors() == {"connector:2"})
+        until(lambda: kubectl.condition("UpToDate").get("status") == "True")

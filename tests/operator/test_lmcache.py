@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_backends import engine, environment
+from test_backends import environment, transfer_config
 
 pytest.importorskip("lmcache", reason="`make test-backends` brings LMCache along")
 
@@ -77,8 +77,7 @@ sys.stdout.write(json.dumps({"enabled": made.enabled, "host": made.host, "wait":
 
 
 def test_lmcaches_own_cache_server_reads_its_command_line() -> None:
-    (word,) = (word for word in engine("lmcache-processes")["args"] if word.startswith("--kv-transfer-config="))
-    extra = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
+    extra = transfer_config("lmcache-processes")["kv_connector_extra_config"]
     answer = subprocess.run(
         [sys.executable, "-c", ASK_LMCACHE_SERVER], input=json.dumps(extra), capture_output=True, text=True, check=False
     )
@@ -190,8 +189,7 @@ sys.stdout.write(json.dumps([told, into.decode()]))
 
 def ask_client(port: int) -> list[Any]:
     """Have the client of LMCache's cache server look, store, look and load, as it is rendered."""
-    (word,) = (word for word in engine("lmcache-processes")["args"] if word.startswith("--kv-transfer-config="))
-    extra = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
+    extra = transfer_config("lmcache-processes")["kv_connector_extra_config"]
     words = shlex.split(extra["lmcache.mp.autostart.server_args"])
     adapter = json.loads(words[words.index("--l2-adapter") + 1])
     assert adapter["adapter_params"] == {"host": "redis.cache", "port": 6379}

@@ -44,6 +44,15 @@ MANIFEST: dict[str, Any] = {
 }
 
 
+ROLE: dict[str, Any] = {
+    "apiVersion": names.RBAC,
+    "kind": "Role",
+    "metadata": {"name": "r", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}},
+    "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}],
+}
+MORE_RULES = [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]
+
+
 def changed(**containers: Any) -> dict[str, Any]:
     found = json.loads(json.dumps(MANIFEST))
     found["spec"]["template"]["spec"]["containers"][0] |= containers
@@ -51,37 +60,28 @@ def changed(**containers: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    ("before", "wanted"),
     [
-        {**MANIFEST, "spec": {**MANIFEST["spec"], "replicas": 2}},
-        {
-            **MANIFEST,
-            "metadata": {name: value for name, value in MANIFEST["metadata"].items() if name != "annotations"},
-        },
-        {**MANIFEST, "metadata": {**MANIFEST["metadata"], "annotations": {"a": "b", "c": "d"}}},
-        changed(args=["--b", "--a"]),
-        changed(env=[{"name": "A", "value": "1"}]),
-        changed(env=[{"name": "A", "value": "1"}, {"name": "B", "value": "3"}]),
-        changed(resources={"requests": {"memory": "2Gi"}}),
-        merge(MANIFEST, {"spec": {"template": {"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}}}}),
-    ],
-    ids=[
-        "a value",
-        "an annotation less",
-        "an annotation more",
-        "an order",
-        "an entry less",
-        "an entry",
-        "an amount",
-        "a field less in a list that is one value",
+        (MANIFEST, merge(MANIFEST, {"spec": {"replicas": 2}})),
+        (MANIFEST, merge(MANIFEST, {"metadata": {"annotations": None}})),
+        (MANIFEST, merge(MANIFEST, {"metadata": {"annotations": {"c": "d"}}})),
+        (MANIFEST, changed(args=["--b", "--a"])),
+        (MANIFEST, changed(env=[{"name": "A", "value": "1"}])),
+        (MANIFEST, changed(env=[{"name": "A", "value": "1"}, {"name": "B", "value": "3"}])),
+        (MANIFEST, changed(resources={"requests": {"memory": "2Gi"}})),
+        # Lists that are one value: a field less in an item, and an item less.
+        (MANIFEST, merge(MANIFEST, {"spec": {"template": {"spec": {"tolerations": [{"key": "gpu"}]}}}})),
+        ({**ROLE, "rules": MORE_RULES}, ROLE),
     ],
 )
 @pytest.mark.usefixtures("api")
-def test_whatever_an_apply_would_change_is_applied(wanted: dict[str, Any]) -> None:
-    live = connect().apply(MANIFEST, over=None)
-    assert is_applied(MANIFEST, live)
+def test_whatever_an_apply_would_change_is_applied(before: dict[str, Any], wanted: dict[str, Any]) -> None:
+    live = connect().apply(before, over=None)
+    assert is_applied(before, live)
     assert not is_applied(wanted, live)
-    assert is_applied(wanted, connect().apply(wanted, over=live["metadata"]["uid"]))
+    after = connect().apply(wanted, over=live["metadata"]["uid"])
+    assert is_applied(wanted, after)
+    assert after.get("rules") == wanted.get("rules")
 
 
 @pytest.mark.usefixtures("api")
@@ -90,34 +90,17 @@ def test_what_others_add_is_no_reason_to_apply_again(api: ApiServerThread) -> No
     patch = {"metadata": {"annotations": {"theirs": "1"}}, "status": {"replicas": 3}}
     Client(api.url).merge("/apis/apps/v1", "deployments", "d", patch)
     live = connect().get(names.key_of(MANIFEST), "default")
-    assert live is not None
     assert is_applied(MANIFEST, live)
 
 
-ROLE: dict[str, Any] = {
-    "apiVersion": names.RBAC,
-    "kind": "Role",
-    "metadata": {"name": "r", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}},
-    "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}],
-}
 POLICY, RBAC = "/apis/policy/v1", "/apis/rbac.authorization.k8s.io/v1"
 STRATEGIC = "application/strategic-merge-patch+json"
 
 
 def test_an_item_more_in_a_list_that_is_one_value_is_applied_over(api: ApiServerThread) -> None:
     connect().apply(ROLE, over=None)
-    rules = [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["*"]}]
-    Client(api.url).merge(RBAC, "roles", "r", {"rules": rules})
+    Client(api.url).merge(RBAC, "roles", "r", {"rules": MORE_RULES})
     live = connect().get(names.key_of(ROLE), "default")
-    assert live is not None
-    assert not is_applied(ROLE, live)
-    assert connect().apply(ROLE, over=live["metadata"]["uid"])["rules"] == ROLE["rules"]
-
-
-def test_an_item_less_in_a_list_that_is_one_value_is_applied(api: ApiServerThread) -> None:
-    more = {**ROLE, "rules": [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]}
-    live = connect().apply(more, over=None)
-    assert is_applied(more, live)
     assert not is_applied(ROLE, live)
     assert connect().apply(ROLE, over=live["metadata"]["uid"])["rules"] == ROLE["rules"]
 

@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, run
+from fake_cluster import FakeCluster, condition, run
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import DEPLOYMENT, NAMESPACE, TIER_KEY, made_by, tier
@@ -272,15 +272,6 @@ def capacity(body: dict[str, Any], *objects: Any) -> Capacity:
     return make_capacity(parse(body), found, snapshot)
 
 
-def test_an_unknown_model_names_the_field_that_tells() -> None:
-    found = capacity(tier(model={"name": "/models/mine"}))
-    assert (found.kv_bytes_per_token, found.cpu_tokens, found.chunk_tokens) == (None, None, None)
-    assert found.notes[0] == (
-        "KV bytes per token are unknown: /models/mine is not in the table of known models: paste its config.json, or "
-        "the fields about layers and heads, into spec.model.config"
-    )
-
-
 def test_a_config_of_its_own_goes_before_the_table() -> None:
     config = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
     assert capacity(tier(model={"config": config})).kv_bytes_per_token == 2 * 2 * 2 * 64 * 2
@@ -305,12 +296,6 @@ def test_every_rank_has_the_latent_on_its_device() -> None:
     found = capacity(tier(model={"name": "deepseek-ai/DeepSeek-V3"}, engine=engine))
     assert found.device_kv_bytes is not None
     assert found.device_kv_tokens == found.device_kv_bytes // (8 * 70272)
-
-
-def test_large_files_are_remarked_upon() -> None:
-    assert (
-        "prompts that share less than 2048 tokens share nothing" in capacity(tier(disk={"blockTokens": 2048})).notes[0]
-    )
 
 
 def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
@@ -343,6 +328,5 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     cluster = FakeCluster(share(), node())
     run(cluster, inventory=Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
-    found = cluster.look(TIER_KEY)
-    ready = next(each for each in found["status"]["conditions"] if each["type"] == "Ready")
+    ready = condition(cluster, "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")

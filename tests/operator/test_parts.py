@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, edited, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from test_nodes import GIB, node, share
 from test_reconcile import CHILDREN, JANITORS
-from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER_KEY, pod, ready_deployment, tier
+from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER_KEY, pod, tier, waiting
 
 from kvtier_connector.contract import engine
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
@@ -156,11 +156,7 @@ def test_a_janitor_without_a_ready_pod_is_dead_after_minutes_and_looked_at_again
     minutes: int, verdict: str, ready: str, again: float | None
 ) -> None:
     cluster = reconciled()
-    cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
-    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
-    template = cluster.look(DEPLOYMENT)["spec"]["template"]
-    for name in ("a", "b"):
-        cluster.put(pod(name, template))
+    serving(cluster)
     since = (NOON - timedelta(minutes=minutes)).strftime("%Y-%m-%dT%H:%M:%SZ")
     away = {"type": "Available", "status": "False", "lastTransitionTime": since}
     cluster.edit(JANITOR, {"status": {"conditions": [away]}})
@@ -170,6 +166,21 @@ def test_a_janitor_without_a_ready_pod_is_dead_after_minutes_and_looked_at_again
         ready,
         "True",
     ]
+
+
+def test_a_janitor_in_a_crash_loop_is_told_with_its_last_words() -> None:
+    cluster = reconciled()
+    serving(cluster)
+    crashed = waiting("CrashLoopBackOff", container="janitor", exitCode=1)
+    crashed["containerStatuses"][0]["lastState"]["terminated"]["message"] = "/blocks: Permission denied"
+    cluster.put(pod("llama-janitor-0", cluster.look(JANITOR)["spec"]["template"], **crashed))
+    run(cluster)
+    assert (condition(cluster, "Ready")["reason"], condition(cluster, "Available")["status"]) == (
+        "JanitorFailing",
+        "True",
+    )
+    assert "exit code 1: /blocks: Permission denied" in condition(cluster, "JanitorHealthy")["message"]
+    assert "JanitorFailing" in {event["reason"] for event in cluster.posted}
 
 
 def test_another_right_that_is_missing_is_told_in_the_place_of_the_one_before() -> None:

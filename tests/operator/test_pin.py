@@ -11,9 +11,6 @@ from fake_cluster import FakeCluster, run
 from tiers import CONFIG, DEPLOYMENT, TIER_KEY, tier
 
 from kvtier_operator import names
-from kvtier_operator.api import parse
-from kvtier_operator.parts import render
-from kvtier_operator.plan import make_unchecked_plan
 
 OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
 
@@ -161,8 +158,3 @@ def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
     found = cluster.look(DEPLOYMENT)
     assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
     assert run(cluster, image=OLD).written == ()
-
-
-def test_what_is_rendered_offline_carries_no_note() -> None:
-    plan = make_unchecked_plan(parse(tier()), names.tier_ref(tier()), connector_image=OLD)
-    assert all(names.ANNOTATION_RENDERED not in each["metadata"].get("annotations", {}) for each in render(plan))

@@ -19,7 +19,7 @@ from urllib.error import HTTPError
 import pytest
 from chart import NAMESPACE as SYSTEM
 from chart import render
-from definition import tier_definition
+from definition import open_definition, tier_definition
 from granted import Rbac, aggregated
 from live import APPS, BATCH, CORE, NAMESPACE, TIERS, Client, Controllers, body
 from waiting import until
@@ -77,25 +77,10 @@ def grows_its_claim(kubectl: Client) -> None:
 def cannot_mount_its_volume(kubectl: Client) -> None:
     pod = next(each for each in kubectl.items(CORE, "pods") if each["metadata"]["name"].startswith("llama-engine"))
     metadata = pod["metadata"]
-    kubectl.call(
-        "POST",
-        kubectl.path(CORE, "events"),
-        {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"name": "no-mount", "namespace": NAMESPACE},
-            "involvedObject": {
-                "kind": "Pod",
-                "namespace": NAMESPACE,
-                "name": metadata["name"],
-                "uid": metadata["uid"],
-            },
-            "reason": "FailedMount",
-            "message": "no such export",
-            "type": "Warning",
-            "lastTimestamp": metadata["creationTimestamp"],
-        },
-    )
+    about = {"kind": "Pod", "namespace": NAMESPACE, "name": metadata["name"], "uid": metadata["uid"]}
+    told = {"reason": "FailedMount", "message": "no such export", "type": "Warning", "involvedObject": about}
+    told |= {"metadata": {"name": "no-mount", "namespace": NAMESPACE}, "lastTimestamp": metadata["creationTimestamp"]}
+    kubectl.call("POST", kubectl.path(CORE, "events"), {"apiVersion": "v1", "kind": "Event", **told})
     waiting = {"name": "engine", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
     waiting["state"] = {"waiting": {"reason": "ContainerCreating"}}
     status = {
@@ -108,19 +93,8 @@ def cannot_mount_its_volume(kubectl: Client) -> None:
 
 
 def is_routed_and_not_any_more(kubectl: Client) -> None:
-    group, kind = names.INFERENCE_POOL.split("/")[0], {"kind": names.POOL_KIND, "plural": "inferencepools"}
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    definition = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"inferencepools.{group}"},
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {**kind, "singular": "inferencepool"},
-            "versions": [{"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
-        },
-    }
+    group, _, version = names.INFERENCE_POOL.partition("/")
+    definition = open_definition(group, names.POOL_KIND, version)
     asked = {"type": "Router", "inferencePool": {"endpointPicker": {"name": "epp"}}}
     kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"routing": asked}})
     until(lambda: kubectl.condition("RoutingReady").get("reason") == "PoolKindMissing", seconds=SLOW)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, condition, edited, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from tiers import (
     CLAIM,
     CONFIG,
@@ -24,7 +24,6 @@ from tiers import (
     TIER_KEY,
     merge,
     pod,
-    ready_deployment,
     tier,
 )
 
@@ -71,11 +70,7 @@ def test_a_second_pass_writes_nothing() -> None:
 
 def test_a_tier_becomes_ready_when_its_engines_are() -> None:
     cluster = reconciled()
-    template = cluster.look(DEPLOYMENT)["spec"]["template"]
-    cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
-    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
-    for name in ("a", "b"):
-        cluster.put(pod(name, template))
+    serving(cluster)
     run(cluster)
     assert condition(cluster, "Ready")["status"] == "True"
     assert cluster.look(TIER_KEY)["status"]["readyReplicas"] == 2
@@ -260,15 +255,24 @@ def test_each_deletion_is_told_in_an_event_but_no_claim_is_ever_deleted() -> Non
     assert CLAIM in cluster.existing()
 
 
-def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports() -> None:
+def paused_by_field(*, is_paused: bool) -> dict[str, Any]:
+    return {"spec": {"paused": is_paused}}
+
+
+def paused_by_annotation(*, is_paused: bool) -> dict[str, Any]:
+    return {"metadata": {"annotations": {names.ANNOTATION_PAUSED: str(is_paused).lower()}}}
+
+
+@pytest.mark.parametrize("pause", [paused_by_field, paused_by_annotation])
+def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports(pause: Any) -> None:
     cluster = reconciled()
-    cluster.edit(TIER_KEY, {"spec": {"paused": True, "replicas": 7}})
+    cluster.edit(TIER_KEY, pause(is_paused=True))
     cluster.edit(SERVICE, {"spec": {"sessionAffinity": "ClientIP"}})
-    outcome = run(cluster)
-    assert outcome.written == ()
+    assert edited(cluster, replicas=7).written == ()
     assert {verb for verb, _ in cluster.writes()} == {"patch_status", "post_event"}
     assert condition(cluster, "Paused")["status"] == "True"
-    assert set(edited(cluster, paused=False).written) == {DEPLOYMENT, SERVICE}
+    cluster.edit(TIER_KEY, pause(is_paused=False))
+    assert set(run(cluster).written) == {DEPLOYMENT, SERVICE}
 
 
 def test_an_invalid_tier_keeps_its_engines_and_says_why() -> None:
@@ -287,15 +291,6 @@ def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
     cluster = FakeCluster(going)
     assert run(cluster) == ReconcileResult(exists=False)
     assert cluster.writes() == []
-
-
-def test_the_annotation_pauses_like_the_field() -> None:
-    cluster = reconciled()
-    cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "true"}}, "spec": {"replicas": 7}})
-    assert run(cluster).written == ()
-    assert condition(cluster, "Paused")["status"] == "True"
-    cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "false"}}})
-    assert run(cluster).written == (DEPLOYMENT,)
 
 
 def test_an_annotation_that_cannot_be_honoured_is_told() -> None:

@@ -11,6 +11,7 @@ import kubernetes_schemas
 import pytest
 import yaml
 from chart import ROOT, render, tools
+from definition import open_definition
 from live import TIERS, Client, running
 from waiting import until
 
@@ -70,33 +71,10 @@ def test_samples_can_be_tried_one_after_the_other() -> None:
     assert len({(each["name"], each.get("namespace")) for each in found}) == len(found)
 
 
-def test_the_minimal_sample_needs_no_token_and_no_shared_volume_and_the_next_one_shares() -> None:
-    (minimal,) = tiers(ROOT / "crds/samples/minimal.yaml")
-    spec = parse(minimal)
-    assert spec.model.token_secret_ref is None
-    assert spec.replicas == 1
-    assert spec.volume.claim.access_modes == ("ReadWriteOnce",)
-    assert spec.volume.claim.storage_class_name is None
+def test_the_sample_after_the_minimal_one_shares_a_volume() -> None:
     shared = parse(tiers(ROOT / "crds/samples/shared.yaml")[0])
     assert shared.replicas == 2
     assert SHARED in shared.volume.claim.access_modes
-
-
-def open_definition(group: str, kind: str, version: str) -> dict[str, Any]:
-    """Return a definition that takes any field: what others define is theirs to check."""
-    plural = f"{kind.lower().removesuffix('y')}{'ies' if kind.endswith('y') else 's'}"
-    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
-            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
-        },
-    }
 
 
 @pytest.mark.parametrize("name", ["argocd", "flux"])

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tiers import tier
 
 from kvtier_operator.api import parse
@@ -39,27 +37,6 @@ def test_every_size_follows_from_the_cpu_tier(
     sizing = sized(cpu_gib * GIB, engine_gib * GIB, engines)
     assert (sizing.shm_bytes, sizing.memory_bytes) == (shm_gib * GIB, memory_gib * GIB)
     assert sizing.startup_seconds == startup_seconds
-
-
-def test_weights_of_known_size_lengthen_the_startup_budget() -> None:
-    sizing = sized(2 * GIB, weights=16 * GIB)
-    assert (sizing.startup_base_seconds, sizing.startup_pin_seconds, sizing.startup_load_seconds) == (300, 1, 32)
-    assert sizing.startup_seconds == 333
-
-
-@given(
-    cpu=st.integers(1, 1 << 50),
-    memory=st.integers(1 << 20, 1 << 45),
-    engines=st.integers(1, 16),
-    weights=st.integers(0, 1 << 45),
-)
-def test_every_sum_is_the_sum_of_its_terms(cpu: int, memory: int, engines: int, weights: int) -> None:
-    sizing = sized(cpu, memory, engines, weights=weights)
-    assert sizing.shm_bytes == sizing.engines_per_pod * sizing.cpu_bytes + sizing.shm_overhead_bytes
-    assert sizing.memory_bytes == sizing.engine_memory_bytes + sizing.shm_bytes + sizing.io_worker_bytes
-    assert sizing.startup_seconds == (
-        sizing.startup_base_seconds + sizing.startup_pin_seconds + sizing.startup_load_seconds
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, edited, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from healthy_tier import READY_POD, UNREADY_POD, changed, conditions, varied
-from tiers import NAMESPACE, TIER_KEY, tier
+from tiers import NAMESPACE, tier
 
 from kvtier_operator.api import parse
 from kvtier_operator.names import Manifest, ObjectKey
@@ -99,6 +99,5 @@ def test_pods_of_the_server_are_read() -> None:
     }
     cluster.put(pod)
     run(cluster)
-    body = cluster.look(TIER_KEY)
-    told = {each["type"]: each for each in body["status"]["conditions"]}["StoreReady"]
+    told = condition(cluster, "StoreReady")
     assert (told["reason"], "no room" in told["message"]) == ("StoreNotScheduled", True)

@@ -118,7 +118,7 @@ def waiting(reason: str, message: str = "", *, container: str = "engine", **last
     return {
         "phase": "Pending",
         "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "False"}],
-        "initContainerStatuses" if container != "engine" else "containerStatuses": [status],
+        "containerStatuses" if container in {"engine", "janitor"} else "initContainerStatuses": [status],
     }
 
 

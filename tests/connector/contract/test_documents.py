@@ -31,8 +31,9 @@ def test_documents_read_back_as_they_were_written() -> None:
 
 @pytest.mark.parametrize("text", ["tier: x", "[]", '{"version": 1}'])
 def test_a_text_that_is_no_document_is_refused(text: str) -> None:
-    with pytest.raises(ConfigInvalid, match=r"janitor\.json: "):
-        janitor.decode(text)
+    for kind in (engine, janitor):
+        with pytest.raises(ConfigInvalid, match=r"(connector|janitor)\.json: "):
+            kind.decode(text)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,11 @@ def test_a_field_of_another_type_is_named(document: str, name: str) -> None:
         (ENGINE, {"live_file": "live.json"}, "live_file='live.json' must be an absolute path"),
         (ENGINE, {"state_dir": "kvtier"}, "state_dir='kvtier' must be an absolute path"),
         (ENGINE, {"attach_grace_seconds": 0}, "attach_grace_seconds=0 must be more than 0"),
+        (ENGINE, {"version": 2}, "run the connector image of the same release"),
+        (ENGINE, {"colour": "blue"}, "unknown field 'colour'"),
+        (ENGINE, {"root": "kv/0a1b"}, "root='kv/0a1b' must be an absolute path"),
+        (ENGINE, {"digest": "0a1c"}, "digest='0a1c' must end root"),
+        (ENGINE, {"io_processes": 0}, "io_processes=0 must be between"),
         (JANITOR, {"version": 2}, "run the janitor image of the same release"),
         (JANITOR, {"colour": "blue"}, "unknown field 'colour'"),
         (JANITOR, {"tier_dir": "kv"}, "tier_dir='kv' must be an absolute path"),
