@@ -60,17 +60,6 @@ def test_modules_that_import_each_other_are_found(imports: dict[str, list[str]],
     assert house.cycles(imports) == expected
 
 
-def test_a_figure_may_be_at_its_limit_or_its_record_and_no_higher() -> None:
-    measured = [house.Figure("lines of one", 12, 10), house.Figure("modules of one", 14, 14)]
-    assert house.judge(measured, {"lines of one": 12}) == []
-    assert house.judge(measured, {"lines of one": 11}) == ["lines of one: 12, at most 11"]
-    assert house.judge(measured, {}) == ["lines of one: 12, at most 10"]
-
-
-def test_the_record_keeps_only_figures_over_their_limits() -> None:
-    assert house.lowered([house.Figure("a", 12, 10), house.Figure("b", 9, 10)]) == {"a": 12}
-
-
 def test_the_command_fails_and_keeps_its_record_when_a_figure_is_worse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

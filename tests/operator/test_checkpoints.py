@@ -12,10 +12,8 @@ from kvtier_operator.api.parse import parse
 from kvtier_operator.names import TierRef
 from kvtier_operator.parts import engine
 from kvtier_operator.plan import make_unchecked_plan
-from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.chunks import LARGEST_BLOCK_TOKENS, STEP_TOKENS
-from kvtier_operator.plan.decisions import checkpoints_of, kv_of
-from kvtier_operator.plan.model_layout import ModelLayout
+from kvtier_operator.plan.decisions import checkpoints_of
 
 REF = TierRef(namespace=TIER.namespace, name=TIER.name, uid="0")
 WINDOWED = ("google/gemma-3-27b-it", "google/gemma-2-9b-it", "openai/gpt-oss-20b", "openai/gpt-oss-120b")
@@ -88,13 +86,3 @@ def test_what_the_user_sets_stands(flag: str) -> None:
 @pytest.mark.parametrize("model", [*WINDOWED, "Qwen/Qwen3-Next-80B-A3B-Instruct"])
 def test_the_places_change_no_block_and_so_no_generation(model: str) -> None:
     assert plan_of(model).generation.digest == plan_of(model, f"{INTERVAL}=0").generation.digest
-
-
-@pytest.mark.parametrize("model", [*WINDOWED, "Qwen/Qwen3-Next-80B-A3B-Instruct"])
-def test_the_plan_says_from_where_a_prompt_goes_on_and_what_it_costs(model: str) -> None:
-    plan = plan_of(model)
-    kv = kv_of(plan.spec)
-    assert isinstance(kv, ModelLayout)
-    notes = " ".join(make_capacity(plan.spec, plan.decisions, None).notes)
-    assert "of two prompts, the second goes on from the last" in notes
-    assert ("--prefix-cache-retention-interval" in notes) == (not kv.has_states)

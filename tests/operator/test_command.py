@@ -121,12 +121,6 @@ def installation() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_the_installation_leaves_the_choice_of_namespaces_to_the_environment() -> None:
-    container = installation()["Deployment"][0]["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"][0] == "run"
-    assert not {"-A", "--all-namespaces", "-n", "--namespace"} & set(container["args"])
-
-
 def test_the_installation_gives_no_right_to_delete_a_claim_or_to_read_a_secret() -> None:
     rights = {
         (resource, verb)

@@ -75,25 +75,18 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
         {"spec": {"cpu": {"size": "32Gi"}}},
         {"spec": {"model": {"tokenSecretRef": {"name": "hf"}}}},
         {"spec": {"engine": {"podTemplate": {"nodeSelector": {"zone": "b"}}}}},
+        {"spec": {"engine": {"podTemplate": {"nodeSelector": None}}}},
         {"metadata": {"annotations": {names.ANNOTATION_RESTART: "now"}}},
     ],
     ids=str,
 )
 def test_an_edit_or_a_restart_takes_up_what_this_version_renders(change: dict[str, Any]) -> None:
-    cluster = FakeCluster(tier())
+    cluster = FakeCluster(tier(engine={"podTemplate": {"nodeSelector": {"zone": "a"}}}))
     run(cluster, image=OLD)
     cluster.edit(TIER_KEY, change)
     assert DEPLOYMENT in run(cluster, image=NEW).written
     assert image(cluster) == NEW
     assert run(cluster, image=NEW).written == ()
-
-
-def test_what_was_given_and_is_given_no_more_counts_as_an_edit() -> None:
-    cluster = FakeCluster(tier(engine={"podTemplate": {"nodeSelector": {"zone": "b"}}}))
-    run(cluster, image=OLD)
-    cluster.edit(TIER_KEY, {"spec": {"engine": {"podTemplate": {"nodeSelector": {"zone": None}}}}})
-    run(cluster, image=NEW)
-    assert "nodeSelector" not in template(cluster)["spec"]
 
 
 def test_each_value_of_the_restart_annotation_rolls_the_engines_once() -> None:

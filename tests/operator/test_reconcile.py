@@ -94,17 +94,23 @@ def test_a_deleted_child_comes_back() -> None:
     assert run(cluster).written == (CONFIG,)
 
 
-def test_an_edit_changes_only_what_it_concerns() -> None:
+@pytest.mark.parametrize(
+    ("edit", "written"),
+    [
+        ({"replicas": 5}, {DEPLOYMENT}),
+        ({"volume": {"claim": {"size": "3Ti"}}}, {CLAIM}),
+        # What engines read at their start replaces them.
+        ({"disk": {"admission": {"minReuse": 2}}}, {CONFIG, DEPLOYMENT}),
+    ],
+    ids=str,
+)
+def test_an_edit_changes_only_what_it_concerns(edit: dict[str, Any], written: set[ObjectKey]) -> None:
     cluster = reconciled()
-    assert edited(cluster, replicas=5).written == (DEPLOYMENT,)
-    assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
-
-
-def test_a_change_of_the_configuration_rolls_the_engines() -> None:
-    cluster = reconciled()
-    before = cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"]
-    assert set(edited(cluster, disk={"admission": {"minReuse": 2}}).written) == {CONFIG, DEPLOYMENT}
-    assert cluster.look(DEPLOYMENT)["spec"]["template"]["metadata"]["annotations"] != before
+    before = cluster.look(DEPLOYMENT)["spec"]
+    assert set(edited(cluster, **edit).written) == written
+    after = cluster.look(DEPLOYMENT)["spec"]
+    assert after["replicas"] == edit.get("replicas", 2)
+    assert (after["template"] != before["template"]) is (CONFIG in written)
 
 
 @pytest.mark.parametrize("error", [ClusterUnavailable("500"), ClusterConflict("409"), ClusterForbidden("403")], ids=str)

@@ -97,11 +97,6 @@ def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
     assert words in condition(cluster, "Ready")["message"]
 
 
-def test_a_claim_may_grow() -> None:
-    cluster = reconciled()
-    assert edited(cluster, volume={"claim": {"size": "3Ti"}}).written == (CLAIM,)
-
-
 @pytest.mark.parametrize("error", [ClusterForbidden("cannot grow"), ClusterRejected("cannot grow")], ids=str)
 def test_a_claim_that_cannot_grow_is_told_and_holds_up_nothing_else(error: ClusterError) -> None:
     cluster = reconciled()

@@ -95,22 +95,6 @@ def test_what_cannot_be_routed_is_refused_by_name(routing: dict[str, Any], field
     assert field in str(refused.value)
 
 
-def test_another_routing_replaces_no_engine() -> None:
-    cluster = FakeCluster({**tier(), "metadata": {**tier()["metadata"], "uid": "u1"}})
-    run(cluster)
-    before = cluster.look(names.engine_key(REF))
-    cluster.edit(TIER_KEY, {"spec": {"routing": ROUTER}})
-    run(cluster)
-    after = cluster.look(names.engine_key(REF))
-    assert after["spec"]["template"] == before["spec"]["template"]
-    made = {str(key) for key in cluster.existing() if key.name == "llama-router"}
-    kinds = ("Deployment", "Service", "ServiceAccount", "Role", "RoleBinding", "PodDisruptionBudget")
-    assert made == {f"{kind}/llama-router" for kind in kinds}
-    cluster.edit(TIER_KEY, {"spec": {"routing": {"type": "None"}}})
-    run(cluster)
-    assert not [key for key in cluster.existing() if key.name == "llama-router"]
-
-
 def router_pod(**container: Any) -> Pod:
     broken = ContainerStatus(name="router", image="r:1", **container)
     return replace(READY_POD, name="llama-router-0", is_ready=not container, containers=(broken,))
@@ -161,11 +145,6 @@ def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
     cluster = FakeCluster({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
     assert run(cluster)["routing"] == {"service": "llama-engine.serving.svc:8000", "inferencePool": "llama-engine"}
     made = cluster.look(POOL)
-    assert made["spec"] == {
-        "targetPorts": [{"number": 8000}],
-        "selector": {"matchLabels": names.selector(REF)},
-        "endpointPickerRef": {"name": "epp", "port": {"number": 9002}, "failureMode": "FailOpen"},
-    }
     run(cluster)
     assert (cluster.look(POOL) or {})["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
     cluster.edit(TIER_KEY, {"spec": {"routing": {"inferencePool": None}}})
