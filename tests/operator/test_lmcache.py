@@ -64,27 +64,6 @@ def without(env: dict[str, str], name: str) -> dict[str, str]:
     return {each: value for each, value in env.items() if each != name}
 
 
-ASK_LMCACHE_SERVER = """
-import json, sys
-from lmcache.integration.vllm.mp_server_launcher import MPServerAutostartConfig
-from lmcache.v1.multiprocess.http_server import parse_args
-extra = json.load(sys.stdin)
-made = MPServerAutostartConfig.from_extra_config(extra, extra["lmcache.mp.host"], extra["lmcache.mp.port"])
-sys.argv = ["http_server", *made.command()[3:]]
-parse_args()
-sys.stdout.write(json.dumps({"enabled": made.enabled, "host": made.host, "wait": made.wait_timeout}))
-"""
-
-
-def test_lmcaches_own_cache_server_reads_its_command_line() -> None:
-    extra = transfer_config("lmcache-processes")["kv_connector_extra_config"]
-    answer = subprocess.run(
-        [sys.executable, "-c", ASK_LMCACHE_SERVER], input=json.dumps(extra), capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr[-2000:]
-    assert json.loads(answer.stdout.splitlines()[-1]) == {"enabled": True, "host": "localhost", "wait": 106.0}
-
-
 ASK_REDIS = """
 import asyncio, json, os, sys, threading
 import torch
@@ -211,8 +190,3 @@ def test_the_cache_servers_client_stores_and_loads(redis: int) -> None:
     told, loaded = ask_client(redis)
     assert told == [[True, [False, False]], [True, [True]], [True, [True, False]], [True, [True, False, False]]]
     assert loaded == "12345678"
-
-
-def test_the_cache_servers_client_answers_without_a_redis() -> None:
-    told, _ = ask_client(1)
-    assert told == [[False, [False, False]], [False, [False]], [False, [False, False]], [False, [False, False, False]]]
