@@ -7,7 +7,6 @@ The document joins the status that the operator writes with the answers of engin
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +21,12 @@ from kvtier_connector.contract.janitor import JANITOR_PORT
 from kvtier_connector.contract.usage import USAGE_PATH
 from kvtier_operator import names
 from kvtier_operator.errors import OperatorError
+from kvtier_operator.observe.pod_reports import samples
 
 Document = dict[str, Any]
 SOURCES: Final = {"device": "GPU", "host": "CPU", "disk": "disk", "p2p": "peers"}
 """vLLM's names for the sources of cached tokens, and those of the pages."""
 _MOST_ASKED: Final = 8
-_LINE: Final = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$")
-_SOURCE: Final = re.compile(r'source="(\w+)"')
 _PROMPT: Final = "vllm:prompt_tokens_total"
 _CACHED: Final = "vllm:prompt_tokens_cached_by_source_total"
 _SAVED: Final = "vllm:kvtier_disk_saved_seconds_total"
@@ -114,12 +112,11 @@ def hits(expositions: list[str]) -> Document:
     totals: dict[str, float] = {}
     rates: dict[str, list[float]] = {_COMPUTE_RATE: [], _LOAD_RATE: []}
     prompt, saved = 0.0, 0.0
-    for match in filter(None, (_LINE.match(line) for text in expositions for line in text.splitlines())):
-        name, labels, value = match[1], match[2] or "", float(match[3])
+    for name, labels, value in (sample for text in expositions for sample in samples(text)):
         if name == _PROMPT:
             prompt += value
-        elif name == _CACHED and (source := _SOURCE.search(labels)):
-            totals[source[1]] = totals.get(source[1], 0.0) + value
+        elif name == _CACHED:
+            totals[labels["source"]] = totals.get(labels["source"], 0.0) + value
         elif name == _SAVED:
             saved += value
         elif name in rates and value > 0:

@@ -169,25 +169,23 @@ class Operator:
 
     def readable_scopes(self) -> tuple[str, ...]:
         """Return the namespaces whose tiers may be read; the empty one is all of them."""
-        return tuple(each for each in self._settings.namespaces or ("",) if self._is_readable(each))
+        return tuple(each for each in self._settings.namespaces or ("",) if self._refusal(each) is None)
 
-    def _is_readable(self, namespace: str) -> bool:
+    def _refusal(self, namespace: str) -> ClusterError | None:
+        """Return why the tiers of a namespace cannot be read."""
         try:
             self._cache.store(names.API_VERSION, names.KIND, namespace)
-        except ClusterError:
-            return False
-        return True
+        except ClusterError as error:
+            return error
+        return None
 
     def _unreadable_tiers(self) -> str | None:
-        """Return the missing right without which nothing can be done; a restart would not help."""
-        try:
-            for namespace in self._settings.namespaces or ("",):
-                self._cache.store(names.API_VERSION, names.KIND, namespace)
-        except (ClusterForbidden, KindMissing) as error:
-            return str(error)
-        except ClusterError:
-            return None  # it waits for the Lease, or the API server is away, which passes
-        return None
+        """Return the missing right without which nothing can be done; a restart would not help.
+
+        While it waits for the Lease, or the API server is away, nothing is missing.
+        """
+        refusals = map(self._refusal, self._settings.namespaces or ("",))
+        return next((str(each) for each in refusals if isinstance(each, (ClusterForbidden, KindMissing))), None)
 
     def _on_change(self, kind: str, tiers: frozenset[TierName]) -> None:
         """Queue the tiers that a change concerns."""

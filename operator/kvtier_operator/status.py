@@ -7,7 +7,7 @@ kstatus. The status changes only when something happened, so writing it does not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -92,7 +92,6 @@ def report(progress: Progress, previous: Status, *, now: str) -> dict[str, Any]:
         if stalled is None
         else met(stalled.reason, stalled.message),
     }
-    conditions = [_condition(kind, judged[kind]) for kind in CONDITIONS]
     engines = None if snapshot is None else snapshot.engines
     rollout, storage = observations.rollout(stage, previous), preflight.document(stage, previous)
     return {
@@ -101,7 +100,7 @@ def report(progress: Progress, previous: Status, *, now: str) -> dict[str, Any]:
         "selector": names.selector_text(progress.tier),
         "replicas": previous.get("replicas", 0) if engines is None else engines.replicas,
         "readyReplicas": previous.get("readyReplicas", 0) if engines is None else engines.ready,
-        "conditions": _timed(conditions, previous.get("conditions", ()), generation=progress.generation, now=now),
+        "conditions": _conditions(judged, previous, generation=progress.generation, now=now),
         **({} if rollout is None else {"proof": {"rollout": rollout}}),
         **({"storage": storage} if storage else {}),
         **_of_plan(stage),
@@ -251,23 +250,24 @@ _SOON_SECONDS: Final = 30.0
 """A failure that is retried sooner than this passes by itself."""
 
 
-def _condition(kind: str, problem: Problem) -> dict[str, Any]:
-    status = "True" if problem.is_met else "False" if problem.is_known else "Unknown"
-    return {"type": kind, "status": status, "reason": problem.reason.value, "message": problem.message}
-
-
-def _timed(
-    conditions: Iterable[Mapping[str, Any]], previous: Iterable[Mapping[str, Any]], *, generation: int, now: str
-) -> list[dict[str, Any]]:
-    before = {condition["type"]: condition for condition in previous}
-    timed = []
-    for condition in conditions:
-        old = before.get(condition["type"], {})
-        has_flipped = old.get("status") != condition["status"] or "lastTransitionTime" not in old
-        time = now if has_flipped else old["lastTransitionTime"]
-        message = condition["message"][:LONGEST_MESSAGE]
-        timed.append({**condition, "message": message, "observedGeneration": generation, "lastTransitionTime": time})
-    return timed
+def _conditions(judged: Mapping[str, Problem], previous: Status, *, generation: int, now: str) -> list[dict[str, Any]]:
+    """Return the conditions; the time of one whose status did not flip stays."""
+    before = {condition["type"]: condition for condition in previous.get("conditions", ())}
+    found = []
+    for kind in CONDITIONS:
+        problem, old = judged[kind], before.get(kind, {})
+        state = "True" if problem.is_met else "False" if problem.is_known else "Unknown"
+        found.append(
+            {
+                "type": kind,
+                "status": state,
+                "reason": problem.reason.value,
+                "message": problem.message[:LONGEST_MESSAGE],
+                "observedGeneration": generation,
+                "lastTransitionTime": old.get("lastTransitionTime", now) if old.get("status") == state else now,
+            }
+        )
+    return found
 
 
 LONGEST_MESSAGE: Final = 4096

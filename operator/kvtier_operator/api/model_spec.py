@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
@@ -133,10 +132,7 @@ _LORA_FLAGS: Final = "^--(enable[-_]lora|lora[-_]modules|max[-_]lora[-_]rank)([=
 
 ONE_PLACE: Final = Rule.that(
     at("model.loras").test(lambda loras: f"{loras}.size() == 0", lambda loras: not loras)
-    | at("engine.args").test(
-        lambda args: f"{args}.all(word, !word.matches('{_LORA_FLAGS}'))",
-        lambda args: not any(re.match(_LORA_FLAGS, word) for word in args),
-    ),
+    | at("engine.args").has_no_word(_LORA_FLAGS),
     "--enable-lora, --lora-modules and --max-lora-rank follow from spec.model.loras and spec.model.maxLoraRank: remove "
     "them here, or the adapters there",
     field=".engine.args",

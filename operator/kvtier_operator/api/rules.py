@@ -131,6 +131,13 @@ class At:
             lambda found: isinstance(found, str) and re.fullmatch(pattern, found, re.ASCII) is not None,
         )
 
+    def has_no_word(self, pattern: str) -> Term:
+        """Return the statement that no word of a list begins with the pattern."""
+        return self.test(
+            lambda field: f"{field}.all(word, !word.matches('{pattern}'))",
+            lambda found: not any(re.match(pattern, word) for word in found),
+        )
+
     def is_at_most(self, other: At, *, is_less: bool = False) -> Term:
         """Return the statement that one quantity is not more than the other, where both are given and readable."""
         sign = "<" if is_less else "<="

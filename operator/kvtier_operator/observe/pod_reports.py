@@ -9,7 +9,10 @@ tier stays the same all day.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -42,43 +45,34 @@ class EngineCounters:
     block_tokens: int = 0
 
 
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of each sample of vLLM's; a line that cannot be read is left out."""
+    for line in text.splitlines():
+        match = _LINE.match(line) if line.startswith("vllm:") else None
+        if match is not None:
+            with contextlib.suppress(ValueError):
+                yield match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
+
+
 def read_counters(text: str) -> EngineCounters:
     """Return the numbers; a line that cannot be read is left out."""
-    sums: dict[str, float] = {}
-    most: dict[str, float] = {}
+    found = Counter[str]()
     block_tokens = 0
-    for line in text.splitlines():
-        if not line.startswith("vllm:"):
-            continue
-        match = _LINE.match(line)
-        if match is None:
-            continue
-        name, labels_text, value_text = match.groups()
+    for name, labels, value in samples(text):
         if name == "vllm:cache_config_info":
-            size = dict(_LABEL.findall(labels_text or "")).get("block_size", "")
+            size = labels.get("block_size", "")
             block_tokens = int(size) if size.isdigit() else 0
-            continue
         field = _FIELDS.get(name)
-        if field is None:
+        if field is None or (field == "disk_tokens" and labels.get("source") != "disk"):
             continue
-        labels = dict(_LABEL.findall(labels_text or ""))
-        try:
-            value = float(value_text)
-        except ValueError:
-            continue
-        if name == "vllm:prompt_tokens_cached_by_source_total" and labels.get("source") != "disk":
-            continue
-        sums[field] = sums.get(field, 0.0) + value
-        most[field] = max(most.get(field, value), value)
+        found[field] = max(found[field], value) if field in _RATES else found[field] + value
         if field == "verdicts" and labels.get("verdict") == "compute":
-            sums["computed_hits"] = sums.get("computed_hits", 0.0) + value
-    rates = {field: most.pop(field, 0.0) for field in ("load_rate", "compute_rate")}
-    return EngineCounters(
-        **{field: value for field, value in sums.items() if field not in rates},
-        **rates,
-        block_tokens=block_tokens,
-    )
+            found["computed_hits"] += value
+    return EngineCounters(**found, block_tokens=block_tokens)
 
+
+_RATES: Final = frozenset({"load_rate", "compute_rate"})
+"""Fields of which the greatest counts."""
 
 _FIELDS = {
     "vllm:prompt_tokens_cached_by_source_total": "disk_tokens",
