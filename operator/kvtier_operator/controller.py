@@ -22,7 +22,7 @@ from kvtier_operator.kube.http_server import Health
 from kvtier_operator.kube.work_queue import Priority, Requeue, WorkQueue
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
-from kvtier_operator.observe.api_keys import read_key
+from kvtier_operator.observe.engine_client import read_key
 from kvtier_operator.observe.http_client import HttpClient
 from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller

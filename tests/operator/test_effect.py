@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_operator.observe import effect, pod_reports
-from kvtier_operator.observe.effect import CounterSample
-from kvtier_operator.observe.findings import EffectOutcome
+from kvtier_operator.observe import findings, pod_reports
+from kvtier_operator.observe.findings import CounterSample
 from kvtier_operator.observe.pod_reports import EngineCounters
 
 METRICS = """\
@@ -67,20 +66,20 @@ SLOW = {"load_rate": 1_000.0, "compute_rate": 10_000.0}
     ],
 )
 def test_the_volume_is_of_use_where_most_hits_are_read(after: dict[str, float], outcome: EffectOutcome) -> None:
-    found = effect.judge(samples(EngineCounters(), EngineCounters(**after)))
+    found = findings.judge_effect(samples(EngineCounters(), EngineCounters(**after)))
     assert (found.outcome, found.loaded_tokens) == (outcome, after.get("disk_tokens", 0))
     assert (found.load_rate, found.compute_rate) == (after.get("load_rate", 0), after.get("compute_rate", 0))
 
 
 def test_nothing_is_said_of_no_traffic_until_an_hour_has_passed() -> None:
     idle = EngineCounters(disk_tokens=7, **FAST)
-    assert effect.judge(samples(idle, idle)) is None
-    found = effect.judge(samples(*[idle] * 7))
+    assert findings.judge_effect(samples(idle, idle)) is None
+    found = findings.judge_effect(samples(*[idle] * 7))
     assert found.outcome is EffectOutcome.NO_HITS
 
 
 def test_a_restarted_engine_counts_from_nothing() -> None:
-    found = effect.judge(
+    found = findings.judge_effect(
         samples(
             EngineCounters(disk_tokens=90_000, **FAST),
             EngineCounters(disk_tokens=2_000, **FAST),
@@ -93,14 +92,14 @@ def test_a_restarted_engine_counts_from_nothing() -> None:
 def test_only_the_last_hour_counts() -> None:
     kept: tuple[CounterSample, ...] = ()
     for number in range(20):
-        kept = effect.keep(kept, CounterSample(at=number * 600.0, readings={}))
+        kept = findings.keep_sample(kept, CounterSample(at=number * 600.0, readings={}))
     assert len(kept) == 7
     assert kept[-1].at - kept[0].at == 3600
 
 
 def test_numbers_that_move_a_little_are_no_news() -> None:
-    first = effect.judge(samples(EngineCounters(**FAST), EngineCounters(disk_tokens=50_000, **FAST)))
-    second = effect.judge(
+    first = findings.judge_effect(samples(EngineCounters(**FAST), EngineCounters(disk_tokens=50_000, **FAST)))
+    second = findings.judge_effect(
         samples(EngineCounters(**FAST), EngineCounters(disk_tokens=61_000, load_rate=43_000, compute_rate=9_500))
     )
     assert first.verdict == second.verdict

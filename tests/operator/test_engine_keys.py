@@ -20,8 +20,7 @@ from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.api import parse
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.kube.client import connect
-from kvtier_operator.observe.api_keys import KeySource, find_key, read_key
-from kvtier_operator.observe.engine_client import EngineLocked, HttpEngine
+from kvtier_operator.observe.engine_client import EngineLocked, HttpEngine, KeySource, find_key, read_key
 from kvtier_operator.observe.http_client import HttpClient
 
 SECRET = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}

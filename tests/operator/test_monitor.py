@@ -18,9 +18,8 @@ from kvtier_operator import status
 from kvtier_operator.api import parse
 from kvtier_operator.conditions import Observation
 from kvtier_operator.names import TierName
-from kvtier_operator.observe.api_keys import KeySource
 from kvtier_operator.observe.canary import Chunk, Subjects
-from kvtier_operator.observe.engine_client import EngineLocked
+from kvtier_operator.observe.engine_client import EngineLocked, KeySource
 from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult, EffectOutcome, EffectResult, Findings
 from kvtier_operator.observe.http_client import HttpClient
 from kvtier_operator.observe.monitor import Monitor

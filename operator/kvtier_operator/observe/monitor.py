@@ -20,12 +20,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier_operator.names import TierName
-from kvtier_operator.observe import canary, effect
-from kvtier_operator.observe.api_keys import KeySource
+from kvtier_operator.observe import canary
 from kvtier_operator.observe.canary import Replica
-from kvtier_operator.observe.effect import CounterSample
-from kvtier_operator.observe.engine_client import EngineApi, EngineError, EngineLocked, HttpEngine
-from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult, Findings
+from kvtier_operator.observe.engine_client import EngineApi, EngineError, EngineLocked, HttpEngine, KeySource
+from kvtier_operator.observe.findings import (
+    CanaryOutcome,
+    CanaryResult,
+    CounterSample,
+    Findings,
+    judge_effect,
+    keep_sample,
+)
 from kvtier_operator.observe.http_client import HttpClient
 from kvtier_operator.observe.pod_reports import EngineCounters
 from kvtier_operator.observe.targets import EngineTarget, ObservationPlan
@@ -182,8 +187,8 @@ class Monitor:
     async def _sample(self, tier: TierName, record: _Record, now: float) -> _Record:
         read = await asyncio.gather(*(self._read(tier, target) for target in record.ask.targets))
         readings = {target.pod: each for target, each in zip(record.ask.targets, read, strict=True) if each is not None}
-        samples = effect.keep(record.samples, CounterSample(at=now, readings=readings))
-        found, before = effect.judge(samples), record.findings.effect
+        samples = keep_sample(record.samples, CounterSample(at=now, readings=readings))
+        found, before = judge_effect(samples), record.findings.effect
         if found is None or (before is not None and before.verdict == found.verdict):
             found = before
         findings = replace(record.findings, effect=found)

@@ -7,8 +7,8 @@ import enum
 from dataclasses import dataclass
 
 from kvtier_operator.api import TierSpec
-from kvtier_operator.observe.api_keys import KeySource, find_key
 from kvtier_operator.observe.canary import TEXT_ALONE, Chunk, Subjects
+from kvtier_operator.observe.engine_client import KeySource, find_key
 from kvtier_operator.plan import engine_args
 from kvtier_operator.plan.decisions import config_of
 from kvtier_operator.snapshot import Pod, Snapshot

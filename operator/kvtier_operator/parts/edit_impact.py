@@ -15,16 +15,7 @@ from kvtier_operator.api.parse import document, read_leniently, with_value
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
 from kvtier_operator.parts.engine import deployment, drift, template_of
-from kvtier_operator.plan import (
-    Decisions,
-    TierPlan,
-    canonical,
-    decide,
-    diff,
-    make_kept_plan,
-    make_plan,
-    make_unchecked_plan,
-)
+from kvtier_operator.plan import Decisions, TierPlan, decide, diff, make_kept_plan, make_plan, make_unchecked_plan
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.rendered import decode_rendered
 from kvtier_operator.snapshot import Snapshot
@@ -153,7 +144,7 @@ def explain_edit(  # noqa: PLR0913  each by its name
     return replace(
         found,
         upgrade=drift(plan_of(before)),
-        ranks_hint=canonical.advise(after) if is_for_ranks else "",
+        ranks_hint=decided.advise_ranks(after) if is_for_ranks else "",
     )
 
 

@@ -20,7 +20,7 @@ from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.api.status_schema import PodSizing
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
-from kvtier_operator.plan import canonical, chunks, digest, nodes
+from kvtier_operator.plan import chunks, digest, nodes
 from kvtier_operator.plan import decisions as decided
 from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
@@ -186,7 +186,9 @@ def decide(
     """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
     chunking, weight_bytes, model_for = decided.decide_model(spec, kept)
-    unusable = None if is_running else _refuse_block_tokens(spec) or _refuse_ranks(spec) or canonical.refuse(spec)
+    unusable = (
+        None if is_running else _refuse_block_tokens(spec) or _refuse_ranks(spec) or decided.refuse_canonical(spec)
+    )
     if unusable is not None:
         return unusable
     cpu = nodes.decide_cpu(spec, tier, kept, None if snapshot is None else snapshot.nodes)
