@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler, ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
@@ -39,8 +38,7 @@ API server nothing but the renewals of its Lease. It learns of changes by watchi
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricSpec:
+class MetricSpec(NamedTuple):
     """One metric: its name as served, less the ``_total`` of a counter."""
 
     name: str
@@ -49,81 +47,55 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
 
 
-RECONCILES: Final = MetricSpec(
-    name="kvtier_operator_reconcile",
-    kind="counter",
-    help="Reconciles of a tier, by result: ok, failed, gone, left (to another operator).",
-    labels=("outcome",),
-)
-SECONDS: Final = MetricSpec(
-    name="kvtier_operator_reconcile_duration_seconds", kind="histogram", help="Duration of a reconcile."
-)
-WRITES: Final = MetricSpec(
-    name="kvtier_operator_writes",
-    kind="counter",
-    help="Child objects created, changed or deleted, by kind. It stands still when nothing is changed.",
-    labels=("kind",),
-)
-LAST_SUCCESS: Final = MetricSpec(
-    name="kvtier_operator_last_success_timestamp_seconds",
-    kind="gauge",
-    help="When a reconcile last ended without a failure.",
-)
-QUEUE_DEPTH: Final = MetricSpec(
-    name="kvtier_operator_queue_depth", kind="gauge", help="Tiers that are due and wait for a worker."
-)
-QUEUE_AGE: Final = MetricSpec(
-    name="kvtier_operator_queue_age_seconds",
-    kind="gauge",
-    help="How long the tier that waits longest has been due.",
-)
-REQUESTS: Final = MetricSpec(
-    name="kvtier_operator_api_requests",
-    kind="counter",
-    help="Requests to the API server, less the watches, by method and HTTP status; code 0 is no answer at all.",
-    labels=("method", "code"),
-)
-TIERS: Final = MetricSpec(
-    name="kvtier_operator_tiers",
-    kind="gauge",
-    help="KVCacheTier resources by condition, its status and its reason, as of the last count (every minute).",
-    labels=("condition", "status", "reason"),
-)
-TIER_CONDITION: Final = MetricSpec(
-    name="kvtier_tier_condition",
-    kind="gauge",
-    help="1 for each condition of each KVCacheTier, with its status and its reason, as of the last count.",
-    labels=("namespace", "tier", "condition", "status", "reason"),
-)
-TIER_ENGINES: Final = MetricSpec(
-    name="kvtier_tier_engines",
-    kind="gauge",
-    help="Engines of each KVCacheTier: wanted (spec.replicas), and ready, as of the last count.",
-    labels=("namespace", "tier", "state"),
-)
-LEADER: Final = MetricSpec(
-    name="kvtier_operator_leader", kind="gauge", help="1 while this operator acts, 0 while it waits for the Lease."
-)
-BUILD: Final = MetricSpec(
-    name="kvtier_operator_build_info",
-    kind="gauge",
-    help="Always 1; the label says which version runs.",
-    labels=("version",),
-)
+_CONDITION: Final = ("condition", "status", "reason")
+
 METRICS: Final = (
-    RECONCILES,
-    SECONDS,
-    WRITES,
-    LAST_SUCCESS,
-    QUEUE_DEPTH,
-    QUEUE_AGE,
-    REQUESTS,
-    TIERS,
-    TIER_CONDITION,
-    TIER_ENGINES,
-    LEADER,
-    BUILD,
+    MetricSpec(
+        "kvtier_operator_reconcile",
+        "counter",
+        "Reconciles of a tier, by result: ok, failed, gone, left (to another operator).",
+        ("outcome",),
+    ),
+    MetricSpec("kvtier_operator_reconcile_duration_seconds", "histogram", "Duration of a reconcile."),
+    MetricSpec(
+        "kvtier_operator_writes",
+        "counter",
+        "Child objects created, changed or deleted, by kind. It stands still when nothing is changed.",
+        ("kind",),
+    ),
+    MetricSpec(
+        "kvtier_operator_last_success_timestamp_seconds", "gauge", "When a reconcile last ended without a failure."
+    ),
+    MetricSpec("kvtier_operator_queue_depth", "gauge", "Tiers that are due and wait for a worker."),
+    MetricSpec("kvtier_operator_queue_age_seconds", "gauge", "How long the tier that waits longest has been due."),
+    MetricSpec(
+        "kvtier_operator_api_requests",
+        "counter",
+        "Requests to the API server, less the watches, by method and HTTP status; code 0 is no answer at all.",
+        ("method", "code"),
+    ),
+    MetricSpec(
+        "kvtier_operator_tiers",
+        "gauge",
+        "KVCacheTier resources by condition, its status and its reason, as of the last count (every minute).",
+        _CONDITION,
+    ),
+    MetricSpec(
+        "kvtier_tier_condition",
+        "gauge",
+        "1 for each condition of each KVCacheTier, with its status and its reason, as of the last count.",
+        ("namespace", "tier", *_CONDITION),
+    ),
+    MetricSpec(
+        "kvtier_tier_engines",
+        "gauge",
+        "Engines of each KVCacheTier: wanted (spec.replicas), and ready, as of the last count.",
+        ("namespace", "tier", "state"),
+    ),
+    MetricSpec("kvtier_operator_leader", "gauge", "1 while this operator acts, 0 while it waits for the Lease."),
+    MetricSpec("kvtier_operator_build_info", "gauge", "Always 1; the label says which version runs.", ("version",)),
 )
+_BY_NAME: Final = {metric.name: metric for metric in METRICS}
 
 
 class _Samples(Collector):
@@ -176,28 +148,32 @@ class OperatorMetrics:
     def __init__(self) -> None:
         """Declare the metrics; nothing is served yet."""
         self.registry = CollectorRegistry()
-        self._reconciles = self._counter(RECONCILES)
+        self._reconciles = self._counter("kvtier_operator_reconcile")
+        duration = _BY_NAME["kvtier_operator_reconcile_duration_seconds"]
         self._seconds = Histogram(
-            SECONDS.name, SECONDS.help, buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100), registry=self.registry
+            duration.name, duration.help, buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100), registry=self.registry
         )
-        self._writes = self._counter(WRITES)
-        self._last_success = self._gauge(LAST_SUCCESS)
-        self._depth = self._gauge(QUEUE_DEPTH)
-        self._age = self._gauge(QUEUE_AGE)
-        self._requests = self._counter(REQUESTS)
-        self._leader = self._gauge(LEADER)
-        self._gauge(BUILD).labels(version=__version__).set(1)
+        self._writes = self._counter("kvtier_operator_writes")
+        self._last_success = self._gauge("kvtier_operator_last_success_timestamp_seconds")
+        self._depth = self._gauge("kvtier_operator_queue_depth")
+        self._age = self._gauge("kvtier_operator_queue_age_seconds")
+        self._requests = self._counter("kvtier_operator_api_requests")
+        self._leader = self._gauge("kvtier_operator_leader")
+        self._gauge("kvtier_operator_build_info").labels(version=__version__).set(1)
         for outcome in ("ok", "failed", "gone", "left"):
             self._reconciles.labels(outcome=outcome)
         self._by_reason, self._by_tier, self._engines = (
-            _Samples(metric, self.registry) for metric in (TIERS, TIER_CONDITION, TIER_ENGINES)
+            _Samples(_BY_NAME[name], self.registry)
+            for name in ("kvtier_operator_tiers", "kvtier_tier_condition", "kvtier_tier_engines")
         )
         ProcessCollector(registry=self.registry)
 
-    def _counter(self, metric: MetricSpec) -> Counter:
+    def _counter(self, name: str) -> Counter:
+        metric = _BY_NAME[name]
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
-    def _gauge(self, metric: MetricSpec) -> Gauge:
+    def _gauge(self, name: str) -> Gauge:
+        metric = _BY_NAME[name]
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
 
     def count_reconcile(self, *, outcome: str, seconds: float, written_kinds: tuple[str, ...]) -> None:
