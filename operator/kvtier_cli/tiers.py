@@ -66,7 +66,7 @@ def mode(tier: str, mode: str | None, *, output_format: str, where: client.Where
     """
     namespace = where.asked_namespace
     body = where.client.tier(namespace, tier)
-    before, waits = _mode(body), _waits(tier, body)
+    before, waits = (body["spec"].get("disk") or {}).get("mode", MODES[0]), _waits(tier, body)
     if mode is None:
         return _answer(tier, output_format, f"{tier}: {before}\n", mode=before)
     if mode != before:
@@ -100,11 +100,6 @@ def _not_passed_on(where: client.Where, namespace: str, tier: str, mode: str) ->
 
 FOLLOW_SECONDS: Final = 20.0
 """Time for the operator to pass a mode on."""
-
-
-def _mode(body: Mapping[str, Any]) -> str:
-    found: str = (body["spec"].get("disk") or {}).get("mode", MODES[0])
-    return found
 
 
 @click.command(epilog=output.examples("kvtier restart llama", "kvtier restart llama --yes"))

@@ -317,7 +317,8 @@ def _check_page(document: Document) -> str:
     if count > len(problems):
         lines.append(f"and {count - len(problems)} more")
     if document["unverified"]:
-        lines.append(_sealed(document["unverified"]))
+        sealed = counted(document["unverified"], "block")
+        lines.append(f"{sealed} encrypted with a key that was not given: see --keys-dir")
     if document["compressed"]:
         saved = readable_size(document["savedBytes"])
         lines.append(f"{counted(document['compressed'], 'block')} compressed, which saves {saved}")
@@ -329,10 +330,6 @@ def _check_page(document: Document) -> str:
         f"{counted(count, 'problem')}" + (f": {kinds}" if kinds else "")
     )
     return "\n".join(lines) + "\n"
-
-
-def _sealed(blocks: int) -> str:
-    return f"{counted(blocks, 'block')} encrypted with a key that was not given: see --keys-dir"
 
 
 def _purge_page(document: Document) -> str:

@@ -353,24 +353,23 @@ def _report(cluster: Cluster, body: Manifest, progress: Progress, clock: Clock) 
     wanted = status.report(progress, previous, now=now)
     changes = status.changes(previous, wanted)
     failure = progress.failure
-    is_lasting = failure is not None and not failure.passes_soon
-    if not changes or (failure is not None and _differs_in_words_only(previous, wanted, is_lasting)):
+    if not changes:
         return
+    if failure is not None:
+        before, after = (_without_messages(each, lasts=not failure.passes_soon) for each in (previous, wanted))
+        if before == after:
+            return
     cluster.patch_status(progress.tier, changes, resource_version=body["metadata"]["resourceVersion"])
     for transition in status.transitions(previous, wanted):
         cluster.post_event(_event(body, progress.tier, transition, now=now))
 
 
-def _differs_in_words_only(previous: Mapping[str, Any], wanted: Mapping[str, Any], lasts: bool) -> bool:
-    """Tell whether only messages changed; of a failure that lasts, whether only numbers in them did.
+def _without_messages(status_: Mapping[str, Any], *, lasts: bool) -> dict[str, Any]:
+    """Return a status without messages; of a failure that lasts, without the numbers in them.
 
     Some failures have a new text each time: a port, an address. Each change of the status wakes the tier at once,
     instead of after its back-off.
     """
-    return _without_messages(previous, lasts=lasts) == _without_messages(wanted, lasts=lasts)
-
-
-def _without_messages(status_: Mapping[str, Any], *, lasts: bool) -> dict[str, Any]:
     conditions = [
         {**condition, "message": _NUMBERED.sub("", condition["message"]) if lasts else ""}
         for condition in status_.get("conditions", ())

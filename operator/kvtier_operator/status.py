@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvtier_operator import names
-from kvtier_operator.api import TierSpec, model_spec
+from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.conditions import PlannedStage, Problem, Progress, ReadStage, Status, met
 from kvtier_operator.parts import PARTS, crash_causes, janitor, observations, preflight, routing
@@ -106,7 +106,6 @@ def report(progress: Progress, previous: Status, *, now: str) -> dict[str, Any]:
         **_of_plan(stage),
         **_usage(stage, previous),
         **({"routing": routed} if (routed := routing.document(stage, previous)) else {}),
-        **_loras(spec),
     }
 
 
@@ -133,13 +132,6 @@ def _of_plan(stage: ReadStage | None) -> dict[str, Any]:
         generation["root"] = plan.generation.root
     sizing = plan_report.terms(plan.sizing, stage.capacity, node_bytes=plan.decisions.node_bytes)
     return {"sizing": sizing, "generation": generation}
-
-
-def _loras(spec: TierSpec | None) -> dict[str, Any]:
-    """Return the adapters, in the order of the spec; empty where there are none."""
-    served = () if spec is None else spec.model.loras
-    found = [{"name": lora["name"], "source": model_spec.describe_source(lora["source"])} for lora in served]
-    return {"loras": found} if found else {}
 
 
 def _usage(stage: ReadStage | None, previous: Status) -> dict[str, Any]:

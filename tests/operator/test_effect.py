@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier_operator.observe import findings, pod_reports
-from kvtier_operator.observe.findings import CounterSample
+from kvtier_operator.observe.findings import CounterSample, EffectOutcome
 from kvtier_operator.observe.pod_reports import EngineCounters
 
 METRICS = """\

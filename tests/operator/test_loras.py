@@ -79,16 +79,6 @@ def test_two_adapters_of_one_name_are_refused() -> None:
         parse(tier(model={"name": "m", "loras": [SQL, SQL]}))
 
 
-def test_the_status_lists_the_adapters_and_where_they_are() -> None:
-    status = report(parse(tier(model={"name": "m", "loras": [SQL, CHAT, ROOT]})))
-    assert status["loras"] == [
-        {"name": "sql", "source": "adapters/team/sql"},
-        {"name": "org/chat.v2", "source": "hub:org/chat-lora"},
-        {"name": "root", "source": "another.claim"},
-    ]
-    assert "loras" not in report(parse(tier(model={"name": "m"})))
-
-
 def test_an_adapter_that_vllm_does_not_find_is_told_with_the_remedy() -> None:
     found = explain(f"Traceback\nValueError: {LoRAAdapterNotFoundError('sql', '/opt/kvtier-loras/a/sql')}", 1)
     assert found.reason is Reason.ADAPTER_REFUSED

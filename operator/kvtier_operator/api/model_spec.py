@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import Field, StrictInt, StrictStr, StringConstraints
@@ -138,10 +137,3 @@ ONE_PLACE: Final = Rule.that(
     field=".engine.args",
 )
 """Rule about the whole spec."""
-
-
-def describe_source(source: Mapping[str, Any]) -> str:
-    """Return where an adapter is, in one word."""
-    if "hub" in source:
-        return f"hub:{source['hub']}"
-    return f"{source['claim']}/{source.get('path', '')}".rstrip("/")

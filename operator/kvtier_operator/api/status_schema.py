@@ -186,15 +186,6 @@ class ProofStatus(ApiModel):
     """Engines that `SharedCacheVerified` is about; others have to be proven anew."""
 
 
-class ServedLora(ApiModel):
-    """An adapter that the engines are told to serve."""
-
-    name: Annotated[StrictStr, Field(max_length=128)]
-    """Name that requests give as their model."""
-    source: Annotated[StrictStr, Field(max_length=1024)]
-    """Where its files are: `claim/directory` or `hub:name`."""
-
-
 class RoutingStatus(ApiModel):
     """How requests come to the engines."""
 
@@ -238,7 +229,3 @@ class TierStatus(ApiModel):
         tuple[Annotated[dict[str, object], Pasted(TierUsage)], ...], Field(max_length=8), Keyed("name")
     ] = ()
     """Capacity and use of each tier."""
-    loras: Annotated[
-        tuple[Annotated[dict[str, object], Pasted(ServedLora)], ...], Field(max_length=64), Keyed("name")
-    ] = ()
-    """Adapters that the engines serve beside the model."""

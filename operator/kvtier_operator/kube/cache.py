@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kvtier_operator import names
-from kvtier_operator.kube.informer import Informer, Source
+from kvtier_operator.kube.client import KubernetesCluster
+from kvtier_operator.kube.informer import Informer
 from kvtier_operator.kube.object_store import ObjectStore, Scope, WatchedKind
 from kvtier_operator.names import Manifest, ObjectKey, TierName
 
@@ -89,7 +90,12 @@ class Cache:
     """All kinds in memory, and the informers that keep them so."""
 
     def __init__(
-        self, source: Source, on_change: OnChange, *, namespaces: tuple[str, ...] = (), list_seconds: float = 600.0
+        self,
+        source: KubernetesCluster,
+        on_change: OnChange,
+        *,
+        namespaces: tuple[str, ...] = (),
+        list_seconds: float = 600.0,
     ) -> None:
         """Store; `start` starts to read. Of the nodes nothing is kept where single namespaces are served.
 

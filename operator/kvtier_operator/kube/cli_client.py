@@ -156,12 +156,14 @@ class CliClient:
                 complaint += _read(socket.read_stderr, socket.peek_stderr)
             if rest:
                 on_line(rest)
-            return _code(socket.returncode), complaint
+            code: int | None = socket.returncode
         except (LookupError, TypeError, ValueError) as error:
             # The package reads the exit code out of a message that need not be there.
             raise ClusterUnavailable(
                 f"a command in {namespace}/{name} ended without an exit code: {complaint.strip()[-300:] or error}"
             ) from error
+        else:
+            return -1 if code is None else code, complaint
         finally:
             socket.close()
             # Where the other side has gone first, the package leaves its socket open.
@@ -204,10 +206,6 @@ def _container(pod: Manifest) -> str:
 
 def _read(read: Callable[..., str], peek: Callable[..., str]) -> str:
     return read(timeout=0) if peek(timeout=0) else ""
-
-
-def _code(found: int | None) -> int:
-    return -1 if found is None else found
 
 
 def _tier_path(namespace: str, name: str) -> str:

@@ -18,13 +18,11 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Final
 
 from kvtier_operator.errors import ClusterError, ClusterExpired, ClusterForbidden, ClusterUnavailable, KindMissing
+from kvtier_operator.kube.client import Events, KubernetesCluster
 from kvtier_operator.kube.object_store import ObjectStore, Scope
-from kvtier_operator.names import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +35,8 @@ WATCH_SECONDS: Final = 300
 LONGEST_PAUSE_SECONDS: Final = 30.0
 SHORT_PAUSE_SECONDS: Final = 0.2
 
-
-class Stream(Protocol):
-    """The events of one watch."""
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """Return events until the API server ends the watch."""
-        ...
-
-    def stop(self) -> None:
-        """End it, from another thread."""
-        ...
-
-
-class Source(Protocol):
-    """Where objects are read; every method may raise `ClusterError`."""
-
-    def read_all(self, scope: Scope, *, page: int) -> Iterable[tuple[list[Manifest], str]]:
-        """Return all objects, some at a time, with the version of the list."""
-        ...
-
-    def watch(self, scope: Scope, *, version: str, seconds: int) -> AbstractContextManager[Stream]:
-        """Follow what changes after a version, for so many seconds."""
-        ...
+_GONE: Final = 410
+"""HTTP status of a version that the API server has forgotten."""
 
 
 class Informer:
@@ -67,7 +44,7 @@ class Informer:
 
     def __init__(
         self,
-        source: Source,
+        source: KubernetesCluster,
         scope: Scope,
         store: ObjectStore,
         *,
@@ -91,7 +68,7 @@ class Informer:
         self._stopping = threading.Event()
         self._is_answered = threading.Event()
         self._lock = threading.Lock()
-        self._stream: Stream | None = None
+        self._stream: Events | None = None
         self._problem: ClusterError | None = None
         self._is_complete = False
         self._well_at = time.monotonic()
@@ -189,7 +166,8 @@ class Informer:
                 for event in stream:
                     body = event["object"]
                     if event["type"] == "ERROR":
-                        raise _error_of(body, self.scope)
+                        text = f"cannot watch {self.scope}: {body.get('code')} {body.get('message', '')}"
+                        raise (ClusterExpired if body.get("code") == _GONE else ClusterUnavailable)(text)
                     version = body["metadata"]["resourceVersion"]
                     if event["type"] == "DELETED":
                         self._store.on_delete(body)
@@ -217,8 +195,3 @@ class Informer:
 
 def _is_refusal(error: ClusterError) -> bool:
     return isinstance(error, (ClusterForbidden, KindMissing))
-
-
-def _error_of(status: Mapping[str, Any], scope: Scope) -> ClusterError:
-    text = f"cannot watch {scope}: {status.get('code')} {status.get('message', '')}"
-    return ClusterExpired(text) if status.get("code") == 410 else ClusterUnavailable(text)  # noqa: PLR2004  Gone

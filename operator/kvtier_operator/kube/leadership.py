@@ -65,7 +65,8 @@ class Leadership:
         self._on_loss = on_loss
         self._moved = threading.Condition()
         self._is_closing = False
-        self.identity = own_identity()
+        self.identity = f"{socket.gethostname()}_{uuid.uuid4()}"
+        """Name of this process that no other one has, nor a later one."""
         settings = LeaseSettings(
             namespace=namespace or own_namespace(),
             name=name,
@@ -106,11 +107,6 @@ class Leadership:
             self._moved.notify_all()
         if not leads and not self._is_closing:
             self._on_loss()
-
-
-def own_identity() -> str:
-    """Return a name for this process that no other one has, nor a later one."""
-    return f"{socket.gethostname()}_{uuid.uuid4()}"
 
 
 def lease_api(cluster: KubernetesCluster, settings: LeaseSettings) -> LeaseApi:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvtier_operator.observe.engine_client import EngineApi, EngineError, EngineLocked, Served
+from kvtier_operator.observe.engine_client import EngineError, EngineLocked, HttpEngine, Served
 from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult
 from kvtier_operator.observe.pod_reports import EngineCounters
 
@@ -69,7 +69,7 @@ class Replica:
     """One engine and the name of its pod."""
 
     name: str
-    engine: EngineApi
+    engine: HttpEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ async def run(  # noqa: PLR0913  each by its name
     return found
 
 
-Ask = Callable[[EngineApi], Awaitable["int | None"]]
+Ask = Callable[[HttpEngine], Awaitable["int | None"]]
 """Sends one prompt and returns how many of its tokens were cached; None if the engine does not tell."""
 
 
@@ -250,7 +250,7 @@ async def _run(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
     return result(CanaryOutcome.MISSED if has_stored else CanaryOutcome.NOT_STORED)
 
 
-async def _wait_for_store(engine: EngineApi, before: EngineCounters, waiting: Waiting) -> bool:
+async def _wait_for_store(engine: HttpEngine, before: EngineCounters, waiting: Waiting) -> bool:
     """Wait until the engine has written something and nothing is left to write, and tell whether it has."""
     deadline = waiting.now() + STORE_SECONDS
     while True:
@@ -263,7 +263,7 @@ async def _wait_for_store(engine: EngineApi, before: EngineCounters, waiting: Wa
         await waiting.pause(POLL_SECONDS)
 
 
-async def _wait_for_count(engine: EngineApi, before: EngineCounters, waiting: Waiting) -> EngineCounters:
+async def _wait_for_count(engine: HttpEngine, before: EngineCounters, waiting: Waiting) -> EngineCounters:
     """Wait until the engine has counted the answer that it gave."""
     deadline = waiting.now() + COUNT_SECONDS
     while True:

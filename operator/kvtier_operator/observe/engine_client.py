@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
@@ -43,30 +43,6 @@ class Served:
     name: str
     most_tokens: int | None
     """Longest prompt with its answer."""
-
-
-class EngineApi(Protocol):
-    """The calls to an engine that a canary needs; each may raise `EngineError`."""
-
-    async def model(self) -> Served:
-        """Return what it serves."""
-        ...
-
-    async def complete(self, model: str, tokens: Sequence[int]) -> int | None:
-        """Answer a prompt with one token; return how many of its tokens were cached, None if it does not tell."""
-        ...
-
-    async def see(self, model: str, words: str, picture: bytes) -> int | None:
-        """Answer a picture, as PNG, and the words after it; return what `complete` returns.
-
-        Not more than half of the tokens are none: the beginning of each chat is the model's template, which the engine
-        may have in its own cache.
-        """
-        ...
-
-    async def metrics(self) -> EngineCounters:
-        """Return what it has counted so far."""
-        ...
 
 
 class HttpEngine:
@@ -101,7 +77,11 @@ class HttpEngine:
         return _cached(await self._json("POST", "/v1/completions", body, ANSWER_SECONDS))
 
     async def see(self, model: str, words: str, picture: bytes) -> int | None:
-        """Answer a picture and the words after it; see `EngineApi`."""
+        """Answer a picture, as PNG, and the words after it; return what `complete` returns.
+
+        Not more than half of the tokens are none: the beginning of each chat is the model's template, which the engine
+        may have in its own cache.
+        """
         url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
         messages = [{"role": "user", "content": content}]

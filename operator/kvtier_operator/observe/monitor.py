@@ -22,7 +22,7 @@ from typing import Final
 from kvtier_operator.names import TierName
 from kvtier_operator.observe import canary
 from kvtier_operator.observe.canary import Replica
-from kvtier_operator.observe.engine_client import EngineApi, EngineError, EngineLocked, HttpEngine, KeySource
+from kvtier_operator.observe.engine_client import EngineError, EngineLocked, HttpEngine, KeySource
 from kvtier_operator.observe.findings import (
     CanaryOutcome,
     CanaryResult,
@@ -67,7 +67,7 @@ class Monitor:
         http_client: HttpClient,
         on_change: Callable[[TierName], None],
         *,
-        connect: Callable[[TierName, str, str], EngineApi] | None = None,
+        connect: Callable[[TierName, str, str], HttpEngine] | None = None,
         read_key: Callable[[TierName, KeySource], str] = lambda _tier, source: source.literal,
         now: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -56,7 +56,7 @@ def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 def read_counters(text: str) -> EngineCounters:
     """Return the numbers; a line that cannot be read is left out."""
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     block_tokens = 0
     for name, labels, value in samples(text):
         if name == "vllm:cache_config_info":

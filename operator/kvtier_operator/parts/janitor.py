@@ -46,7 +46,8 @@ def janitor(plan: TierPlan) -> tuple[Manifest, ...]:
         return ()
     return (
         _config(plan, plan.janitor),
-        _lease(plan),
+        # Its holder writes the rest of the Lease.
+        {"apiVersion": names.COORDINATION, "kind": names.LEASE_KIND, "metadata": _metadata(plan)},
         # No right to create a Lease: a rule cannot name an object that does not exist yet, so the operator makes it.
         *pods.account(
             plan.tier,
@@ -75,11 +76,6 @@ def _config(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "metadata": _metadata(plan),
         "data": {contract_janitor.JANITOR_CONFIG_FILE: janitor_plan.config_text},
     }
-
-
-def _lease(plan: TierPlan) -> Manifest:
-    """Return the Lease as it is made: its holder writes the rest."""
-    return {"apiVersion": names.COORDINATION, "kind": names.LEASE_KIND, "metadata": _metadata(plan)}
 
 
 def _service(plan: TierPlan) -> Manifest:

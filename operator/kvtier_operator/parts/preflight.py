@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic.alias_generators import to_camel
+
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason
@@ -202,7 +204,7 @@ def _problem(seen: SeenJob) -> str:
 
 
 def _measured(document: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {_camel(name): value for name, value in document.items()}
+    fields = {to_camel(name): value for name, value in document.items()}
     measured = {name: fields[name] for name in _MEASURED if _is_sound(name, fields.get(name))}
     texts = {
         name: fields[name][:_MOST_CHARACTERS]
@@ -216,11 +218,6 @@ def _is_sound(name: str, value: Any) -> bool:
     if name == "directIo":
         return isinstance(value, bool)
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(part.capitalize() for part in rest)
 
 
 def wanted(work: Work) -> tuple[Manifest, ...]:

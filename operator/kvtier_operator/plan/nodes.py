@@ -66,11 +66,6 @@ def _is_of_device(spec: TierSpec, taint: Mapping[str, str]) -> bool:
     return taint.get("key") in spec.engine.accelerator.of_plugin
 
 
-def devices_wanted(spec: TierSpec) -> int:
-    """Return the accelerators that one pod asks a device plugin for."""
-    return sum(spec.engine.accelerator.of_plugin.values())
-
-
 def countables(spec: TierSpec) -> dict[str, int]:
     """Return the accelerators and the other extended resources that one pod asks for."""
     found = Counter(spec.engine.accelerator.of_plugin)
@@ -108,7 +103,8 @@ def smallest_node(spec: TierSpec, tier: TierName | TierRef, nodes: Nodes) -> tup
     for each in nodes.usage or ():
         used.setdefault(each.node, []).append(each)
     left = [(node, *_left(spec, tier, node, used.get(node.name, ()))) for node in matching(spec, nodes)]
-    free = [entry for entry in left if entry[2] >= devices_wanted(spec)] or left
+    wanted = sum(spec.engine.accelerator.of_plugin.values())
+    free = [entry for entry in left if entry[2] >= wanted] or left
     if not free:
         return None
     node, memory, _ = min(free, key=lambda entry: (entry[1], entry[0].name))

@@ -419,7 +419,9 @@ def _mooncake(plan: TierPlan) -> Rendered:
     assert settings is not None
     config = {"metadata_server": "P2PHANDSHAKE", **settings.config}
     if settings.master is not None:
-        config["master_server_address"] = stores.mooncake_address(plan, settings.master)
+        config["master_server_address"] = (
+            f"{names.mooncake_master(plan.tier)}.{plan.tier.namespace}.svc:{settings.master.port}"
+        )
     if config.get("mode", "embedded") == "embedded" and "global_segment_size" not in config:
         # Each rank gives this much of its memory to the pool.
         config["global_segment_size"] = plan.decisions.cpu_bytes // plan.spec.engine.tensor_parallel

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvtier_operator import names, quantity
-from kvtier_operator.api.connector_spec import LMCacheRedis, MooncakeMaster
+from kvtier_operator.api.connector_spec import LMCacheRedis
 from kvtier_operator.api.parse import read_leniently
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import ConditionRule, Problem, ReadStage, Status, met, unknown
@@ -100,11 +100,6 @@ def redis_url(plan: TierPlan, redis: LMCacheRedis) -> str:
     if redis.url is not None:
         return redis.url
     return f"redis://{names.redis(plan.tier)}.{plan.tier.namespace}.svc:{_redis_port(plan)}"
-
-
-def mooncake_address(plan: TierPlan, master: MooncakeMaster) -> str:
-    """Return the address of Mooncake's master."""
-    return f"{names.mooncake_master(plan.tier)}.{plan.tier.namespace}.svc:{master.port}"
 
 
 def _redis_port(plan: TierPlan) -> int:
