@@ -124,12 +124,7 @@ def redact_text(lines: str) -> str:
 
 
 def redact_log(lines: str, *, is_cut: bool) -> str:
-    """Return a log redacted, also of prompts over several lines.
-
-    Args:
-        lines: the log.
-        is_cut: it may begin in the middle of a record.
-    """
+    """Return a log redacted, also of prompts over several lines; a cut one may begin in the middle of a record."""
     return "".join(f"{each}\n" for each in _records(lines.splitlines(), is_cut=is_cut))
 
 

@@ -35,13 +35,7 @@ _LOAD_RATE: Final = "vllm:kvtier_disk_load_tokens_per_second"
 
 
 def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Document:
-    """Return the document of one tier.
-
-    Args:
-        where: the cluster.
-        namespace: of the tier.
-        tier: its name.
-        asks_pods: whether engines and janitor are asked, too.
+    """Return the document of one tier, with the answers of engines and janitor if they are asked.
 
     Raises:
         ClusterError: the tier does not exist, or cannot be read.

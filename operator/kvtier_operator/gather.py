@@ -78,16 +78,9 @@ JANITOR_PATIENCE: Final = timedelta(minutes=5)
 def gather(
     cluster: Cluster, body: Mapping[str, Any], *, now: datetime, poller: Poller[TierName] | None = None
 ) -> Snapshot:
-    """Return everything that the cluster holds for a tier now, and the last answers of its pods.
+    """Return everything that the cluster holds for a tier with any spec, and the last answers of its pods.
 
-    Args:
-        cluster: the cluster to read.
-        body: the KVCacheTier, however invalid its spec is.
-        now: tells which pods have waited for their volumes for long.
-        poller: the last answers of pods; None asks no pod.
-
-    Returns:
-        The snapshot. It notes the kinds that may not be read; the parts that need them report that.
+    The snapshot notes the kinds that may not be read; the parts that need them report that.
 
     Raises:
         ClusterError: something else could not be read; a partial snapshot would be mistaken for the truth.

@@ -43,13 +43,9 @@ class Inventory:
         clock: Callable[[], float],
         node_stamp: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Remember what to read.
+        """Remember what to read; nothing is ever asked for unless that is allowed.
 
-        Args:
-            cluster: where.
-            is_allowed: whether the operator serves the whole cluster; otherwise nothing is ever asked for.
-            clock: seconds that never go back.
-            node_stamp: another value when nodes have changed, which is then not waited for.
+        Another `node_stamp` tells that nodes have changed, which is then not waited for.
         """
         self._is_allowed = is_allowed
         self._matched = Nodes(nodes=())

@@ -100,14 +100,7 @@ class Inputs:
 def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int = 1) -> ReconcileResult:
     """Bring one tier closer to its spec and report how far it is.
 
-    Args:
-        cluster: the cluster to read and write.
-        tier: the tier.
-        inputs: everything else that it decides by.
-        attempt: 1, and one more for each failure in a row before this reconcile.
-
-    Returns:
-        Everything that was done. A failure of the cluster is part of it: raising would lose what was done before.
+    A failure of the cluster is part of the result: raising would lose what was done before.
     """
     try:
         body = cluster.get(ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=tier.name), tier.namespace)

@@ -92,12 +92,7 @@ def abbreviations(flag: str) -> str:
 
 
 def refuse_flags(flags: Mapping[str, str], *, harmless: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return a rule for each flag that a list of words must not have.
-
-    Args:
-        flags: the flag, and what its user does instead.
-        harmless: words that are accepted all the same.
-    """
+    """Return a rule for each flag that a list must not have, with what to do instead; `harmless` words are taken."""
 
     def rule(flag: str, instead: str) -> Rule:
         expression = abbreviations(flag)

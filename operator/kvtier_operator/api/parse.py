@@ -75,14 +75,9 @@ def document(spec: TierSpec) -> dict[str, Any]:
 
 
 def read_leniently(spec: Mapping[str, Any], *, instead: Mapping[str, Any]) -> TierSpec | None:
-    """Read a spec that another release may refuse in part.
+    """Read a spec that another release may refuse in part; None where it cannot be read even so.
 
-    Args:
-        spec: the spec as it is stored.
-        instead: where the value of a refused field is taken from; a field that is missing there gets its default.
-
-    Returns:
-        The spec; None where it cannot be read even so.
+    The value of a refused field is taken from `instead`; a field that is missing there gets its default.
     """
     found = dict(spec)
     while True:

@@ -97,14 +97,7 @@ class Cache:
         namespaces: tuple[str, ...] = (),
         list_seconds: float = 600.0,
     ) -> None:
-        """Store; `start` starts to read. Of the nodes nothing is kept where single namespaces are served.
-
-        Args:
-            source: where objects are read.
-            on_change: called after each change.
-            namespaces: those that are read; none is all.
-            list_seconds: after how long the tiers are listed again.
-        """
+        """Store; `start` starts to read: the given namespaces, or else all of them and the nodes."""
         self._on_change = on_change
         self._stores: dict[tuple[str, str], ObjectStore] = {}
         self._informers: dict[tuple[str, str], list[Informer]] = {}

@@ -133,13 +133,7 @@ class CliClient:
     def execute(
         self, pod: Manifest, container: str, command: Sequence[str], on_line: Callable[[str], None]
     ) -> tuple[int, str]:
-        """Run a command in a pod; return its exit code and what it wrote on standard error.
-
-        Args:
-            pod: which.
-            container: of it.
-            command: program and arguments; no shell reads them.
-            on_line: told each line of standard output as it comes.
+        """Run a command in a pod, without a shell; return its exit code and what it wrote on standard error.
 
         Raises:
             ClusterUnavailable: it could not be run.

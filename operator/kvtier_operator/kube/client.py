@@ -160,11 +160,7 @@ class KubernetesCluster:
     ) -> None:
         """Use the client's connection pool and credentials; `connect` makes one.
 
-        Args:
-            api: the client.
-            timeout_seconds: to connect, and to read.
-            may_write: asked right before each request that is no GET.
-            on_answer: told the method and the HTTP status of each request; 0 where there was no answer.
+        `may_write` is asked right before each request that is no GET; `on_answer` gets the status, 0 without an answer.
         """
         self._api = api
         self._timeout_seconds = timeout_seconds

@@ -28,12 +28,7 @@ class HttpServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
-        """Listen on a port of an address.
-
-        Args:
-            host: an IP address or a name; `EVERYWHERE` for all addresses.
-            port: 0 for any that is free.
-            handler: answers requests.
+        """Listen on a port, 0 for any that is free, of an address or of `EVERYWHERE`.
 
         Raises:
             OSError: the address cannot be listened on.

@@ -51,15 +51,7 @@ class Informer:
         is_followed: bool = True,
         list_seconds: float | None = None,
     ) -> None:
-        """Store; `start` starts.
-
-        Args:
-            source: reads and watches.
-            scope: the objects.
-            store: keeps the objects, and tells what changed.
-            is_followed: whether it is watched after it was read once.
-            list_seconds: after how long it is listed again where it is not watched; None lists it once.
-        """
+        """Store; `start` starts. A kind that is not followed is listed once, or again after `list_seconds`."""
         self.scope = scope
         self._source = source
         self._store = store

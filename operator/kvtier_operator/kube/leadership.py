@@ -53,13 +53,7 @@ class Leadership:
     ) -> None:
         """Store the settings; `start` starts the campaign.
 
-        Args:
-            cluster: a client of its own with short time-outs, `REQUEST_SECONDS`.
-            namespace: where the Lease is; empty for this pod's.
-            name: of the Lease.
-            seconds: how long a leader that went silent is waited for.
-            on_change: told whether this process leads, each time that changes.
-            on_loss: called when the lead was lost and not given back; must not return to any work.
+        The client has short time-outs, `REQUEST_SECONDS`. The function `on_loss` must not return to any work.
         """
         self._on_change = on_change
         self._on_loss = on_loss

@@ -79,12 +79,8 @@ class WorkQueue(Generic[Key]):
     ) -> None:
         """Store the settings; `start` starts the threads.
 
-        Args:
-            work: one reconcile; gets the key and the number of attempts in a row. An exception counts as a failure
-                and is logged.
-            workers: threads, and so keys that run at the same time.
-            resync_seconds: after how long a key runs again by itself, give or take a tenth.
-            debounce_seconds: how long an added key waits, so that a burst of events makes one reconcile.
+        `work` gets the key and the number of attempts in a row; an exception is logged and counts as a failure. A key
+        runs again after the resync interval, give or take a tenth. An added one waits for the end of a burst.
         """
         self._work = work
         self._workers = workers

@@ -112,13 +112,7 @@ async def run(  # noqa: PLR0913  each by its name
 ) -> CanaryResult:
     """Send a new prompt to one replica, then to the other, and tell what the second one did with it.
 
-    Args:
-        first: asked first; stores the prompt.
-        second: asked then.
-        chunk: the part of a prompt that one block file holds.
-        min_reuse: how many times a block must be offered before it is stored.
-        waiting: how time passes.
-        subjects: kinds of prompts that are sent once text is proven.
+    A block must be offered `min_reuse` times before it is stored. Prompts of other subjects follow once text is proven.
     """
     pair = _Pair(first=first, second=second, min_reuse=min_reuse, waiting=waiting)
     try:

@@ -85,11 +85,7 @@ class HttpClient:
     """One event loop and the requests on it."""
 
     def __init__(self, *, most_requests: int | None = None) -> None:
-        """Store; `start` starts.
-
-        Args:
-            most_requests: requests at the same time; None for a half of the files that this process may open.
-        """
+        """Store; `start` starts. By default, requests take a half of the files that this process may open."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = MOST_REQUESTS if files == resource.RLIM_INFINITY else min(MOST_REQUESTS, files // 2)
         self._free = asyncio.Semaphore(most_requests or most)

@@ -75,14 +75,7 @@ class Monitor:
     ) -> None:
         """Store; the first call of `findings` asks.
 
-        Args:
-            http_client: sends the requests.
-            on_change: called from the thread of the loop with a tier whose findings changed.
-            connect: returns a tier's engine at an IP address, to be asked with a key; without one where it is empty.
-            read_key: returns the key of a tier's engines, or raises `EngineLocked`; may block.
-            now: seconds that never go back.
-            pause: waits so many seconds.
-            delay_seconds: how long after a rollout the first canary is sent.
+        `on_change` is called on the thread of the loop; `read_key` may block, or raise `EngineLocked`.
         """
         self._http = http_client
         self._on_change = on_change
@@ -100,10 +93,7 @@ class Monitor:
     def findings(self, tier: TierName, ask: ObservationPlan, *, proven_rollout: str | None) -> Findings:
         """Return the findings so far, and have the tier asked when it is due.
 
-        Args:
-            tier: which one.
-            ask: what may be asked of it now.
-            proven_rollout: the rollout that its status already speaks of; that is proven again in its turn.
+        A rollout that its status already speaks of is proven again in its turn.
         """
         with self._lock:
             known = self._records.get(tier)

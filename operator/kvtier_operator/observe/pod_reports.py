@@ -72,7 +72,7 @@ def read_counters(text: str) -> EngineCounters:
 
 
 _RATES: Final = frozenset({"load_rate", "compute_rate"})
-"""Fields of which the greatest counts."""
+"""Fields whose greatest value counts."""
 
 _FIELDS = {
     "vllm:prompt_tokens_cached_by_source_total": "disk_tokens",

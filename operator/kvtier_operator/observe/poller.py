@@ -84,14 +84,7 @@ class Poller(Generic[Owner]):
         interval_seconds: float = 15.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store; the first call of `answer` asks.
-
-        Args:
-            http: sends the requests.
-            on_change: called from the thread of the loop with the owner of an answer that changed.
-            interval_seconds: time between two requests to a pod that answers.
-            now: seconds that never go back.
-        """
+        """Store; the first call of `answer` asks. `on_change` is called on the thread of the loop."""
         self._http = http
         self._on_change = on_change
         self._interval_seconds = interval_seconds
@@ -114,12 +107,7 @@ class Poller(Generic[Owner]):
     ) -> PollAnswer | None:
         """Return the last answer, None before the first, and have it asked again if it is old.
 
-        Args:
-            target: the pod.
-            owner: passed to `on_change`.
-            parse: parses the answer.
-            is_passing: tells whether a value is about to change: then the pod is asked again soon.
-            since: when the pod became ready; the pod is asked at once when this changes.
+        A pod whose value is about to change is asked again soon, and at once if `since` changes: when it became ready.
         """
         with self._lock:
             now = self._now()

@@ -53,14 +53,7 @@ class ObservationPlan:
 
 
 def make_observation_plan(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chunk) -> ObservationPlan:
-    """Decide what may be asked of a tier.
-
-    Args:
-        spec: what the user wants.
-        snapshot: what stands.
-        generation: digest of the blocks that the engines read and write.
-        chunk: what one of their block files holds.
-    """
+    """Decide what may be asked of a tier whose engines read and write a generation."""
     serving = tuple(pod for pod in snapshot.pods if pod.is_ready and not pod.is_terminating and pod.address)
     return ObservationPlan(
         rollout=_rollout(serving, generation),

@@ -22,12 +22,7 @@ from kvtier_operator.snapshot import Snapshot
 
 
 def keep_pods(plan: TierPlan, snapshot: Snapshot) -> TierPlan:
-    """Return the plan with the pods that run, where the spec still asks for what they were made from.
-
-    Args:
-        plan: what this version of the operator makes of the spec.
-        snapshot: what stands.
-    """
+    """Return the plan with the pods that run, where the spec still asks for what they were made from."""
     pods = decode_rendered(snapshot.engines.rendered)
     if pods is None or pods.restart != plan.restart:
         return plan
@@ -68,14 +63,8 @@ def _ask_for_the_same(before: TierSpec, plan: TierPlan, kept: Decisions) -> bool
 def applicable_spec(stored: object, snapshot: Snapshot, *, connector_image: str, restart: str) -> TierSpec | None:
     """Return what of a refused spec can be carried out without another pod: the rest is as the engines were made.
 
-    Args:
-        stored: the spec as it is stored; a stricter release may have begun to refuse it.
-        snapshot: what stands.
-        connector_image: image that brings the connector into the engine pods.
-        restart: value of the restart annotation.
-
-    Returns:
-        The spec; None where no engine runs, or where it is not known what they were made from.
+    A stricter release may have begun to refuse the stored spec. None where no engine runs, or where it is not known
+    what they were made from.
     """
     pods = decode_rendered(snapshot.engines.rendered)
     runs = None if pods is None else read_leniently(pods.spec, instead={})
@@ -119,14 +108,7 @@ def explain_edit(  # noqa: PLR0913  each by its name
 ) -> diff.Diff:
     """Say what replacing one spec by the other does.
 
-    Args:
-        before: the spec as it stands.
-        after: the spec as it is to be.
-        tier: whose.
-        connector_image: image that brings the connector into the engine pods.
-        snapshot: the cluster, whose Deployment notes what its pods were made from; None for no cluster.
-        restart: value of the restart annotation.
-        warm_bytes: what the current generation holds on the volume; see `diff.warm_bytes`.
+    The Deployment of the snapshot notes what the pods were made from; without a snapshot there is no cluster.
 
     Raises:
         SpecInvalid: one of the specs cannot be carried out whatever the nodes are.

@@ -87,13 +87,7 @@ class Component:
 
 
 def component_problem(component: Component, pods: Iterable[Pod], live: Manifest | None) -> Problem | None:
-    """Return why the pods of a component do not run; None where they run or start.
-
-    Args:
-        component: which one.
-        pods: its pods.
-        live: its Deployment, where there is one.
-    """
+    """Return why the pods of a component do not run, by them and its Deployment; None where they run or start."""
     for pod in pods:
         found = None if pod.is_ready or pod.is_terminating else _pod_problem(component, pod)
         if found is not None:

@@ -175,14 +175,10 @@ def make_unchecked_plan(
 def decide(
     spec: TierSpec, tier: TierRef, snapshot: Snapshot | None, *, may_assume: bool = False, is_running: bool = False
 ) -> Decisions | Refusal:
-    """Decide what stands until the spec changes, or keep what was decided.
+    """Decide what stands until the spec changes, or keep what was decided; the snapshot is None offline.
 
-    Args:
-        spec: what the user wants.
-        tier: whose.
-        snapshot: the cluster; None offline.
-        may_assume: assume an amount until there is a node to take a share of: a pod that waits makes an autoscaler act.
-        is_running: engines were made from this spec; a release that would refuse it for new ones decides all the same.
+    It may assume an amount until there is a node to take a share of: a pod that waits makes an autoscaler act. Where
+    engines run that were made from this spec, a release that would refuse it for new ones decides all the same.
     """
     kept = decided.read("" if snapshot is None else snapshot.engines.decisions)
     chunking, weight_bytes, model_for = decided.decide_model(spec, kept)

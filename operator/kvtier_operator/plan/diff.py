@@ -75,12 +75,7 @@ def make_diff(
 ) -> Diff:
     """Say what it does to replace one spec by the other.
 
-    Args:
-        before: the spec as it stands.
-        after: the spec as it is to be.
-        effect_of: what the operator makes of a spec.
-        running: what the engines that run were made from; None where they are as the operator makes them of `before`.
-        warm_bytes: what the current generation holds, if that is known.
+    Engines run as the operator makes them of `before`, unless `running` says otherwise.
     """
     old, new = effect_of(before), effect_of(after)
     runs = running or old

@@ -34,12 +34,7 @@ def make_janitor(
 ) -> JanitorPlan | None:
     """Return the plan of the janitor, or None where the tier has none.
 
-    Args:
-        spec: what the user wants.
-        tier: whose janitor.
-        root: directory of the current generation, as pods see it.
-        image: image of janitors, where the spec names none.
-        chunk_tokens: of one file; None where only the engine knows.
+    The root is the directory of the current generation, as pods see it. Only the engine may know the tokens of a file.
     """
     if not spec.janitor.enabled or not spec.connector.has_janitor:
         return None

@@ -24,14 +24,7 @@ Row = tuple[str, str, str, str]
 
 
 def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: str = "") -> str:
-    """Return the page of one tier.
-
-    Args:
-        plan: what was decided.
-        capacity: what the tiers hold.
-        fits: whether nodes have room; None where the nodes are unknown.
-        warning: what else a person should know of the pods; empty for nothing.
-    """
+    """Return the page of one tier; `fits` tells whether nodes have room, where they are known."""
     spec = plan.spec
     replicas = "1 replica" if spec.replicas == 1 else f"{spec.replicas} replicas"
     rows: list[Row] = [
