@@ -23,14 +23,14 @@ from kvtier_operator import names, parts, quantity
 from kvtier_operator import settings as settings_module
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import problems, read_annotations
-from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.conditions import PlannedStage
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import pods
 from kvtier_operator.parts.edit_impact import applicable_spec, explain_edit
 from kvtier_operator.parts.engine_checks import a_node_is_large_enough
-from kvtier_operator.plan import Refusal, TierPlan, decide, diff, make_unchecked_plan, nodes, report
+from kvtier_operator.plan import TierPlan, decide, diff, make_unchecked_plan, nodes, report
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.settings import Settings
 from kvtier_operator.snapshot import Engines, Nodes, Snapshot

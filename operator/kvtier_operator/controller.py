@@ -66,12 +66,12 @@ class Operator:
         health: Health | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """Store; `start_reading` and `begin` start everything."""
+        """Store; the cache and `begin` start everything."""
         self._settings = settings
         self._cluster = cluster
         self._metrics = metrics
         self._has_begun = False
-        self._cache = Cache(
+        self.cache = Cache(
             cluster,
             self._on_change,
             namespaces=settings.namespaces,
@@ -80,10 +80,10 @@ class Operator:
         self._wait_for_nodes: set[TierName] = set()
         # A Role in a few namespaces gives no right to look at nodes.
         inventory = Inventory(
-            CachedCluster(cluster, self._cache, EVERY_TIER),
+            CachedCluster(cluster, self.cache, EVERY_TIER),
             is_allowed=not settings.namespaces,
             clock=time.monotonic,
-            node_stamp=lambda: self._cache.stamp(NODES),
+            node_stamp=lambda: self.cache.stamp(NODES),
         )
         self._queue: WorkQueue[TierName] = WorkQueue(
             self._work,
@@ -117,31 +117,19 @@ class Operator:
             health.alive_if("watches", self._dead_watch)
             health.ready_if("tiers", self._unreadable_tiers)
 
-    def start_reading(self) -> None:
-        """Begin to read into memory."""
-        self._cache.start()
-
-    def stop_reading(self) -> None:
-        """Read nothing more."""
-        self._cache.close()
-
-    def is_read(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until everything was read once, as far as it may be; a part would be taken for the whole."""
-        return self._cache.wait(is_over)
-
     def begin(self) -> None:
         """Begin to reconcile tiers, unless that was begun."""
         if self._has_begun:
             return
         self._has_begun = True
-        self._cache.forgive_kopf()
+        self.cache.forgive_kopf()
         self._http.start()
         self._queue.start()
         self._queue.add(EVERY_TIER)
 
     def on_tier_event(self, tier: Manifest, *, is_deleted: bool) -> None:
         """Take in an event of the watch of the tiers."""
-        self._cache.on_tier_event(tier, is_deleted=is_deleted)
+        self.cache.on_tier_event(tier, is_deleted=is_deleted)
         if not is_deleted and _is_edit_of_serving(tier):
             metadata = tier["metadata"]
             key = TierName(namespace=metadata["namespace"], name=metadata["name"])
@@ -162,9 +150,9 @@ class Operator:
         return f"no reconcile has ended for {overdue:.0f} s although tiers wait" if overdue > STUCK_SECONDS else None
 
     def _dead_watch(self) -> str | None:
-        age, why = self._cache.trouble()
+        age, why = self.cache.trouble()
         if self._has_begun:
-            age, why = max((age, why), self._cache.kopfs_trouble())
+            age, why = max((age, why), self.cache.kopfs_trouble())
         return f"changes have not been reported for {age:.0f} s: {why}" if age > DEAD_WATCH_SECONDS else None
 
     def readable_scopes(self) -> tuple[str, ...]:
@@ -174,7 +162,7 @@ class Operator:
     def _refusal(self, namespace: str) -> ClusterError | None:
         """Return why the tiers of a namespace cannot be read."""
         try:
-            self._cache.store(names.API_VERSION, names.KIND, namespace)
+            self.cache.store(names.API_VERSION, names.KIND, namespace)
         except ClusterError as error:
             return error
         return None
@@ -201,15 +189,15 @@ class Operator:
             return Requeue(retry_after=error.retry_after or STUCK_SECONDS)
 
     def _count_tiers(self) -> Requeue:
-        self._metrics.count_tiers(self._cache.tiers.all())
+        self._metrics.count_tiers(self.cache.tiers.all())
         return Requeue(requeue_after=min(COUNT_SECONDS, self._settings.resync_seconds))
 
     def _reconcile(self, key: TierName, attempt: int) -> Requeue:
         start = time.monotonic()
-        outcome = reconcile(CachedCluster(self._cluster, self._cache, key), key, self._inputs, attempt=attempt)
+        outcome = reconcile(CachedCluster(self._cluster, self.cache, key), key, self._inputs, attempt=attempt)
         (self._wait_for_nodes.add if outcome.waits_for_nodes else self._wait_for_nodes.discard)(key)
         if not outcome.exists:
-            self._cache.forget_foreign(key)
+            self.cache.forget_foreign(key)
         self._count(outcome, time.monotonic() - start)
         if outcome.written:
             logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))

@@ -46,9 +46,9 @@ LOOK_SECONDS: Final = 0.2
 def serve(operator: Operator, stop: threading.Event) -> None:
     """Run the operator until the flag is set; running reconciles may end."""
     failures = 0
-    operator.start_reading()
+    operator.cache.start()
     try:
-        if operator.is_read(stop.is_set):
+        if operator.cache.wait(stop.is_set):
             operator.begin()
         while not stop.is_set():
             scopes = operator.readable_scopes()
@@ -59,7 +59,7 @@ def serve(operator: Operator, stop: threading.Event) -> None:
             stop.wait(min(LOOK_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS))
     finally:
         operator.end()
-        operator.stop_reading()
+        operator.cache.close()
 
 
 def _run(operator: Operator, scopes: tuple[str, ...], stop: threading.Event) -> bool:

@@ -31,8 +31,9 @@ from kvtier_operator.observe.poller import Poller
 from kvtier_operator.observe.targets import make_observation_plan
 from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
 from kvtier_operator.parts.preflight import ALWAYS
-from kvtier_operator.plan import Decisions, decide, decisions, make_plan, nodes
+from kvtier_operator.plan import decide, decisions, make_plan, nodes
 from kvtier_operator.plan.capacity import make_capacity
+from kvtier_operator.plan.decisions import Decisions
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE
 from kvtier_operator.snapshot import Nodes, Snapshot
 
@@ -112,7 +113,8 @@ def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int 
         if inputs.monitor is not None:
             inputs.monitor.forget(tier)
         return ReconcileResult(exists=exists, is_left=exists)
-    done = _act(cluster, body, inputs)
+    done = _Attempt(cluster, body, inputs)
+    done.run()
     result = ReconcileResult(
         exists=True,
         written=tuple(done.changes.written),
@@ -134,152 +136,127 @@ def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int 
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Done:
-    progress: Progress
-    changes: Changes
-    failure: ClusterError | None = None
-    """The failure after which the reconcile is tried again; `progress` has the one that is reported."""
+class _Attempt:
+    """Everything of one reconcile but its report. A spec that cannot be carried out falls back to a part of it."""
 
+    def __init__(self, cluster: Cluster, body: Manifest, inputs: Inputs) -> None:
+        self.cluster, self.body, self.inputs = cluster, body, inputs
+        self.changes, self.asked = Changes(), Asked()
+        self.progress = Progress(tier=names.tier_ref(body), generation=body["metadata"].get("generation", 0))
+        self.failure: ClusterError | None = None
+        """The failure after which the reconcile is tried again; `progress` has the one that is reported."""
 
-def _act(cluster: Cluster, body: Manifest, inputs: Inputs) -> _Done:
-    """Do everything but report."""
-    tier, changes = names.tier_ref(body), Changes()
-    progress = Progress(tier=tier, generation=body["metadata"].get("generation", 0))
-    spec: TierSpec | None = None
-    try:
-        asked = read_annotations(body)
-        spec = _paused_as_asked(parse(body), asked)
-    except SpecInvalid as error:
-        progress = replace(progress, invalid=error)
-        if error.field.startswith("metadata."):
-            return _concluded(progress, changes)
-    progress = replace(progress, spec=spec)
-    try:
-        snapshot = inputs.read(cluster, body)
-    except ClusterError as error:
-        changes.failures.append(error)
-        return _concluded(progress, changes)
-    if spec is None and (spec := _applicable(body, snapshot, asked, inputs)) is None:
-        return _concluded(progress, changes)
-    snapshot = replace(snapshot, nodes=_read_nodes(inputs.inventory, spec, snapshot))
-    progress = _reached(progress, ReadStage(generation=progress.generation, spec=spec, snapshot=snapshot))
-    decided = decide(spec, tier, snapshot, may_assume=True)
-    if isinstance(decided, Refusal):
-        progress = replace(progress, refusal=decided)
-        applicable = _decide_applicable(body, snapshot, asked, inputs)
-        if applicable is None:
-            if not spec.paused:
-                apply_live_settings(cluster, spec, snapshot, changes)
-            return _concluded(progress, changes)
-        spec, decided = applicable
-    return _carry_out(cluster, body, _Carried(spec, decided, asked), progress, inputs, changes)
+    def run(self) -> None:
+        self._read()
+        refusals = [*self.changes.refusals, *([] if self.progress.refusal is None else [self.progress.refusal])]
+        refusal = None
+        if refusals:
+            messages = dict.fromkeys(each.message for each in refusals)
+            refusal = replace(refusals[0], message="; ".join(messages))
+        failures = self.changes.failures
+        # The failure that passes first says when to try again; the one that lasts is reported.
+        self.failure = min(failures, key=lambda each: each.retry_after, default=None)
+        lasting = [each for each in failures if not each.passes_soon] or failures
+        reported = lasting[0] if lasting else None
+        if len(lasting) > 1:
+            reported = type(lasting[0])("; ".join(dict.fromkeys(map(str, lasting))))
+        self.progress = replace(self.progress, refusal=refusal, failure=reported)
 
-
-@dataclass(frozen=True)
-class _Carried:
-    """The spec that is carried out, and the decisions for it."""
-
-    spec: TierSpec
-    decisions: Decisions
-    asked: Asked
-
-
-def _carry_out(  # noqa: PLR0913, PLR0917  each by its name
-    cluster: Cluster, body: Manifest, carried: _Carried, progress: Progress, inputs: Inputs, changes: Changes
-) -> _Done:
-    """Plan and apply a spec, or the part of it that replaces no pod where the API server rejects its pods."""
-    assert progress.stage is not None
-    spec, snapshot = carried.spec, progress.stage.snapshot
-    stage = _planned(carried, snapshot, progress.generation, inputs)
-    progress = _reached(progress, stage)
-    if "Pod" in snapshot.unreadable:
-        changes.failures.append(snapshot.unreadable["Pod"])
-    if not spec.paused and (rejection := try_engines(cluster, stage.plan, snapshot)) is not None:
-        # Nothing else moves to a spec that no engine can follow: everything that runs goes on as it is.
-        changes.failures.append(rejection)
-        applicable = _decide_applicable(body, snapshot, carried.asked, inputs)
-        if applicable is None:
-            if not spec.paused:
-                apply_live_settings(cluster, spec, snapshot, changes)
-            return _concluded(progress, changes)
-        spec, decided = applicable
-        stage = _planned(_Carried(spec, decided, carried.asked), snapshot, progress.generation, inputs)
-        progress = _reached(progress, stage)
-    if spec.paused:
-        return _concluded(progress, changes)
-    apply_parts(cluster, stage.plan, snapshot, body.get("status") or {}, changes)
-    if (changes.written or changes.deleted) and not changes.failures:
+    def _read(self) -> None:
+        spec: TierSpec | None = None
         try:
-            # Report the new state: the reconcile that made it is the one to report it.
-            snapshot = replace(inputs.read(cluster, body), nodes=snapshot.nodes)
-            changes.failures += [error for kind, error in snapshot.unreadable.items() if kind in changes.kinds]
+            self.asked = read_annotations(self.body)
+            spec = self._as_asked(parse(self.body))
+        except SpecInvalid as error:
+            self.progress = replace(self.progress, invalid=error)
+            if error.field.startswith("metadata."):
+                return
+        self.progress = replace(self.progress, spec=spec)
+        try:
+            snapshot = self.inputs.read(self.cluster, self.body)
         except ClusterError as error:
-            changes.failures.append(error)
-    applied = AppliedStage(
-        generation=stage.generation,
-        spec=spec,
-        snapshot=snapshot,
-        plan=stage.plan,
-        capacity=stage.capacity,
-        problems=changes.problems,
-    )
-    return _concluded(_reached(progress, applied), changes)
+            self.changes.failures.append(error)
+            return
+        if spec is None and (spec := self._applicable(snapshot)) is None:
+            return
+        snapshot = replace(snapshot, nodes=_read_nodes(self.inputs.inventory, spec, snapshot))
+        self._reach(ReadStage(generation=self.progress.generation, spec=spec, snapshot=snapshot))
+        decided = decide(spec, snapshot.tier, snapshot, may_assume=True)
+        if not isinstance(decided, Refusal):
+            self._carry_out(spec, decided, snapshot)
+            return
+        self.progress = replace(self.progress, refusal=decided)
+        if (applicable := self._fall_back(spec, snapshot)) is not None:
+            self._carry_out(*applicable, snapshot)
 
+    def _carry_out(self, spec: TierSpec, decided: Decisions, snapshot: Snapshot) -> None:
+        stage = self._plan(spec, decided, snapshot)
+        if "Pod" in snapshot.unreadable:
+            self.changes.failures.append(snapshot.unreadable["Pod"])
+        if not spec.paused and (rejection := try_engines(self.cluster, stage.plan, snapshot)) is not None:
+            # Nothing else moves to a spec that no engine can follow: everything that runs goes on as it is.
+            self.changes.failures.append(rejection)
+            if (applicable := self._fall_back(spec, snapshot)) is None:
+                return
+            spec, decided = applicable
+            stage = self._plan(spec, decided, snapshot)
+        if spec.paused:
+            return
+        changes = self.changes
+        apply_parts(self.cluster, stage.plan, snapshot, self.body.get("status") or {}, changes)
+        if (changes.written or changes.deleted) and not changes.failures:
+            try:
+                # Report the new state: the reconcile that made it is the one to report it.
+                snapshot = replace(self.inputs.read(self.cluster, self.body), nodes=snapshot.nodes)
+                changes.failures += [error for kind, error in snapshot.unreadable.items() if kind in changes.kinds]
+            except ClusterError as error:
+                changes.failures.append(error)
+        applied = AppliedStage(
+            generation=stage.generation,
+            spec=spec,
+            snapshot=snapshot,
+            plan=stage.plan,
+            capacity=stage.capacity,
+            problems=changes.problems,
+        )
+        self._reach(applied)
 
-def _planned(carried: _Carried, snapshot: Snapshot, generation: int, inputs: Inputs) -> PlannedStage:
-    plan = make_plan(
-        carried.spec,
-        snapshot,
-        carried.decisions,
-        connector_image=inputs.connector_image,
-        janitor_image=inputs.janitor_image,
-        restart=carried.asked.restart,
-    )
-    plan = keep_pods(plan, snapshot)
-    plan = replace(plan, listen_host=inputs.listen_host)
-    capacity = make_capacity(carried.spec, plan.decisions, snapshot)
-    return PlannedStage(generation=generation, spec=carried.spec, snapshot=snapshot, plan=plan, capacity=capacity)
+    def _plan(self, spec: TierSpec, decided: Decisions, snapshot: Snapshot) -> PlannedStage:
+        plan = make_plan(
+            spec,
+            snapshot,
+            decided,
+            connector_image=self.inputs.connector_image,
+            janitor_image=self.inputs.janitor_image,
+            restart=self.asked.restart,
+        )
+        plan = replace(keep_pods(plan, snapshot), listen_host=self.inputs.listen_host)
+        capacity, generation = make_capacity(spec, plan.decisions, snapshot), self.progress.generation
+        stage = PlannedStage(generation=generation, spec=spec, snapshot=snapshot, plan=plan, capacity=capacity)
+        self._reach(stage)
+        return stage
 
+    def _reach(self, stage: ReadStage) -> None:
+        self.progress = replace(self.progress, spec=stage.spec, stage=stage)
 
-def _reached(progress: Progress, stage: ReadStage) -> Progress:
-    return replace(progress, spec=stage.spec, stage=stage)
+    def _applicable(self, snapshot: Snapshot) -> TierSpec | None:
+        """Return the part of a refused spec that replaces no engine; None where no engine runs."""
+        image, restart = self.inputs.connector_image, self.asked.restart
+        spec = applicable_spec(self.body.get("spec"), snapshot, connector_image=image, restart=restart)
+        return None if spec is None else self._as_asked(spec)
 
+    def _fall_back(self, refused: TierSpec, snapshot: Snapshot) -> tuple[TierSpec, Decisions] | None:
+        """Return the same with its decisions. Where it cannot be carried out either, write the live settings alone."""
+        spec = self._applicable(snapshot)
+        decided = None if spec is None else decide(spec, snapshot.tier, snapshot, may_assume=True, is_running=True)
+        if spec is not None and isinstance(decided, Decisions):
+            return spec, decided
+        if not refused.paused:
+            apply_live_settings(self.cluster, refused, snapshot, self.changes)
+        return None
 
-def _applicable(body: Manifest, snapshot: Snapshot, asked: Asked, inputs: Inputs) -> TierSpec | None:
-    """Return the part of a refused spec that replaces no engine; None where no engine runs."""
-    spec = applicable_spec(body.get("spec"), snapshot, connector_image=inputs.connector_image, restart=asked.restart)
-    return None if spec is None else _paused_as_asked(spec, asked)
-
-
-def _decide_applicable(
-    body: Manifest, snapshot: Snapshot, asked: Asked, inputs: Inputs
-) -> tuple[TierSpec, Decisions] | None:
-    """Return the same with the decisions for it; None where it cannot be carried out either."""
-    spec = _applicable(body, snapshot, asked, inputs)
-    decided = None if spec is None else decide(spec, snapshot.tier, snapshot, may_assume=True, is_running=True)
-    return (spec, decided) if spec is not None and isinstance(decided, Decisions) else None
-
-
-def _paused_as_asked(spec: TierSpec, asked: Asked) -> TierSpec:
-    return spec.model_copy(update={"paused": True}) if asked.is_paused else spec
-
-
-def _concluded(progress: Progress, changes: Changes) -> _Done:
-    """Return the progress with everything that went wrong."""
-    refusals = [*changes.refusals, *([] if progress.refusal is None else [progress.refusal])]
-    refusal = None
-    if refusals:
-        messages = dict.fromkeys(each.message for each in refusals)
-        refusal = replace(refusals[0], message="; ".join(messages))
-    failures = changes.failures
-    # The failure that passes first says when to try again; the one that lasts is reported.
-    soonest = min(failures, key=lambda each: each.retry_after, default=None)
-    lasting = [each for each in failures if not each.passes_soon] or failures
-    reported = lasting[0] if lasting else None
-    if len(lasting) > 1:
-        reported = type(lasting[0])("; ".join(dict.fromkeys(map(str, lasting))))
-    return _Done(progress=replace(progress, refusal=refusal, failure=reported), changes=changes, failure=soonest)
+    def _as_asked(self, spec: TierSpec) -> TierSpec:
+        return spec.model_copy(update={"paused": True}) if self.asked.is_paused else spec
 
 
 def _requeue_after(progress: Progress, changes: Changes) -> float | None:

@@ -129,7 +129,10 @@ class Cache:
             informer.start()
 
     def wait(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until everything was read once, as far as it may be; False where that is to be given up."""
+        """Wait until everything was read once, as far as it may be; a part would be taken for the whole.
+
+        False where that is to be given up.
+        """
         while not is_over():
             if all(informer.wait(0.05) for informer in self._all()):
                 return True

@@ -15,23 +15,18 @@ class Cluster(Protocol):
 
     def get(self, key: ObjectKey, namespace: str) -> Manifest | None:
         """Return the object, or None where there is none."""
-        ...
 
     def refresh(self, key: ObjectKey, namespace: str) -> Manifest | None:
         """Return the object as it stands at this moment, whatever is remembered of it."""
-        ...
 
     def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
         """Return the objects that carry the labels of the selector."""
-        ...
 
     def tiers_on(self, claim: str, namespace: str) -> builtins.list[Manifest]:
         """Return the tiers that keep their blocks on a claim."""
-        ...
 
     def pages(self, api_version: str, kind: str, *, namespace: str) -> Iterator[builtins.list[Manifest]]:
         """Return all objects of a kind, some at a time; the empty namespace is all of them."""
-        ...
 
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
         """Create or update an object by server-side apply and return it as it then stands.
@@ -41,7 +36,6 @@ class Cluster(Protocol):
             over: uid of the object of ours that is to be updated, whose conflicting fields we take; None creates, and
                 takes no field from another manager.
         """
-        ...
 
     def try_apply(self, manifest: Manifest, *, over: str | None) -> None:
         """Have the API server judge an apply without storing anything; see `apply`.
@@ -49,11 +43,9 @@ class Cluster(Protocol):
         Raises:
             ClusterRejected: the object is invalid, or an admission policy refuses it.
         """
-        ...
 
     def delete(self, key: ObjectKey, namespace: str, *, uid: str) -> None:
         """Delete that incarnation of the object; no error where it is gone already."""
-        ...
 
     def patch_status(self, tier: TierRef, changes: Mapping[str, Any], *, resource_version: str) -> Manifest | None:
         """Merge changes into the status of that incarnation of a tier, in that version; None removes a field.
@@ -64,12 +56,9 @@ class Cluster(Protocol):
         Raises:
             ClusterConflict: it changed since: the changes were worked out for a status that is not there any more.
         """
-        ...
 
     def post_event(self, event: Manifest) -> None:
         """Create an Event."""
-        ...
 
     def events(self, namespace: str, *, uid: str) -> builtins.list[Manifest]:
         """Return the Events about one object."""
-        ...

@@ -8,7 +8,7 @@ from typing import Final
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.disk_spec import SHARED
-from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.conditions import (
     ConditionRule,
     PlannedStage,
@@ -23,7 +23,7 @@ from kvtier_operator.conditions import (
 )
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts.part import Work
-from kvtier_operator.plan import Refusal, TierPlan, releases_claim
+from kvtier_operator.plan import TierPlan, releases_claim
 from kvtier_operator.snapshot import LiveClaim, Snapshot
 
 PART: Final = "claim"

@@ -18,7 +18,6 @@ from kvtier_operator.api.status_schema import PodSizing
 from kvtier_operator.conditions import Check, PlannedStage, Problem, Status, checked, listed, met, quoted, unknown
 from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import nodes
-from kvtier_operator.plan import nodes as shares
 from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
 
 
@@ -55,7 +54,7 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
     if not matching:
         return Problem(
             Reason.NO_NODE_MATCHES,
-            f"none of {len(found.nodes)} nodes takes the engines ({shares.wanted_text(spec)}): correct "
+            f"none of {len(found.nodes)} nodes takes the engines ({nodes.wanted_text(spec)}): correct "
             "spec.engine.podTemplate or spec.engine.accelerator, or add such a node; if nodes are added on demand, "
             "this passes",
         )

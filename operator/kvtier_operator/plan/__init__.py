@@ -29,21 +29,6 @@ from kvtier_operator.plan.rendered import RenderedPods
 from kvtier_operator.plan.sizing import make_sizing
 from kvtier_operator.snapshot import Snapshot
 
-__all__ = [
-    "CacheGeneration",
-    "Decisions",
-    "Refusal",
-    "Sizing",
-    "TierPlan",
-    "decide",
-    "live_text",
-    "make_generation",
-    "make_kept_plan",
-    "make_plan",
-    "make_unchecked_plan",
-    "releases_claim",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGeneration:
