@@ -207,9 +207,8 @@ def _rights(where: client.Where) -> Iterator[Finding]:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": {**attributes, "namespace": where.asked_namespace}},
         }
-        answer = where.client.post(
-            "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review, "ask for your own rights"
-        )
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        answer = where.client.cluster.request("POST", path, body=review, what="ask for your own rights")
         full = f"{verb} {resource}{f'/{subresource}' if subresource else ''}"
         if answer["status"]["allowed"]:
             yield Finding("rights", "ok", f"you may {full}: {purpose}")

@@ -33,7 +33,7 @@ from kvtier_operator.parts.engine_checks import a_node_is_large_enough
 from kvtier_operator.plan import TierPlan, decide, diff, make_unchecked_plan, nodes, report
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.settings import Settings
-from kvtier_operator.snapshot import Engines, Nodes, Snapshot
+from kvtier_operator.snapshot import Nodes, Snapshot
 
 
 def read_documents(file: str) -> list[Any]:
@@ -187,7 +187,7 @@ def make_snapshot(tier: TierRef, found: Nodes | None) -> Snapshot | None:
     """Return a snapshot of a cluster with nothing but nodes."""
     if found is None:
         return None
-    return Snapshot(tier=tier, claim=None, engines=Engines(), pods=(), live={}, nodes=found)
+    return Snapshot(tier=tier, nodes=found)
 
 
 def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:

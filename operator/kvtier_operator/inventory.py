@@ -8,6 +8,7 @@ listed only when a tier has a share of a node to decide. Safe to use from severa
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
@@ -141,35 +142,21 @@ def _usage(pods: Iterable[Manifest]) -> Iterable[PodUsage]:
         )
 
 
-def _requests(spec: Mapping[str, Any]) -> dict[str, int]:
+def _requests(spec: Mapping[str, Any]) -> Counter[str]:
     """Return what the scheduler counts for a pod: its containers together, or an init container that needs more."""
-    total: dict[str, int] = {}
-    for container in spec.get("containers") or ():
-        _add(total, _of(container))
-    peaks: list[dict[str, int]] = []
-    sidecars: dict[str, int] = {}
+    sidecars, peak = Counter[str](), Counter[str]()
     for container in spec.get("initContainers") or ():
         if container.get("restartPolicy") == "Always":
-            _add(sidecars, _of(container))
+            sidecars += _of(container)
         else:
-            peak = dict(sidecars)
-            _add(peak, _of(container))
-            peaks.append(peak)
-    _add(total, sidecars)
-    for peak in peaks:
-        total.update({name: max(amount, total.get(name, 0)) for name, amount in peak.items()})
-    _add(total, {name: _bytes(amount) for name, amount in (spec.get("overhead") or {}).items()})
-    return total
+            peak |= sidecars + _of(container)
+    total = sum(map(_of, spec.get("containers") or ()), sidecars) | peak
+    return total + Counter({name: _bytes(amount) for name, amount in (spec.get("overhead") or {}).items()})
 
 
-def _of(container: Mapping[str, Any]) -> dict[str, int]:
+def _of(container: Mapping[str, Any]) -> Counter[str]:
     requests = (container.get("resources") or {}).get("requests") or {}
-    return {name: _bytes(amount) for name, amount in requests.items() if name != "cpu"}
-
-
-def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
-    for name, amount in more.items():
-        total[name] = total.get(name, 0) + amount
+    return Counter({name: _bytes(amount) for name, amount in requests.items() if name != "cpu"})
 
 
 def _bytes(amount: object) -> int:

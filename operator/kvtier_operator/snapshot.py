@@ -173,11 +173,16 @@ class SeenJob:
     @property
     def result(self) -> Mapping[str, Any]:
         """The document that its last words are; empty where they are none."""
-        try:
-            found = json.loads(self.message.strip().splitlines()[-1]) if self.message.strip() else {}
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        return last_words(self.message)
+
+
+def last_words(message: str) -> Mapping[str, Any]:
+    """Return the document on the last line that a container wrote when it ended; empty where there is none."""
+    try:
+        found = json.loads(message.strip().splitlines()[-1]) if message.strip() else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from kvtier_operator.conditions import AppliedStage, Observation, Problem, Progr
 from kvtier_operator.parts.engine import template_of
 from kvtier_operator.plan import Decisions, decide, make_kept_plan, make_plan
 from kvtier_operator.plan.capacity import make_capacity
-from kvtier_operator.plan.rendered import make_rendered
+from kvtier_operator.plan.decisions import make_rendered
 from kvtier_operator.snapshot import ContainerStatus, Engines, LiveClaim, LiveJanitor, Node, Pod, Snapshot
 
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T13:00:00Z"

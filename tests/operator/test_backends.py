@@ -22,10 +22,10 @@ from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.conditions import Problem
 from kvtier_operator.gather import read_neighbours
 from kvtier_operator.parts import render
-from kvtier_operator.parts.capabilities import not_applicable
 from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.snapshot import ContainerStatus, Engines, Snapshot
+from kvtier_operator.status import not_applicable
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

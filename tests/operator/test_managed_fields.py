@@ -14,8 +14,8 @@ from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
+from kvtier_operator.apply import is_applied
 from kvtier_operator.kube.client import connect
-from kvtier_operator.kube.managed_fields import is_applied
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "apps/v1",

@@ -58,10 +58,6 @@ class CliClient:
         """Return what the API server has at a path."""
         return self.cluster.request("GET", path, what=what)
 
-    def post(self, path: str, body: Mapping[str, Any], what: str) -> Manifest:
-        """Send a document, such as a question about one's own rights, and return the answer."""
-        return self.cluster.request("POST", path, body=body, what=what)
-
     def tiers(self, namespace: str) -> list[Manifest]:
         """Return the tiers of a namespace, or of all."""
         return self.cluster.list(names.API_VERSION, names.KIND, namespace=namespace, selector="")

@@ -17,8 +17,7 @@ from kvtier_operator.names import TierRef
 from kvtier_operator.parts.engine import deployment, drift, template_of
 from kvtier_operator.plan import TierPlan, decide, diff, make_kept_plan, make_plan, make_unchecked_plan
 from kvtier_operator.plan import decisions as decided
-from kvtier_operator.plan.decisions import Decisions
-from kvtier_operator.plan.rendered import decode_rendered
+from kvtier_operator.plan.decisions import Decisions, decode_rendered
 from kvtier_operator.snapshot import Snapshot
 
 

@@ -23,9 +23,8 @@ from kvtier_operator.parts import pods as pod_settings
 from kvtier_operator.parts.connectors import Rendered
 from kvtier_operator.parts.pods import lay_over
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.plan.decisions import checkpoints_of
+from kvtier_operator.plan.decisions import checkpoints_of, make_rendered
 from kvtier_operator.plan.digest import digest
-from kvtier_operator.plan.rendered import make_rendered
 
 ENDPOINT_DRAIN_SECONDS: Final = 10
 """How long the pod keeps accepting after it was told to go, until every proxy has dropped its address."""

@@ -22,10 +22,9 @@ from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import TierRef
 from kvtier_operator.plan import chunks, digest, nodes
 from kvtier_operator.plan import decisions as decided
-from kvtier_operator.plan.decisions import Decisions
+from kvtier_operator.plan.decisions import Decisions, RenderedPods
 from kvtier_operator.plan.janitor_config import JANITOR_IMAGE, JanitorPlan, make_janitor
 from kvtier_operator.plan.model_layout import KvUnknown, attention_heads, has_uneven_heads
-from kvtier_operator.plan.rendered import RenderedPods
 from kvtier_operator.plan.sizing import make_sizing
 from kvtier_operator.snapshot import Snapshot
 

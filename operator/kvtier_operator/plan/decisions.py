@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that are made once for a tier and then kept: a share of a node in bytes, the size of files.
+"""Notes that a Deployment carries: decisions that are made once for a tier and then kept, and what its pods are from.
 
 Pure. A pod that starts elsewhere, a node that joins, or a newer operator with a longer table of models must not
 restart engines or empty a cache. So each decision is written to the Deployment with a digest of the fields that it was
@@ -7,6 +7,9 @@ made for, and stands until one of them changes.
 
 vLLM certifies layer by layer that a page can be laid out as without parallelism (its canonical layout). A model that it
 would refuse at the start of every engine is refused here, with the reason.
+
+Another version of the operator may render other pods from the same spec. A replaced engine costs its memory, its start
+and its place on a node. `parts.edit_impact.keep_pods` decides whether the pods stay.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, Final
 
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
+from kvtier_operator.api.parse import document
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.plan import chunks, digest, engine_args, models
 from kvtier_operator.plan.chunks import Checkpoints, Chunking
@@ -212,3 +216,45 @@ def _obstacle(spec: TierSpec) -> str | None:
     if not config.get("kv_lora_rank") and kv.heads % ranks:
         return f"the {kv.heads} KV heads of the model cannot be dealt out evenly to tensorParallel {ranks}"
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedPods:
+    """The source of a Deployment's pods."""
+
+    spec: Mapping[str, Any]
+    restart: str
+    config: str
+    """The connector's document."""
+    template: Mapping[str, Any]
+    """Of the pods, as it was applied."""
+
+    @property
+    def generation(self) -> str:
+        """Digest of the generation that the connector's document names; empty where it names none."""
+        try:
+            found = json.loads(self.config)
+        except ValueError:
+            return ""
+        return str(found.get("digest", "")) if isinstance(found, dict) else ""
+
+    def encode(self) -> str:
+        """Return the text of the annotation."""
+        document = {"spec": self.spec, "restart": self.restart, "config": self.config, "template": self.template}
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def make_rendered(spec: TierSpec, *, restart: str, config: str, template: Mapping[str, Any]) -> RenderedPods:
+    """Note what pods are made from."""
+    return RenderedPods(spec=document(spec), restart=restart, config=config, template=template)
+
+
+def decode_rendered(text: str) -> RenderedPods | None:
+    """Read the annotation; None where there is none that can be used: then the pods are rendered anew."""
+    try:
+        document = json.loads(text)
+        found = RenderedPods(**{name: document[name] for name in ("spec", "restart", "config", "template")})
+    except (ValueError, TypeError, KeyError):
+        return None
+    is_whole = isinstance(found.spec, dict) and isinstance(found.template, dict) and isinstance(found.config, str)
+    return found if is_whole and {"metadata", "spec"} <= found.template.keys() else None

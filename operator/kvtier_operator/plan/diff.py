@@ -112,15 +112,10 @@ def make_diff(
 
 def warm_bytes(status: Mapping[str, Any]) -> int | None:
     """Return the bytes that the current generation of a tier holds on the volume, by its status."""
-    for entry in status.get("generations") or ():
-        if isinstance(entry, Mapping) and entry.get("digest") == (status.get("generation") or {}).get("current"):
-            found = entry.get("usedBytes")
-            return found if isinstance(found, int) else None
-    for tier in status.get("tiers") or ():
-        if isinstance(tier, Mapping) and tier.get("name") == "disk" and isinstance(tier.get("usedBytes"), int):
-            found = tier["usedBytes"]
-            return int(found)
-    return None
+    current = (status.get("generation") or {}).get("current")
+    found = (each for each in status.get("generations") or () if isinstance(each, Mapping))
+    held = next((each.get("usedBytes") for each in found if each.get("digest") == current), None)
+    return held if isinstance(held, int) else None
 
 
 def warnings(diff: Diff) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from kvtier_operator import quantity
@@ -53,17 +53,9 @@ def _may_run_on(spec: TierSpec, node: Node, wanted: Mapping[str, int]) -> bool:
         node.is_open
         and all(node.labels.get(key) == value for key, value in template.node_selector.items())
         and _is_affine(template.affinity or {}, node)
-        and all(_is_tolerated(taint, template.tolerations) or _is_of_device(spec, taint) for taint in node.taints)
+        and all(_is_tolerated(spec, taint) for taint in node.taints)
         and all(node.devices.get(resource, 0) >= count for resource, count in wanted.items())
     )
-
-
-def _is_of_device(spec: TierSpec, taint: Mapping[str, str]) -> bool:
-    """Tell whether a taint keeps away who does not ask for the device: Kubernetes lets in who does, if it is set up so.
-
-    Where it is not, the scheduler says so.
-    """
-    return taint.get("key") in spec.engine.accelerator.of_plugin
 
 
 def countables(spec: TierSpec) -> dict[str, int]:
@@ -131,8 +123,16 @@ def _left(spec: TierSpec, tier: TierName | TierRef, node: Node, usage: Iterable[
     return max(0, memory), max(0, devices)
 
 
-def _is_tolerated(taint: Mapping[str, str], tolerations: Sequence[Mapping[str, Any]]) -> bool:
-    return taint.get("effect") not in _KEEPS_AWAY or any(_tolerates(each, taint) for each in tolerations)
+def _is_tolerated(spec: TierSpec, taint: Mapping[str, str]) -> bool:
+    """Tell whether a taint lets the pods in.
+
+    Kubernetes lets in who asks for the device that a taint is named after, if it is set up so; else the scheduler says.
+    """
+    return (
+        taint.get("effect") not in _KEEPS_AWAY
+        or taint.get("key") in spec.engine.accelerator.of_plugin
+        or any(_tolerates(each, taint) for each in spec.engine.pod_template.tolerations)
+    )
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, str]) -> bool:

@@ -16,7 +16,7 @@ from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import pods
 from kvtier_operator.parts.part import Component, Work, component_problem
 from kvtier_operator.plan import TierPlan
-from kvtier_operator.plan.rendered import decode_rendered, make_rendered
+from kvtier_operator.plan.decisions import decode_rendered, make_rendered
 
 ANNOTATION_GENERATION: Final = f"{names.GROUP}/generation"
 """On the pod: LMCache's keys name neither revision nor weights, so another generation must find an empty Redis."""
