@@ -70,19 +70,6 @@ SCRATCH_MOUNT: Final = "/tmp"  # noqa: S108  an emptyDir of the pod: no other po
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class TierRef:
-    """Which KVCacheTier: its namespace, its name, and the uid that tells it from a namesake created later."""
-
-    namespace: str
-    name: str
-    uid: str
-
-    def __str__(self) -> str:
-        """Return ``namespace/name``, as kubectl and people write it."""
-        return f"{self.namespace}/{self.name}"
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
 class TierName:
     """Which KVCacheTier to look at, whatever its incarnation."""
 
@@ -92,6 +79,13 @@ class TierName:
     def __str__(self) -> str:
         """Return ``namespace/name``, as kubectl and people write it."""
         return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class TierRef(TierName):
+    """Which KVCacheTier, with the uid that tells it from a namesake created later."""
+
+    uid: str
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -126,7 +120,7 @@ def tier_ref(body: Mapping[str, Any]) -> TierRef:
     return TierRef(namespace=metadata.get("namespace", "default"), name=metadata["name"], uid=metadata.get("uid", ""))
 
 
-def engine(tier: TierRef | TierName) -> str:
+def engine(tier: TierName) -> str:
     """Name of the Deployment, its Service, ServiceAccount and PodDisruptionBudget."""
     return f"{tier.name}-engine"
 

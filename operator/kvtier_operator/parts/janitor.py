@@ -103,6 +103,8 @@ def _deployment(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
 
 def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
     template = plan.spec.engine.pod_template
+    # Elsewhere, it has no business on nodes with devices; a volume of one node may be nowhere else.
+    tolerated = pods.tolerations(plan) if plan.is_on_one_node else template.tolerations
     return {
         "serviceAccountName": names.janitor(plan.tier),
         # For the Lease alone, see the Role.
@@ -112,7 +114,7 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         # The user and group of the engines: it removes what they wrote.
         "securityContext": pods.security_context(template),
         # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines.
-        "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *_tolerations(plan)],
+        "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *tolerated],
         **({"affinity": _beside_the_engine(plan)} if plan.is_on_one_node else {}),
         **pods.pull_secrets(template),
         "containers": [_container(plan, janitor_plan)],
@@ -122,11 +124,6 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
             {"name": "scratch", "emptyDir": {"sizeLimit": "16Mi"}},
         ],
     }
-
-
-def _tolerations(plan: TierPlan) -> list[Manifest]:
-    # Elsewhere, it has no business on nodes with devices; a volume of one node may be nowhere else.
-    return pods.tolerations(plan) if plan.is_on_one_node else list(plan.spec.engine.pod_template.tolerations)
 
 
 def _beside_the_engine(plan: TierPlan) -> Manifest:

@@ -86,7 +86,7 @@ def sidecar_requests(spec: TierSpec) -> tuple[int, int]:
     return memory, millis
 
 
-def smallest_node(spec: TierSpec, tier: TierName | TierRef, nodes: Nodes) -> tuple[Node, int] | None:
+def smallest_node(spec: TierSpec, tier: TierName, nodes: Nodes) -> tuple[Node, int] | None:
     """Return the matching node that has the least memory left beside the pods of others, and how much that is.
 
     A node whose devices are taken by others gets no pod of ours, so it counts only where all are taken.
@@ -112,7 +112,7 @@ def device_memory(spec: TierSpec, nodes: Nodes | None) -> int | None:
     return _group(spec, nodes).device_bytes
 
 
-def _left(spec: TierSpec, tier: TierName | TierRef, node: Node, usage: Iterable[PodUsage]) -> tuple[int, int]:
+def _left(spec: TierSpec, tier: TierName, node: Node, usage: Iterable[PodUsage]) -> tuple[int, int]:
     """Return the memory and the devices that others leave on a node."""
     resource = spec.engine.accelerator.resource
     memory, devices = node.memory_bytes, node.devices.get(resource, 0)

@@ -185,9 +185,9 @@ def terms(sizing: PodSizing, capacity: Capacity | None, *, node_bytes: int | Non
     found: dict[str, Any] = {"nodeBytes": node_bytes, "cpuSize": quantity.format_bytes(sizing.cpu_bytes)}
     for model in filter(None, (sizing, capacity)):
         found |= model.model_dump(mode="json", by_alias=True)
-    return {term: _bounded(value) for term, value in found.items() if value not in (None, [])}
-
-
-def _bounded(value: Any) -> Any:
-    """Return what a field of 64 bits can hold: beyond it, the API server would refuse the whole status."""
-    return min(value, quantity.LARGEST) if isinstance(value, int) else value
+    # Beyond what a field of 64 bits can hold, the API server would refuse the whole status.
+    return {
+        term: min(value, quantity.LARGEST) if isinstance(value, int) else value
+        for term, value in found.items()
+        if value not in (None, [])
+    }
