@@ -16,7 +16,7 @@ from kvtier_operator import quantity
 from kvtier_operator.api import connector_spec
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
 from kvtier_operator.api.disk_spec import NO_VOLUME, SHARED, Disk, Generations, Janitor, VolumeSpec
-from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec, abbreviations
+from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec
 from kvtier_operator.api.model_spec import ONE_PLACE, ModelSpec
 from kvtier_operator.api.routing_spec import KvEvents, Routing
 from kvtier_operator.api.rules import TEXT, ApiModel, ByteQuantity, Checked, Converted, ObjectName, Rule, at
@@ -168,7 +168,7 @@ class TierSpec(ApiModel):
         Rule.that(
             ~at("connector.type").is_(BUNDLED)
             | at("disk.splitHits").is_("Off")
-            | at("engine.args").has_no_word(abbreviations("--scheduler-cls")),
+            | at("engine.args").has_no_word("^--scheduler[-_]c"),
             "names a scheduler with --scheduler-cls, and so does spec.disk.splitHits: set that to Off, or remove the "
             "flag",
             field=".engine.args",
