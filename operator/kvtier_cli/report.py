@@ -201,17 +201,16 @@ def report(tier: str | None, *, file: Path | None, logs: bool, output_format: st
     with pack:
         pack.add("README.txt", _READ_ME)
         pack.add("report.json", json.dumps({"kvtier": __version__, "made": made.isoformat(), "namespace": namespace}))
-        pack.try_to("doctor.json", lambda: _doctor(where))
+        pack.try_to(
+            "doctor.json",
+            lambda: json.dumps(redact_manifest([each._asdict() for each in doctor.examine(where)]), indent=2),
+        )
         for body in bodies:
             _add_tier(pack, where, body, with_logs=logs)
         pack.add("unread.txt", "\n".join(pack.unread))
     document = {"file": str(file), "tiers": len(bodies), "parts": pack.parts, "unread": pack.unread}
     output.show(document, output_format, lambda: _page(document))
     return FOUND if pack.unread else FINE
-
-
-def _doctor(where: client.Where) -> str:
-    return json.dumps(redact_manifest([each._asdict() for each in doctor.examine(where)]), indent=2)
 
 
 def _page(document: dict[str, Any]) -> str:

@@ -186,17 +186,8 @@ def _asks(subjects: Subjects, served: Served, length: int, chunk_tokens: int) ->
 async def _try(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
     try:
         return await _run(pair, ask, length)
-    except _NotAnsweredError as error:
-        return _unanswered(pair, error.pod, error.error)
     except EngineError as error:
         return _unanswered(pair, pair.first.name, error)
-
-
-class _NotAnsweredError(EngineError):
-    def __init__(self, pod: str, error: EngineError) -> None:
-        super().__init__(str(error))
-        self.pod = pod
-        self.error = error
 
 
 def _unanswered(pair: _Pair, pod: str, error: EngineError) -> CanaryResult:
@@ -228,7 +219,7 @@ async def _run(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
             return result(CanaryOutcome.LOADED, cached)
         end = await _wait_for_count(second.engine, begin, waiting)
     except EngineError as error:
-        raise _NotAnsweredError(second.name, error) from error
+        return _unanswered(pair, second.name, error)
     found = end.verdicts - begin.verdicts
     is_alone = (
         end.finished_requests - begin.finished_requests == 1

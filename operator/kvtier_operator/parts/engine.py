@@ -41,6 +41,8 @@ it, the next version of the operator renders the pods anew."""
 
 _PROBE_PERIOD_SECONDS: Final = 5
 
+_COMPILED_MOUNT: Final = {"name": "kvtier-compiled", "mountPath": names.COMPILED_MOUNT}
+
 # python3 is there because the engine is started with it; a native sleep action needs Kubernetes 1.30, and a stock image
 # owes us no sleep command.
 _DRAIN_COMMAND: Final = ["python3", "-c", f"import time; time.sleep({ENDPOINT_DRAIN_SECONDS})"]
@@ -194,7 +196,7 @@ def _install_container(plan: TierPlan) -> Manifest:
             {"name": "connector", "mountPath": names.CONNECTOR_MOUNT},
             {"name": "shm", "mountPath": names.SHM_MOUNT},
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
-            *_compiled_mounts(plan),
+            *([] if plan.spec.engine.compile_cache is None else [_COMPILED_MOUNT]),
         ],
     }
 
@@ -206,19 +208,6 @@ def _link_caches(plan: TierPlan) -> list[str]:
     model, engine = plan.spec.model, plan.spec.engine
     shared = digest({"image": engine.image, "model": model.name, "revision": model.revision})
     return [f"--caches={names.COMPILED_MOUNT}/{shared}", f"--link-caches={names.SCRATCH_MOUNT}"]
-
-
-def _compiled_mounts(plan: TierPlan) -> list[Manifest]:
-    if plan.spec.engine.compile_cache is None:
-        return []
-    return [{"name": "kvtier-compiled", "mountPath": names.COMPILED_MOUNT}]
-
-
-def _compiled_volumes(plan: TierPlan) -> list[Manifest]:
-    cache = plan.spec.engine.compile_cache
-    if cache is None:
-        return []
-    return [{"name": "kvtier-compiled", "persistentVolumeClaim": {"claimName": cache.claim}}]
 
 
 def _startup(plan: TierPlan) -> Manifest:
@@ -269,7 +258,7 @@ def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, An
             {"name": "scratch", "mountPath": names.SCRATCH_MOUNT},
             *([] if keys is None else [{"name": "kvtier-keys", "mountPath": names.KEYS_MOUNT, "readOnly": True}]),
             *engine_config.adapter_mounts(plan.spec.model),
-            *_compiled_mounts(plan),
+            *([] if plan.spec.engine.compile_cache is None else [_COMPILED_MOUNT]),
             *engine.pod_template.volume_mounts,
         ],
     }
@@ -337,7 +326,11 @@ def _volumes(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
         {"name": "scratch", "emptyDir": {}},
         *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
         *engine_config.adapter_volumes(plan.spec.model),
-        *_compiled_volumes(plan),
+        *(
+            []
+            if (cache := plan.spec.engine.compile_cache) is None
+            else [{"name": _COMPILED_MOUNT["name"], "persistentVolumeClaim": {"claimName": cache.claim}}]
+        ),
         *plan.spec.engine.pod_template.volumes,
     ]
 
