@@ -146,4 +146,5 @@ def test_going_back_costs_what_going_forth_cost(before: dict[str, Any], after: d
 def test_the_warm_bytes_are_those_of_the_current_generation() -> None:
     generations = [{"digest": "old", "usedBytes": 1}, {"digest": "now", "usedBytes": 2}]
     assert diff.warm_bytes({"generation": {"current": "now"}, "generations": generations}) == 2
+    assert diff.warm_bytes({"tiers": [{"name": "cpu", "usedBytes": 1}, {"name": "disk", "usedBytes": 3}]}) == 3
     assert diff.warm_bytes({}) is None

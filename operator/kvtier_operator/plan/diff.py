@@ -75,7 +75,12 @@ def make_diff(
 ) -> Diff:
     """Say what it does to replace one spec by the other.
 
-    Engines run as the operator makes them of `before`, unless `running` says otherwise.
+    Args:
+        before: the spec as it stands.
+        after: the spec as it is to be.
+        effect_of: what the operator makes of a spec.
+        running: what the engines that run were made from; None where they are as the operator makes them of `before`.
+        warm_bytes: what the current generation holds, if that is known.
     """
     old, new = effect_of(before), effect_of(after)
     runs = running or old
@@ -112,10 +117,15 @@ def make_diff(
 
 def warm_bytes(status: Mapping[str, Any]) -> int | None:
     """Return the bytes that the current generation of a tier holds on the volume, by its status."""
-    current = (status.get("generation") or {}).get("current")
-    found = (each for each in status.get("generations") or () if isinstance(each, Mapping))
-    held = next((each.get("usedBytes") for each in found if each.get("digest") == current), None)
-    return held if isinstance(held, int) else None
+    for entry in status.get("generations") or ():
+        if isinstance(entry, Mapping) and entry.get("digest") == (status.get("generation") or {}).get("current"):
+            found = entry.get("usedBytes")
+            return found if isinstance(found, int) else None
+    for tier in status.get("tiers") or ():
+        if isinstance(tier, Mapping) and tier.get("name") == "disk" and isinstance(tier.get("usedBytes"), int):
+            found = tier["usedBytes"]
+            return int(found)
+    return None
 
 
 def warnings(diff: Diff) -> tuple[str, ...]:
