@@ -246,7 +246,8 @@ def try_engines(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> Cluster
     """Return why the engines of a plan cannot be applied; None where they can, or run already."""
     key = names.engine_key(plan.tier)
     live = snapshot.live.get(key)
-    if plan.rendered is not None or key in snapshot.foreign or key.kind in snapshot.unreadable:
+    is_external = plan.spec.engine.external is not None
+    if is_external or plan.rendered is not None or key in snapshot.foreign or key.kind in snapshot.unreadable:
         return None
     wanted = deployment(plan)
     if live is not None and is_applied(wanted, live.content):

@@ -18,6 +18,10 @@ from kvtier_operator.names import Manifest, ObjectKey, TierName, TierRef
 from kvtier_operator.observe.http_client import Address
 from kvtier_operator.observe.pod_reports import read_metrics, read_usage
 from kvtier_operator.observe.poller import Poller, PollTarget
+from kvtier_operator.parts import engine_config
+from kvtier_operator.parts.external.attach import find_engine
+from kvtier_operator.parts.external.pods import PodClaims, count_engines, external_of
+from kvtier_operator.plan import engine_args
 from kvtier_operator.snapshot import (
     ContainerStatus,
     EngineReport,
@@ -76,7 +80,12 @@ JANITOR_PATIENCE: Final = timedelta(minutes=5)
 
 
 def gather(
-    cluster: Cluster, body: Mapping[str, Any], *, now: datetime, poller: Poller[TierName] | None = None
+    cluster: Cluster,
+    body: Mapping[str, Any],
+    *,
+    now: datetime,
+    poller: Poller[TierName] | None = None,
+    claims: PodClaims | None = None,
 ) -> Snapshot:
     """Return everything that the cluster holds for a tier with any spec, and the last answers of its pods.
 
@@ -101,18 +110,38 @@ def gather(
         claim = reader.one(claim_key)
     tiers = [] if claim is None else cluster.tiers_on(claim_key.name, tier.namespace)
     deployment = ours.get(names.engine_key(tier))
-    pods = sorted(reader.pods(), key=lambda found: str(found["metadata"]["name"]))
+    pods = reader.pods({names.LABEL_TIER: tier.name})
     # Other pods with our labels are not ours, nor are those of a foreign Deployment under one of our names.
     engines, janitors, routers, *stores = (
         [found for found in pods if names.is_pod_of(found, key.name) and key not in foreign]
         for key in (names.engine_key(tier), names.janitor_key(tier), names.router_key(tier), *names.store_keys(tier))
     )
     preflight_key = names.preflight_key(tier)
+    external = external_of(body)
+    attached = [] if external is None else reader.pods(external["selector"]["matchLabels"])
+    claimed = {} if claims is None else claims.note(tier, (each["metadata"]["uid"] for each in attached))
+    container = None if external is None else external.get("container")
+    read = [
+        *(_pod(found, mount_problem(cluster, found, now)) for found in engines),
+        *(
+            replace(
+                _pod(found, mount_problem(cluster, found, now), find_engine(found["spec"], container)),
+                content=found,
+                claimed_by=claimed.get(found["metadata"]["uid"], ""),
+            )
+            for found in attached
+        ),
+    ]
+    port = names.HTTP_PORT if external is None else external.get("port", names.HTTP_PORT)
     return Snapshot(
         tier=tier,
         claim=None if claim is None else read_claim(claim),
-        engines=Engines() if deployment is None else _engines(deployment),
-        pods=tuple(_with_report(_pod(found, mount_problem(cluster, found, now)), tier, poller) for found in engines),
+        engines=_engines(deployment)
+        if deployment is not None
+        else Engines()
+        if external is None
+        else count_engines(read, ours.get(engine_config.key_of(tier))),
+        pods=tuple(_with_report(pod, tier, poller, port=port) for pod in read),
         janitor=_with_availability(_janitor(janitors, ours, tier, poller), ours.get(names.janitor_key(tier)), now),
         routers=tuple(map(_pod, routers)),
         stores=tuple(_pod(found) for each in stores for found in each),
@@ -134,10 +163,11 @@ class _Reader:
         self._tier = tier
         self.unreadable: dict[str, ClusterError] = {}
 
-    def pods(self) -> list[Manifest]:
-        selector = f"{names.LABEL_TIER}={self._tier.name}"
+    def pods(self, labels: Mapping[str, str]) -> list[Manifest]:
+        selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
         try:
-            return self._cluster.list("v1", "Pod", namespace=self._tier.namespace, selector=selector)
+            found = self._cluster.list("v1", "Pod", namespace=self._tier.namespace, selector=selector)
+            return sorted(found, key=lambda each: str(each["metadata"]["name"]))
         except (ClusterForbidden, KindMissing) as error:
             self.unreadable["Pod"] = error
             return []
@@ -258,11 +288,11 @@ def _engines(found: Manifest) -> Engines:
     )
 
 
-def _with_report(pod: Pod, tier: TierRef, poller: Poller[TierName] | None) -> Pod:
+def _with_report(pod: Pod, tier: TierRef, poller: Poller[TierName] | None, *, port: int) -> Pod:
     """Return an engine pod with its report; a pod that does not serve is not asked."""
     if poller is None or not pod.address or not pod.is_ready or pod.is_terminating:
         return pod
-    address = Address(host=pod.address, port=names.HTTP_PORT, path="/metrics")
+    address = Address(host=pod.address, port=port, path="/metrics")
     target = PollTarget(address=address, uid=pod.uid)
     answer = poller.answer(
         target, owner=_owner(tier), parse=read_metrics, since=pod.ready_since, is_passing=_is_without_volume
@@ -311,15 +341,15 @@ def _owner(tier: TierRef) -> TierName:
     return TierName(namespace=tier.namespace, name=tier.name)
 
 
-def _pod(found: Manifest, mount_problem: str = "") -> Pod:
+def _pod(found: Manifest, mount_problem: str = "", engine: Mapping[str, Any] | None = None) -> Pod:
     status, metadata = found.get("status", {}), found["metadata"]
     conditions = _by_type(status.get("conditions", ()))
     scheduled = conditions.get("PodScheduled", {})
-    engine: Mapping[str, Any] = next(
+    engine = engine or next(
         (each for each in found["spec"]["containers"] if each["name"] == names.ENGINE_CONTAINER), {}
     )
     env = {entry["name"]: entry.get("value") for entry in engine.get("env", ())}
-    flag = "--prefix-caching-hash-algo="
+    algorithm = engine_args.read(engine.get("args") or ()).words.get("prefix-caching-hash-algo")
     return Pod(
         name=metadata["name"],
         phase=status.get("phase", "Pending"),
@@ -330,9 +360,7 @@ def _pod(found: Manifest, mount_problem: str = "") -> Pod:
         scheduling_message=scheduled.get("message", ""),
         config_digest=(metadata.get("annotations") or {}).get(names.ANNOTATION_CONFIG_DIGEST, ""),
         hash_seed=env.get("PYTHONHASHSEED"),
-        hash_algorithm=next(
-            (word.removeprefix(flag) for word in engine.get("args", ()) if word.startswith(flag)), None
-        ),
+        hash_algorithm=algorithm[-1] if algorithm else None,
         containers=tuple(
             _container(each)
             for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))

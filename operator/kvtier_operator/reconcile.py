@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller
 from kvtier_operator.observe.targets import make_observation_plan
 from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
+from kvtier_operator.parts.external.pods import PodClaims
 from kvtier_operator.parts.preflight import ALWAYS
 from kvtier_operator.plan import decide, decisions, make_plan, nodes
 from kvtier_operator.plan.capacity import make_capacity
@@ -46,6 +47,9 @@ _UNTIL_NODES_CHANGE: Final = frozenset({Reason.NODES_UNKNOWN, Reason.NO_NODE_MAT
 PATIENCE: Final = 3
 """Failures in a row after which a failure that may pass by itself is shown in the status."""
 
+
+EXTERNAL_SECONDS: Final = 15.0
+"""How often pods of other owners are listed: no watch reports those without a label of ours."""
 
 FOREIGN_SECONDS: Final = 5.0
 """How often it is checked whether an object that is in the way of a tier is still there."""
@@ -90,12 +94,14 @@ class Inputs:
     """Asks pods for their reports; None asks no pod."""
     monitor: Monitor | None = None
     """Asks the engines; None asks no engine."""
+    claims: PodClaims = field(default_factory=PodClaims)
+    """The pods that the selectors of tiers have found."""
     may_work: Callable[[Manifest], bool] = lambda _body: True
     """Tells whether a tier belongs to this operator."""
 
     def read(self, cluster: Cluster, body: Manifest) -> Snapshot:
         """Read everything but the nodes."""
-        return _with_lease(cluster, gather(cluster, body, now=self.clock(), poller=self.poller))
+        return _with_lease(cluster, gather(cluster, body, now=self.clock(), poller=self.poller, claims=self.claims))
 
 
 def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int = 1) -> ReconcileResult:
@@ -110,6 +116,7 @@ def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int 
     # Children of a deleted tier go with it; a child that is made anew would hold up its namespace.
     exists = body is not None and "deletionTimestamp" not in body["metadata"]
     if body is None or not exists or not inputs.may_work(body):
+        inputs.claims.note(TierRef(namespace=tier.namespace, name=tier.name, uid=""), ())
         if inputs.monitor is not None:
             inputs.monitor.forget(tier)
         return ReconcileResult(exists=exists, is_left=exists)
@@ -272,6 +279,8 @@ def _requeue_after(progress: Progress, changes: Changes) -> float | None:
     is_in_the_way = any(each.reason is Reason.OBJECT_NOT_OURS for each in changes.refusals)
     if is_in_the_way or (snapshot.preflight.is_foreign and spec.proof.preflight == ALWAYS):
         return FOREIGN_SECONDS
+    if spec.engine.external is not None:
+        return EXTERNAL_SECONDS
     if any(pod.is_held_up for pod in snapshot.pods):
         return MOUNT_PATIENCE.total_seconds()
     is_judged_later = snapshot.janitor.is_missing and not snapshot.janitor.is_overdue

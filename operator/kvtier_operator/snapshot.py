@@ -134,6 +134,10 @@ class Pod:
     """The report of its engine; None while there is none."""
     is_awaited: bool = False
     """Whether it is being asked for the first time."""
+    content: Manifest = field(default_factory=dict, repr=False)
+    """The pod as it was read, where another owner made it."""
+    claimed_by: str = ""
+    """Name of another tier whose `spec.engine.external.selector` finds it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

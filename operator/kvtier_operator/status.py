@@ -21,6 +21,7 @@ from kvtier_operator.parts.preflight import CHECKED
 from kvtier_operator.plan import report as plan_report
 from kvtier_operator.snapshot import Snapshot, last_words
 
+_OF_OUR_ENGINES: Final = frozenset({"SizingFits", "RoutingReady"})
 _OF_THE_VOLUME: Final = frozenset({"VolumeBound", "ClaimShared", "StorageChecked"})
 _OF_THE_JANITOR: Final = frozenset({"DiskHealthy", "DiskWithinBudget", "JanitorHealthy"})
 _SHARED: Final = "SharedCacheVerified"
@@ -33,6 +34,8 @@ def not_applicable(kind: str, spec: TierSpec | None, snapshot: Snapshot | None =
         return None
     if kind == _SHARED and snapshot is not None and (found := _redis_is_silent(spec, snapshot)) is not None:
         return found
+    if kind in _OF_OUR_ENGINES and spec.engine.external is not None:
+        return _says("spec.engine.external: another owner makes, sizes and reaches these engines")
     connector = spec.connector
     label = f"spec.connector.type {connector.label}"
     if kind in _OF_THE_VOLUME and not connector.uses_volume:

@@ -45,14 +45,15 @@ def test_the_full_sample_has_every_field() -> None:
         ]
 
     # Only one of the two claims, of the two ways to size the CPU tier, of the two budgets, of the two places of
-    # prompts, and of two ways to route, can be given; the settings of other connectors stand in samples of their own;
-    # and who applies the sample has no operator of a class.
+    # prompts, of two ways to route, and of two owners of engines, can be given; the settings of other connectors stand
+    # in samples of their own; and who applies the sample has no operator of a class.
     assert sorted(unset(parse(FULL), "spec")) == [
         *(f"spec.connector.{name}" for name in ("custom", "flex_kv", "hybrid", "lmcache", "mooncake", "simple_cpu")),
         "spec.connector.vllm_offloading",
         "spec.connector.vllm_tiering",
         "spec.cpu.fraction",
         "spec.engine.disruption_budget.min_available",
+        "spec.engine.external",
         "spec.operator_class_name",
         "spec.routing.client_ip",
         "spec.volume.existing_claim",

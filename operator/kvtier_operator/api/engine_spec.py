@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StrictInt, StrictStr, model_validator
 
 from kvtier_operator import quantity
+from kvtier_operator.api.external_spec import ExternalEngines
 from kvtier_operator.api.pod_template import ENGINE, IntOrText, PodTemplate, Variable, amounts, of_engine
 from kvtier_operator.api.rules import (
     TEXT,
@@ -250,6 +251,9 @@ def _is_cpu_limit_enough(engine: EngineSpec) -> bool:
 class EngineSpec(ApiModel):
     """The vLLM engine of one replica."""
 
+    external: ExternalEngines | None = None
+    """Engines of another owner. The operator then makes no engines, and every field that only makes them is
+    refused."""
     image: Word = "vllm/vllm-openai:v0.32.0"
     """Image with vLLM in it: a stock one will do, the connector is added when the pod starts. Another image starts a
     new cache generation."""

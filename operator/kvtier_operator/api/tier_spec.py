@@ -17,6 +17,7 @@ from kvtier_operator.api import connector_spec
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
 from kvtier_operator.api.disk_spec import NO_VOLUME, SHARED, Disk, Generations, Janitor, VolumeSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec
+from kvtier_operator.api.external_spec import EXTERNAL_RULES
 from kvtier_operator.api.model_spec import ONE_PLACE, ModelSpec
 from kvtier_operator.api.routing_spec import KvEvents, Routing
 from kvtier_operator.api.rules import TEXT, ApiModel, ByteQuantity, Checked, Converted, ObjectName, Rule, at
@@ -165,6 +166,7 @@ class TierSpec(ApiModel):
     rules = (
         ONE_PLACE,
         *connector_spec.RULES,
+        *EXTERNAL_RULES,
         Rule.that(
             ~at("connector.type").is_(BUNDLED)
             | at("disk.splitHits").is_("Off")

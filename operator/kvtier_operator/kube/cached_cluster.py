@@ -82,6 +82,9 @@ class CachedCluster:
         if store is None:
             return self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
         wanted = dict(part.split("=", 1) for part in selector.split(",") if part)
+        if wanted and names.LABEL_TIER not in wanted:
+            # Pods of other owners are not kept in memory.
+            return self._cluster.list(api_version, kind, namespace=namespace, selector=selector)
         found: Iterable[Manifest] = store.of(namespace, wanted[names.LABEL_TIER]) if wanted else store.all()
         return [each for each in found if wanted.items() <= (each["metadata"].get("labels") or {}).items()]
 

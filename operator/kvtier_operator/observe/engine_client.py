@@ -49,7 +49,7 @@ class HttpEngine:
     """The OpenAI API and the metrics of one engine pod."""
 
     def __init__(self, http_client: HttpClient, address: str, *, owner: Hashable, key: str = "") -> None:
-        """Remember the pod's IP address, its tier, and the key of its API, which its metrics do without.
+        """Remember the pod's address (see `EngineTarget`), its tier, and the key of its API: its metrics need none.
 
         Raises:
             EngineLocked: no request can carry the key.
@@ -57,7 +57,8 @@ class HttpEngine:
         if not (key.isascii() and key.isprintable()):
             raise EngineLocked("is asked with a key of characters that no request can carry")
         self._http = http_client
-        self._address = address
+        host, _, port = address.removeprefix("[").partition("]:")
+        self._host, self._port = host, int(port or names.HTTP_PORT)
         self._owner = owner
         self._authorization = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -104,7 +105,7 @@ class HttpEngine:
 
     async def _ask(self, method: str, path: str, body: Any, seconds: float) -> bytes:
         request = HttpRequest(
-            address=Address(host=self._address, port=names.HTTP_PORT, path=path),
+            address=Address(host=self._host, port=self._port, path=path),
             method=method,
             body=None if body is None else json.dumps(body).encode(),
             headers={

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.observe.canary import TEXT_ALONE, Chunk, Subjects
 from kvtier_operator.observe.engine_client import KeySource, find_key
@@ -33,6 +34,7 @@ class EngineTarget:
 
     pod: str
     address: str
+    """IP address; in brackets and with the port behind it where that is not 8000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ def make_observation_plan(spec: TierSpec, snapshot: Snapshot, *, generation: str
     serving = tuple(pod for pod in snapshot.pods if pod.is_ready and not pod.is_terminating and pod.address)
     return ObservationPlan(
         rollout=_rollout(serving, generation),
-        targets=tuple(sorted(EngineTarget(pod=pod.name, address=pod.address) for pod in serving)),
+        targets=tuple(sorted(EngineTarget(pod=pod.name, address=_address(spec, pod)) for pod in serving)),
         refusal=_refusal(spec, snapshot, serving),
         interval_seconds=spec.proof.canary.interval_seconds,
         min_reuse=spec.disk.admission.min_reuse,
@@ -65,6 +67,12 @@ def make_observation_plan(spec: TierSpec, snapshot: Snapshot, *, generation: str
         subjects=_subjects(spec),
         key=find_key(spec),
     )
+
+
+def _address(spec: TierSpec, pod: Pod) -> str:
+    external = spec.engine.external
+    is_usual = external is None or external.port == names.HTTP_PORT
+    return pod.address if external is None or is_usual else f"[{pod.address}]:{external.port}"
 
 
 def _subjects(spec: TierSpec) -> Subjects:
@@ -87,11 +95,13 @@ def _refusal(spec: TierSpec, snapshot: Snapshot, serving: tuple[Pod, ...]) -> No
         return NoCanary.OFF
     if spec.disk.mode != "ReadWrite":
         return NoCanary.NOT_WRITTEN
-    if spec.replicas == 0:
+    replicas = spec.replicas if spec.engine.external is None else len(snapshot.pods)
+    if replicas == 0:
         return NoCanary.NO_ENGINES
-    if spec.replicas == 1:
+    if replicas == 1:
         return NoCanary.SINGLE_REPLICA
     engines = snapshot.engines
     is_rolling = engines.updated < engines.replicas or engines.observed_generation < engines.generation
-    one_rollout = len({pod.template_hash for pod in serving}) == 1
+    # Pods of several owners have templates of their own.
+    one_rollout = spec.engine.external is not None or len({pod.template_hash for pod in serving}) == 1
     return NoCanary.ROLLING if is_rolling or not one_rollout or len(serving) < 2 else None  # noqa: PLR2004  a pair

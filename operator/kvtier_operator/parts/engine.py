@@ -341,7 +341,7 @@ def _keys(encryption: EncryptionSpec) -> Manifest:
     return {"name": "kvtier-keys", "secret": secret}
 
 
-def _release_of(image: str) -> str | None:
+def release_of(image: str) -> str | None:
     """Return the release of vLLM in an image; None for images whose tags number other releases."""
     found = re.fullmatch(
         r"(?:.*/)?(?:vllm/vllm-openai(?:-[a-z0-9]+)*|vllm-[a-z0-9]+-release-repo):([^@:/]*)(?:@.*)?", image
@@ -356,7 +356,7 @@ def _judge(stage: PlannedStage, _previous: Status) -> Problem:
         f'{names.ANNOTATION_RESTART}="$(date +%s)"`'
     )
     image = stage.spec.engine.image
-    release = _release_of(image) if stage.spec.connector.is_ours else None
+    release = release_of(image) if stage.spec.connector.is_ours else None
     if release is not None and release not in SUPPORTED_VLLM:
         return Problem(
             Reason.VLLM_UNSUPPORTED,

@@ -36,10 +36,17 @@ def key_of(tier: TierRef) -> ObjectKey:
 
 def config(plan: TierPlan) -> Manifest:
     """Return the ConfigMap with the connector's settings."""
+    metadata = names.metadata(plan.tier, names.config(plan.tier), component=names.COMPONENT_ENGINE)
+    if plan.spec.engine.external is not None:
+        # There is no Deployment of ours to carry them.
+        metadata["annotations"] = {
+            names.ANNOTATION_DECISIONS: plan.decisions.encode(),
+            names.ANNOTATION_IMAGE: plan.connector_image,
+        }
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": names.metadata(plan.tier, names.config(plan.tier), component=names.COMPONENT_ENGINE),
+        "metadata": metadata,
         "data": {
             engine.CONFIG_FILE: plan.config_text,
             engine.LIVE_FILE: plan.live_text,

@@ -1,0 +1,609 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a pod of another owner an engine of a tier: decides for a pod what it needs, and puts that in. Pure.
+
+Everything is taken from the pod that `parts.engine` renders for the tier, so attached engines and those of the operator
+agree. Volumes get the prefix ``kvtier-``, since the pod has volumes of its own. The owner's settings are kept where an
+engine of the tier can live with them, and are refused otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from kvtier_connector.contract.engine import SUPPORTED_VLLM
+from kvtier_operator import names, quantity
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.engine_spec import CLAIMED, NO_ACCELERATOR, abbreviations
+from kvtier_operator.api.pod_template import PodTemplate
+from kvtier_operator.names import Manifest
+from kvtier_operator.parts.engine import release_of, template_of
+from kvtier_operator.plan import TierPlan, digest, engine_args
+from kvtier_operator.plan.decisions import checkpoints_of
+from kvtier_operator.plan.engine_args import EngineArgs
+from kvtier_operator.plan.sizing import make_sizing
+
+Step = str | tuple[str, str]
+"""One step into an object: a field, or an item of a list by the value of its key."""
+Path = tuple[Step, ...]
+
+VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
+"""Variable that templates of KServe's LLMInferenceService append to the command line of vLLM."""
+CONFIG_VARIABLE: Final = "KVTIER_CONFIG_DIGEST"
+"""Digest of the connector's configuration: another one is another pod template, and restarts the engines."""
+
+_PREFIX: Final = "kvtier-"
+_VOLUMES: Final = frozenset({"blocks", "config", "connector", "shm", "kvtier-keys"})
+_VARIABLES: Final = ("PYTHONHASHSEED", "PYTHONPATH")
+_TRANSFER, _SCHEDULER, _ALGORITHM = "kv-transfer-config", "scheduler-cls", "prefix-caching-hash-algo"
+_CACHING: Final = "enable-prefix-caching"
+_READ: Final = frozenset(
+    {_TRANSFER, _SCHEDULER, _ALGORITHM, _CACHING, "config", "model", "revision", "tensor-parallel-size"}
+)
+"""Flags that are read one by one, and are no part of the other flags of the identity."""
+_LIKELY: Final = frozenset({names.ENGINE_CONTAINER, "vllm", "main", "kserve-container"})
+_OPERATORS: Final = frozenset(";&|()<>")
+
+
+class AttachRefused(Exception):
+    """The pod cannot become an engine of the tier; has the fields at fault, each with what to do."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
+        """Note the problems: field and text."""
+        super().__init__("; ".join(f"{field_}: {text}" for field_, text in problems))
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A pod of another owner, as far as its object says."""
+
+    pod: Manifest
+    container: Path
+    """Where in the pod the container is that runs vLLM."""
+    prefix: str = ""
+    """Path of the pod in its object, for messages."""
+    model: str | None = None
+    """Model that the object names outside of the container."""
+    tensor_parallel: int | None = None
+    """The same of the ranks."""
+    variable: str = ""
+    """Variable that takes flags, where the container's command line is another owner's."""
+    is_partial: bool = False
+    """Whether the container is laid over one of a template, which has more of the command line and the probes."""
+
+    @property
+    def engine(self) -> Manifest:
+        """Return the container."""
+        found: Manifest = step_into(self.pod, self.container)
+        return found
+
+    def field(self, *path: str) -> str:
+        """Return the name of a field of the container, for messages."""
+        return self.at(*self.container, *path)
+
+    def at(self, *path: Step) -> str:
+        """Return the name of a field of the pod, for messages."""
+        return ".".join(filter(None, (self.prefix, write_path(path))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Put:
+    """One thing that is put into a pod."""
+
+    at: Path
+    value: Any
+    """The value of a field, or a whole item of a list."""
+
+    def is_in(self, pod: Mapping[str, Any]) -> bool:
+        """Return whether a pod has it; fields that the API server fills in do not count."""
+        return _holds(step_into(pod, self.at), self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAdditions:
+    """Everything that makes a pod an engine of the tier."""
+
+    puts: tuple[Put, ...]
+    flags: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+    """Sentences about what was taken from the owner's settings."""
+
+    def put_into(self, target: Target) -> Manifest:
+        """Return the pod with it."""
+        pod: Manifest = copy_of(target.pod)
+        for each in self.puts:
+            put(pod, each.at, copy_of(each.value))
+        return _with_flags(pod, target, self.flags)
+
+    def missing(self, target: Target) -> list[str]:
+        """Return what a pod lacks of it, by name."""
+        words = set(read_words(target))
+        found = [write_path(each.at) for each in self.puts if not each.is_in(target.pod)]
+        return [*found, *(flag.partition("=")[0] for flag in self.flags if flag not in words)]
+
+
+def write_path(path: Iterable[Step]) -> str:
+    """Write a path as the API server does, with list items by their name."""
+    return "".join(f".{step}" if isinstance(step, str) else f"[{step[1]}]" for step in path).removeprefix(".")
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of JSON that shares nothing with it."""
+    if isinstance(value, Mapping):
+        return {key: copy_of(item) for key, item in value.items()}
+    return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def step_into(tree: Any, path: Path) -> Any:
+    """Return what a tree has at a path; None where it has nothing."""
+    for step in path:
+        if isinstance(step, str):
+            tree = tree.get(step) if isinstance(tree, Mapping) else None
+        else:
+            items = tree if isinstance(tree, (list, tuple)) else ()
+            tree = next((item for item in items if item.get(step[0]) == step[1]), None)
+    return tree
+
+
+def put(tree: Any, path: Path, value: Any) -> None:
+    """Set a field or a list item of a tree, in place; what is missing on the way is made."""
+    *way, last = path
+    for step, after in zip(way, (*way[1:], last), strict=True):
+        empty: Any = {} if isinstance(after, str) else []
+        if isinstance(step, str):
+            tree[step] = tree.get(step) or empty
+            tree = tree[step]
+        else:
+            found = step_into(tree, (step,))
+            if found is None:
+                found = {step[0]: step[1]}
+                tree.append(found)
+            tree = found
+    if isinstance(last, str):
+        tree[last] = value
+        return
+    places = (place for place, item in enumerate(tree) if item.get(last[0]) == last[1])
+    place = next(places, len(tree))
+    tree[place : place + 1] = [value]
+
+
+def _holds(found: Any, wanted: Any) -> bool:
+    """Return whether an object has all that is wanted of it; other fields and items may be there, too."""
+    if isinstance(wanted, Mapping):
+        return isinstance(found, Mapping) and all(_holds(found.get(key), value) for key, value in wanted.items())
+    if isinstance(wanted, (list, tuple)):
+        items = found if isinstance(found, (list, tuple)) else ()
+        return all(any(_holds(item, each) for item in items) for each in wanted)
+    return bool(found == wanted)
+
+
+def find_engine(pod: Mapping[str, Any], name: str | None = None) -> Manifest | None:
+    """Return the container of a pod that runs vLLM; None where it cannot be told."""
+    containers = list(pod.get("containers") or ())
+    if name is not None:
+        return next((each for each in containers if each.get("name") == name), None)
+    likely = containers if len(containers) == 1 else [each for each in containers if _is_likely(each)]
+    return likely[0] if len(likely) == 1 else None
+
+
+def _is_likely(container: Mapping[str, Any]) -> bool:
+    words = (container.get("image", ""), *(container.get("command") or ()), *(container.get("args") or ()))
+    return container.get("name") in _LIKELY or any("vllm" in str(word) for word in words)
+
+
+def read_words(target: Target) -> list[str]:
+    """Return the command line of the engine, word by word.
+
+    Raises:
+        AttachRefused: a shell runs more than the engine.
+    """
+    engine = target.engine
+    words = [*(engine.get("command") or ()), *(engine.get("args") or ())]
+    if target.variable:
+        return shlex.split(str((step_into(engine, ("env", ("name", target.variable))) or {}).get("value", "")))
+    place = _script(engine)
+    if place is None:
+        return words
+    return _read_script(target, engine[place][-1], place)
+
+
+def _script(engine: Mapping[str, Any]) -> str | None:
+    """Return the field whose last item is a shell's script; None where no shell starts the engine."""
+    words = [*(engine.get("command") or ()), *(engine.get("args") or ())]
+    is_shell = bool(words) and PurePosixPath(str(words[0])).name in {"sh", "bash"}
+    if not is_shell or not any(re.fullmatch("-[a-z]*c", str(word)) for word in words[1:-1]):
+        return None
+    return "args" if engine.get("args") else "command"
+
+
+def _read_script(target: Target, script: str, place: str) -> list[str]:
+    text = script.replace("\\\n", " ").strip()
+    reader = shlex.shlex(text, posix=True, punctuation_chars=True)
+    reader.whitespace_split = True
+    try:
+        words = list(reader)
+    except ValueError:
+        words = [";"]
+    if "\n" in text or any(word and set(word) <= _OPERATORS for word in words):
+        text = "is a script of several commands, so flags have no certain place: write vLLM's own as command and args"
+        raise AttachRefused([(target.field(place), text)])
+    return words[1:] if words[:1] == ["exec"] else words
+
+
+def _with_flags(pod: Manifest, target: Target, flags: Sequence[str]) -> Manifest:
+    engine = step_into(pod, target.container)
+    place = _script(engine)
+    if target.variable:
+        found = (step_into(engine, ("env", ("name", target.variable))) or {}).get("value", "")
+        value = " ".join(filter(None, (found, shlex.join(flags))))
+        put(engine, ("env", ("name", target.variable)), {"name": target.variable, "value": value})
+    elif place is None:
+        engine["args"] = [*(engine.get("args") or ()), *flags]
+    else:
+        engine[place] = [*engine[place][:-1], f"{engine[place][-1].rstrip()} {shlex.join(flags)}"]
+    return pod
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Theirs:
+    """The owner's words about the engine; None where the object says nothing."""
+
+    words: tuple[str, ...]
+    model: str | None
+    revision: str | None
+    image: str | None
+    accelerator: str | None
+    tensor_parallel: int | None
+    env: tuple[Manifest, ...]
+
+    def spec(self, spec: TierSpec) -> TierSpec:
+        """Return the tier as it were, had it this engine."""
+        said = {"image": self.image, "tensor_parallel": self.tensor_parallel}
+        accelerator = {} if self.accelerator is None else {"resource": self.accelerator}
+        engine = spec.engine.model_copy(
+            update={
+                **{name: value for name, value in said.items() if value is not None},
+                "args": self.words,
+                "env": self.env,
+                "external": None,
+                "compile_cache": None,
+                "pod_template": PodTemplate(),
+                "accelerator": spec.engine.accelerator.model_copy(update=accelerator),
+            }
+        )
+        model = {"name": self.model, "revision": self.revision}
+        changes = {**{name: value for name, value in model.items() if value is not None}, "loras": ()}
+        return spec.model_copy(
+            update={"engine": engine, "model": spec.model.model_copy(update=changes), "kv_events": None}
+        )
+
+
+def attach(plan: TierPlan, target: Target) -> EngineAdditions:
+    """Decide what a pod needs that has nothing of a tier's.
+
+    Raises:
+        AttachRefused: it cannot become an engine of the tier.
+    """
+    return _attach(plan, target, read_words(target))
+
+
+def lacks(plan: TierPlan, target: Target) -> list[str]:
+    """Return what a running pod lacks to be an engine of the tier, by name.
+
+    Raises:
+        AttachRefused: it cannot become one.
+    """
+    words = [word for word in read_words(target) if "kvtier_connector." not in word]
+    return _attach(plan, replace(target, pod=_without_ours(target)), words).missing(target)
+
+
+def _attach(plan: TierPlan, target: Target, words: Sequence[str]) -> EngineAdditions:
+    theirs = _read(plan, target, words)
+    spec = theirs.spec(plan.spec)
+    made = replace(plan, spec=spec, sizing=make_sizing(spec, plan.decisions), rendered=None, desired=None)
+    problems = [
+        *_flag_problems(plan, target, words),
+        *_variable_problems(plan, target),
+        *_identity_problems(plan, target, made),
+        *_pod_problems(made, target),
+    ]
+    if problems:
+        raise AttachRefused(problems)
+    own = template_of(made)["spec"]
+    return EngineAdditions(
+        puts=tuple(_puts(made, target, own, port=_port(plan, words))),
+        flags=_flags(made, own["containers"][0]["args"], engine_args.read(words)),
+        notes=tuple(_notes(plan, theirs)),
+    )
+
+
+def _without_ours(target: Target) -> Manifest:
+    """Return a pod without what is put into pods, so that what it needs can be decided anew."""
+    pod: Manifest = copy_of(target.pod)
+    containers = [*(pod.get("initContainers") or ()), *(pod.get("containers") or ()), step_into(pod, target.container)]
+    for container in containers:
+        mounts = container.get("volumeMounts") or ()
+        container["volumeMounts"] = [each for each in mounts if not each["name"].startswith(_PREFIX)]
+    pod["initContainers"] = [
+        each for each in pod.get("initContainers") or () if each["name"] != names.INSTALL_CONTAINER
+    ]
+    pod["volumes"] = [each for each in pod.get("volumes") or () if not each["name"].startswith(_PREFIX)]
+    return pod
+
+
+def _read(plan: TierPlan, target: Target, words: Sequence[str]) -> _Theirs:
+    """Read what the object says about the identity of blocks."""
+    engine, (positional, given) = target.engine, _arguments(words)
+    args = engine_args.read(given)
+    model = (args.words.get("model") or args.words.get("model-id") or (positional or target.model,))[-1]
+    is_whole = bool(words) and not target.is_partial
+    assumed = "main" if is_whole and not str(model).startswith("/") else None
+    return _Theirs(
+        words=tuple(word for flag, found in args.words.items() if flag not in _READ for word in (f"--{flag}", *found)),
+        model=model,
+        revision=(args.words.get("revision") or (assumed,))[-1],
+        image=engine.get("image"),
+        accelerator=_accelerator(plan, engine),
+        tensor_parallel=args.count("tensor-parallel-size")
+        if is_whole or args.has("tensor-parallel-size")
+        else target.tensor_parallel,
+        env=tuple(each for each in engine.get("env") or () if each["name"] in engine_args.ENVIRONMENT),
+    )
+
+
+def _arguments(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Return the model of a command line, if it is no flag's, and the words after the program."""
+    if "serve" in words:
+        rest = words[words.index("serve") + 1 :]
+        return (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else (None, rest)
+    modules = [place for place, word in enumerate(words) if word == "-m"]
+    return None, words[modules[0] + 2 :] if modules else words
+
+
+def _accelerator(plan: TierPlan, engine: Mapping[str, Any]) -> str | None:
+    resources = engine.get("resources") or {}
+    asked = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    wanted = plan.spec.engine.accelerator.resource
+    if wanted == CLAIMED or not asked:
+        return None
+    return wanted if wanted in asked else next((name for name in asked if "/" in name), NO_ACCELERATOR)
+
+
+def _port(plan: TierPlan, words: Sequence[str]) -> int:
+    said = (engine_args.read(words).words.get("port") or ("",))[-1]
+    external = plan.spec.engine.external
+    usual = names.HTTP_PORT if external is None else external.port
+    return int(said) if said.isdecimal() else usual
+
+
+_FORBIDDEN: Final = {
+    f"--{_TRANSFER}": "names another connector: remove it, or attach engines without one",
+    "--kv-offloading-size": "makes vLLM render a connector of its own: remove it; spec.cpu.size of the tier sets it",
+    "--kv-offloading-backend": "makes vLLM render a connector of its own: remove it",
+    f"--no-{_CACHING}": "turns off what the tiers stand on: remove it",
+    "--config": "hides flags in a file: write them as args, where they become part of the cache identity",
+    "--nnodes": "spreads an engine over several nodes: only engines of one pod can be attached",
+    "--headless": "spreads an engine over several nodes: only engines of one pod can be attached",
+}
+
+
+def _flag_problems(plan: TierPlan, target: Target, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    spec = plan.spec
+    for flag, text in _FORBIDDEN.items():
+        if any(re.match(abbreviations(flag), word) for word in words):
+            yield target.field("args", flag), text
+    if spec.disk.split_hits != "Off" and any(re.match(abbreviations(f"--{_SCHEDULER}"), word) for word in words):
+        yield (
+            target.field("args", f"--{_SCHEDULER}"),
+            "names a scheduler of its own: remove it, or set spec.disk.splitHits of the tier to Off",
+        )
+    said = engine_args.read(words).words.get(_ALGORITHM)
+    if said and said[-1] != spec.hash.algorithm:
+        text = f"is {said[-1]}, and spec.hash.algorithm of the tier is {spec.hash.algorithm}: make the two equal"
+        yield target.field("args", f"--{_ALGORITHM}"), text
+
+
+def _variable_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
+    variables = {each["name"]: each for each in target.engine.get("env") or ()}
+    seed = variables.get("PYTHONHASHSEED")
+    if seed is not None and seed.get("value") != plan.spec.hash.seed:
+        yield (
+            target.field("env", "PYTHONHASHSEED"),
+            (
+                f"is {seed.get('value', 'taken from another object')}, and spec.hash.seed of the tier is "
+                f"{plan.spec.hash.seed}: remove the variable, or set the field"
+            ),
+        )
+    if "value" not in variables.get("PYTHONPATH", {"value": ""}):
+        yield (
+            target.field("env", "PYTHONPATH"),
+            f"is taken from another object: write its value, to which {names.CONNECTOR_MOUNT} is added",
+        )
+
+
+_FIELDS: Final[Mapping[str, tuple[str, str]]] = {
+    "model_name": ("args.--model", "spec.model.name"),
+    "model_revision": ("args.--revision", "spec.model.revision"),
+    "engine_image": ("image", "spec.engine.image"),
+    "engine_accelerator": ("resources.limits", "spec.engine.accelerator.resource"),
+    "engine_tensor_parallel": ("args.--tensor-parallel-size", "spec.engine.tensorParallel"),
+}
+"""Part of the identity of blocks: the owner's field and that of the tier."""
+
+
+def _identity_problems(plan: TierPlan, target: Target, made: TierPlan) -> Iterator[tuple[str, str]]:
+    """Yield each field that would make blocks of another generation."""
+    wanted = plan.generation.identity
+    found = digest.identity(made.spec, plan.decisions.chunking.settings())
+    blocks = f"blocks of another identity than generation {plan.generation.digest}"
+    for key, (theirs, ours) in _FIELDS.items():
+        if key in wanted and found[key] != wanted[key]:
+            yield (
+                target.field(theirs),
+                f"is {found[key]}, which makes {blocks}: {ours} of the tier is {wanted[key]}; make the two equal",
+            )
+    for key, theirs, ours in (("engine_flags", "args.--", "args"), ("engine_env", "env.", "env")):
+        for name in sorted(found[key].keys() | wanted[key].keys()):
+            one, other = (_said(each[key].get(name)) for each in (found, wanted))
+            if one != other:
+                yield (
+                    target.field(f"{theirs}{name}"),
+                    f"is {one}, which makes {blocks}: spec.engine.{ours} of the tier has {other}; make the two equal",
+                )
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "set"
+    return "left out" if value is None else str(value)
+
+
+def _pod_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
+    pod, engine = target.pod, target.engine
+    release = release_of(str(engine.get("image", "")))
+    if release is not None and release not in SUPPORTED_VLLM:
+        yield target.field("image"), f"is vLLM {release}, and the connector supports {' and '.join(SUPPORTED_VLLM)}"
+    limit, needed = _memory(engine, "limits"), plan.sizing.memory_bytes
+    if limit is not None and limit < needed:
+        terms = (plan.sizing.engine_memory_bytes, plan.sizing.shm_bytes, plan.sizing.io_worker_bytes)
+        engine_bytes, shm, moving = map(quantity.show_bytes, terms)
+        text = (
+            f"is {quantity.show_bytes(limit)}, and the engine needs {quantity.show_bytes(needed)} (spec.engine.memory "
+            f"{engine_bytes}, shared memory {shm}, moving blocks {moving}): raise it, or lower spec.cpu.size or "
+            "spec.engine.memory of the tier"
+        )
+        yield target.field("resources", "limits", "memory"), text
+    volume = _shm_volume(target)
+    if volume is not None and (volume.get("emptyDir") or {}).get("medium") != "Memory":
+        yield target.at("volumes", ("name", volume["name"])), f"is {names.SHM_MOUNT} and no memory: set medium: Memory"
+    is_read_only = (engine.get("securityContext") or {}).get("readOnlyRootFilesystem")
+    taken = {each["mountPath"] for each in engine.get("volumeMounts") or ()}
+    for path in sorted(taken & {names.VOLUME_MOUNT, names.CONFIG_MOUNT, names.KEYS_MOUNT, names.CONNECTOR_MOUNT}):
+        yield target.field("volumeMounts", path), "is where the tier's own files go: mount yours somewhere else"
+    if is_read_only and names.SCRATCH_MOUNT not in taken:
+        yield (
+            target.field("volumeMounts"),
+            f"has no {names.SCRATCH_MOUNT}, where the engine must write: mount an emptyDir",
+        )
+    for field_, ours in (("volumes", _is_ours), ("initContainers", names.INSTALL_CONTAINER.__eq__)):
+        for each in pod.get(field_) or ():
+            if ours(each["name"]):
+                yield target.at(field_, ("name", each["name"])), "has a name that the tier needs: rename it"
+
+
+def _is_ours(volume: str) -> bool:
+    return volume in {_renamed(each) for each in _VOLUMES}
+
+
+def _memory(engine: Mapping[str, Any], kind: str) -> int | None:
+    said = str(((engine.get("resources") or {}).get(kind) or {}).get("memory", ""))
+    return quantity.parse_bytes(said) if quantity.is_quantity(said) else None
+
+
+def _shm_volume(target: Target) -> Manifest | None:
+    """Return the owner's volume for shared memory; None where there is none."""
+    mounts = target.engine.get("volumeMounts") or ()
+    name = next((each["name"] for each in mounts if each["mountPath"] == names.SHM_MOUNT), None)
+    return next((each for each in target.pod.get("volumes") or () if each["name"] == name), None)
+
+
+def _renamed(volume: str) -> str:
+    return f"{_PREFIX}{volume.removeprefix(_PREFIX)}"
+
+
+def _puts(plan: TierPlan, target: Target, own: Mapping[str, Any], *, port: int) -> Iterator[Put]:
+    engine, ours, at = target.engine, own["containers"][0], target.container
+    shm = _shm_volume(target)
+    yield from _pod_puts(target, own, shm)
+    sizes = {} if shm is None else shm["emptyDir"]
+    if shm is not None and "sizeLimit" in sizes and quantity.parse_bytes(sizes["sizeLimit"]) < plan.sizing.shm_bytes:
+        size = quantity.format_bytes(plan.sizing.shm_bytes)
+        yield Put(at=("volumes", ("name", shm["name"]), "emptyDir", "sizeLimit"), value=size)
+    for mount in _mounts(ours, shm):
+        if shm is None or mount["mountPath"] != names.SHM_MOUNT:
+            yield Put(at=(*at, "volumeMounts", ("mountPath", mount["mountPath"])), value=mount)
+    yield from _variables(plan, engine, ours, at)
+    request = _memory(engine, "requests") or _memory(engine, "limits")
+    if request is None or request < plan.sizing.memory_bytes:
+        memory = quantity.format_bytes(plan.sizing.memory_bytes)
+        yield Put(at=(*at, "resources", "requests", "memory"), value=memory)
+    yield from _startup(plan, target, ours["startupProbe"], port)
+
+
+def _pod_puts(target: Target, own: Mapping[str, Any], shm: Manifest | None) -> Iterator[Put]:
+    for init in own["initContainers"]:
+        if init["name"] == names.INSTALL_CONTAINER:
+            made = {**init, "volumeMounts": _mounts(init, shm)}
+            yield Put(at=("initContainers", ("name", init["name"])), value=made)
+    # Block files of all engines belong to one group.
+    if "fsGroup" not in (target.pod.get("securityContext") or {}):
+        for name in ("fsGroup", "fsGroupChangePolicy"):
+            yield Put(at=("securityContext", name), value=own["securityContext"][name])
+    for volume in own["volumes"]:
+        if volume["name"] in _VOLUMES and (shm is None or volume["name"] != "shm"):
+            name = _renamed(volume["name"])
+            yield Put(at=("volumes", ("name", name)), value={**volume, "name": name})
+
+
+def _mounts(container: Mapping[str, Any], shm: Manifest | None) -> list[Manifest]:
+    """Return the mounts of a container of ours by the names that volumes have in the other pod."""
+    found = [each for each in container["volumeMounts"] if each["name"] in _VOLUMES]
+    return [
+        {**each, "name": shm["name"] if shm is not None and each["name"] == "shm" else _renamed(each["name"])}
+        for each in found
+    ]
+
+
+def _variables(plan: TierPlan, engine: Mapping[str, Any], ours: Mapping[str, Any], at: Path) -> Iterator[Put]:
+    theirs = {each["name"]: each.get("value", "") for each in engine.get("env") or ()}
+    for each in (*ours["env"], {"name": CONFIG_VARIABLE, "value": plan.config_digest}):
+        name, value = each["name"], each.get("value", "")
+        if name == "PYTHONPATH" and theirs.get(name):
+            value = ":".join(dict.fromkeys((value, *theirs[name].split(":"))))
+        if name in {*_VARIABLES, CONFIG_VARIABLE} and theirs.get(name) != value:
+            yield Put(at=(*at, "env", ("name", name)), value={**each, "value": value})
+
+
+def _startup(plan: TierPlan, target: Target, ours: Mapping[str, Any], port: int) -> Iterator[Put]:
+    """Give the engine its time to start: pinning host memory and opening the volume takes a while."""
+    probe, needed = target.engine.get("startupProbe"), plan.sizing.startup_seconds
+    if probe is None and not target.is_partial:
+        command = [f"--port={port}" if word.startswith("--port=") else word for word in ours["exec"]["command"]]
+        yield Put(at=(*target.container, "startupProbe"), value={**ours, "exec": {"command": command}})
+    elif probe is not None:
+        period = probe.get("periodSeconds", 10)
+        allowed = period * probe.get("failureThreshold", 3) + probe.get("initialDelaySeconds", 0)
+        if allowed < needed:
+            yield Put(at=(*target.container, "startupProbe", "failureThreshold"), value=math.ceil(needed / period))
+
+
+def _flags(plan: TierPlan, args: Sequence[str], theirs: EngineArgs) -> tuple[str, ...]:
+    chosen = [word.partition("=")[0].lstrip("-") for word in checkpoints_of(plan.spec, plan.decisions.chunking).args()]
+    wanted = {_TRANSFER, _SCHEDULER, _ALGORITHM, _CACHING, *chosen}
+    return tuple(
+        word for word in args if (flag := word.partition("=")[0].removeprefix("--")) in wanted and not theirs.has(flag)
+    )
+
+
+def _notes(plan: TierPlan, theirs: _Theirs) -> Iterator[str]:
+    """Say where each part of the identity comes from."""
+    said = {
+        "model": theirs.model,
+        "revision": theirs.revision,
+        "image": theirs.image,
+        "accelerator": theirs.accelerator,
+        "tensor parallel size": theirs.tensor_parallel,
+        **{f"--{flag}": _said(found) for flag, found in engine_args.read(theirs.words).identity.items()},
+        **{each["name"]: _said(each.get("value")) for each in theirs.env},
+    }
+    taken = [f"{name} {value}" for name, value in said.items() if value is not None]
+    others = [name for name, value in said.items() if value is None]
+    yield f"generation {plan.generation.digest} is that of {', '.join(taken) or 'the tier'}"
+    if others:
+        yield f"not said by the object, and taken from the tier: {', '.join(others)}"

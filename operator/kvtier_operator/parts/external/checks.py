@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks behind the conditions of engines of another owner, by the pods that the tier's selector finds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from kvtier_connector.contract.engine import SUPPORTED_VLLM
+from kvtier_operator import names
+from kvtier_operator.api.reasons import Reason
+from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, Status, checked, listed, met
+from kvtier_operator.parts.engine import release_of
+from kvtier_operator.parts.engine_checks import connector_is_installed, volumes_are_mounted
+from kvtier_operator.parts.external.attach import CONFIG_VARIABLE, AttachRefused, Target, find_engine, lacks
+from kvtier_operator.snapshot import Pod
+
+_OWNERS: Final = {
+    "serving.kserve.io/inferenceservice": "inferenceservice",
+    "leaderworkerset.sigs.k8s.io/name": "leaderworkerset",
+}
+"""Label of pods, and the kind of the object that it names."""
+_PART_OF, _NAME = "app.kubernetes.io/part-of", "app.kubernetes.io/name"
+
+
+def by_owner(
+    ours: ConditionRule[PlannedStage], *, external: ConditionRule[PlannedStage]
+) -> ConditionRule[PlannedStage]:
+    """Return the rule of a condition that is judged by other checks where another owner makes the engines."""
+
+    def judge(stage: PlannedStage, previous: Status) -> Problem:
+        return (ours if stage.spec.engine.external is None else external).judge(stage, previous)
+
+    return replace(ours, judge=judge)
+
+
+def _alive(stage: PlannedStage) -> list[Pod]:
+    return [pod for pod in stage.snapshot.pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
+
+
+def the_selector_finds_pods(stage: PlannedStage) -> Problem | None:
+    """The selector finds at least one pod."""
+    external = stage.spec.engine.external
+    if external is None or _alive(stage):
+        return None
+    labels = ",".join(f"{key}={value}" for key, value in sorted(external.selector.match_labels.items()))
+    return Problem(
+        reason=Reason.NO_PODS,
+        message=f"spec.engine.external.selector finds no pod: `kubectl get pods -n {stage.tier.namespace} -l {labels}` "
+        "shows the same; correct it, or start the engines",
+    )
+
+
+def pods_have_one_tier(stage: PlannedStage) -> Problem | None:
+    """No other tier's selector finds these pods."""
+    twice = {pod.name: pod.claimed_by for pod in _alive(stage) if pod.claimed_by}
+    if not twice:
+        return None
+    found = listed([f"{pod} (by tier {other})" for pod, other in sorted(twice.items())])
+    return Problem(
+        reason=Reason.PODS_CLAIMED_TWICE,
+        message=f"another tier claims the same pods: {found}. Neither tier counts as ready until "
+        "spec.engine.external.selector of one of them finds others",
+    )
+
+
+def _target(stage: PlannedStage, pod: Pod) -> Target | None:
+    external, spec = stage.spec.engine.external, pod.content.get("spec", {})
+    engine = find_engine(spec, None if external is None else external.container)
+    return None if engine is None else Target(pod=spec, container=("containers", ("name", engine["name"])))
+
+
+def _command(stage: PlannedStage, pod: Pod) -> str:
+    """Return the command that mends a pod, by the object that makes it."""
+    metadata = pod.content.get("metadata", {})
+    labels = metadata.get("labels") or {}
+    owners = (each for each in metadata.get("ownerReferences", ()) if each.get("controller"))
+    owner: Mapping[str, str] = next(owners, {})
+    found = next((f"{kind}/{labels[label]}" for label, kind in _OWNERS.items() if label in labels), "")
+    if labels.get(_PART_OF) == "llminferenceservice":
+        found = f"llminferenceservice/{labels.get(_NAME, '')}"
+    elif not found and owner.get("kind") == "ReplicaSet":
+        found = f"deployment/{owner['name'].removesuffix('-' + labels.get(names.LABEL_TEMPLATE_HASH, ''))}"
+    elif not found and owner.get("kind") == "StatefulSet":
+        found = f"statefulset/{owner['name']}"
+    tier = stage.tier
+    return f"`kvtier attach {tier.name} -n {tier.namespace} {found or '-f FILE'}` prints what mends it"
+
+
+def pods_are_attached(stage: PlannedStage) -> Problem | None:
+    """Every pod has what an engine of the tier needs."""
+    for pod in _alive(stage):
+        target = _target(stage, pod)
+        if target is None:
+            return Problem(
+                reason=Reason.NOT_ATTACHED,
+                message=f"pod {pod.name}: which of its containers runs vLLM cannot be told: name it in "
+                "spec.engine.external.container",
+            )
+        why = _why_not(stage, target)
+        if why:
+            return Problem(
+                reason=Reason.NOT_ATTACHED,
+                message=f"container {target.engine['name']} of pod {pod.name} is no engine of this tier: {why}; "
+                f"{_command(stage, pod)}",
+            )
+    return None
+
+
+def _why_not(stage: PlannedStage, target: Target) -> str:
+    """Return why a pod is no engine of the tier; empty if it is one."""
+    try:
+        # An earlier configuration is no reason; `UpToDate` tells of it.
+        missing = [each for each in lacks(stage.plan, target) if CONFIG_VARIABLE not in each]
+    except AttachRefused as refused:
+        return str(refused)
+    return f"it lacks {listed(missing)}" if missing else ""
+
+
+def engines_are_ready(stage: PlannedStage) -> Problem | None:
+    """All of them serve."""
+    engines = stage.snapshot.engines
+    if engines.ready == engines.replicas:
+        return None
+    return Problem(
+        reason=Reason.ENGINES_STARTING, message=f"{engines.ready} of {engines.replicas} attached engines are ready"
+    )
+
+
+READY: Final = checked(
+    "EnginesReady",
+    (
+        the_selector_finds_pods,
+        pods_have_one_tier,
+        pods_are_attached,
+        volumes_are_mounted,
+        connector_is_installed,
+        engines_are_ready,
+    ),
+    ok=Reason.ENGINES_READY,
+    text="all attached engines are ready",
+)
+
+
+def _judge_current(stage: PlannedStage, _previous: Status) -> Problem:
+    release = release_of(stage.spec.engine.image)
+    if release is not None and release not in SUPPORTED_VLLM:
+        return Problem(
+            reason=Reason.VLLM_UNSUPPORTED,
+            message=f"spec.engine.image {stage.spec.engine.image} is vLLM {release}, and this release of kvtier "
+            f"supports {' and '.join(SUPPORTED_VLLM)}: engines serve without the volume",
+        )
+    wanted = {"name": CONFIG_VARIABLE, "value": stage.plan.config_digest}
+    for pod in _alive(stage):
+        target = _target(stage, pod)
+        variables = [] if target is None else target.engine.get("env") or ()
+        if any(each["name"] == CONFIG_VARIABLE for each in variables) and wanted not in variables:
+            return Problem(
+                reason=Reason.ATTACHED_OUTDATED,
+                message=f"pod {pod.name} started with the configuration of an earlier spec, or of another release: "
+                f"{_command(stage, pod)}",
+            )
+    return met(Reason.CURRENT, "attached engines have the configuration of this spec")
+
+
+UP_TO_DATE: Final = ConditionRule(kind="UpToDate", needs=PlannedStage, judge=_judge_current, counts=False)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods of other owners as a tier counts them, and the tiers that claim them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvtier_operator import names
+from kvtier_operator.names import Manifest, TierRef
+from kvtier_operator.snapshot import Engines, Pod
+
+
+def external_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return ``spec.engine.external`` of a KVCacheTier body, if its selector can be used, whatever else is wrong."""
+    spec = body.get("spec")
+    engine = spec.get("engine") if isinstance(spec, Mapping) else None
+    external = engine.get("external") if isinstance(engine, Mapping) else None
+    selector = external.get("selector") if isinstance(external, Mapping) else None
+    labels = selector.get("matchLabels") if isinstance(selector, Mapping) else None
+    return external if isinstance(external, Mapping) and isinstance(labels, Mapping) and labels else None
+
+
+class PodClaims:
+    """The pods that the selector of each tier found last, to tell those that two tiers claim. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Know of no pod."""
+        self._lock = threading.Lock()
+        self._found: dict[TierRef, frozenset[str]] = {}
+
+    def note(self, tier: TierRef, uids: Iterable[str]) -> dict[str, str]:
+        """Replace the pods of a tier, by uid; return those that another tier found, with its name."""
+        mine = frozenset(uids)
+        with self._lock:
+            self._found = {
+                each: found
+                for each, found in self._found.items()
+                if (each.namespace, each.name) != (tier.namespace, tier.name)
+            }
+            claimed = {uid: each.name for each, found in self._found.items() for uid in found & mine}
+            if mine:
+                self._found[tier] = mine
+        return claimed
+
+
+def count_engines(pods: Sequence[Pod], config: Manifest | None) -> Engines:
+    """Count the engines of another owner; the ConfigMap of the tier carries what a Deployment of ours would."""
+    alive = [pod for pod in pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
+    annotations = {} if config is None else config["metadata"].get("annotations") or {}
+    return Engines(
+        generation=int(bool(alive)),
+        observed_generation=1,
+        replicas=len(alive),
+        updated=len(alive),
+        ready=sum(pod.is_ready for pod in alive),
+        decisions=annotations.get(names.ANNOTATION_DECISIONS, ""),
+    )

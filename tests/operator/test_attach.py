@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvtier attach``: objects of other owners get what an engine of a tier needs, and give it back.
+
+The folder foreign/ has one object of each kind, and the tier. The schema of a PodSpec judges every pod that is printed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_schemas
+import pytest
+import yaml
+from tiers import merge
+
+from kvtier_cli.app import main
+from kvtier_operator import names
+from kvtier_operator.api import parse
+from kvtier_operator.parts.external.attach import AttachRefused, put, step_into
+from kvtier_operator.parts.external.attach import Path as Steps
+from kvtier_operator.parts.external.templates import ANNOTATION, KINDS, attach_document, detach_document, is_values
+from kvtier_operator.plan import TierPlan, make_unchecked_plan
+
+FOREIGN = Path(__file__).parent / "foreign"
+TIER = FOREIGN / "tier.yaml"
+FILES = sorted(path.stem for path in FOREIGN.glob("*.yaml") if path != TIER)
+
+
+def plan(**spec: Any) -> TierPlan:
+    body = merge(yaml.safe_load(TIER.read_text()), {"spec": spec})
+    return make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test")
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the object with engines of a file."""
+    found = list(yaml.safe_load_all((FOREIGN / f"{name}.yaml").read_text()))
+    return next(each for each in found if is_values(each) or each["kind"] in KINDS)
+
+
+def engine_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return pod, container and command line of an attached object."""
+    if is_values(document):
+        model = document["servingEngineSpec"]["modelSpec"][0]
+        init = {**model["initContainer"], "volumeMounts": model["initContainer"].pop("extraVolumeMounts")}
+        engine = {
+            "env": model["env"],
+            "volumeMounts": model["extraVolumeMounts"],
+            "args": model["vllmConfig"]["extraArgs"],
+        }
+        return {"volumes": model["extraVolumes"], "initContainers": [init]}, engine, engine["args"]
+    pod = step_into(document, KINDS[document["kind"]].pod)
+    containers = [pod["model"]] if "model" in pod else pod["containers"]
+    engine = next(each for each in containers if "PYTHONHASHSEED" in str(each))
+    words = [*engine.get("args", ()), *(each.get("value", "") for each in engine["env"])]
+    return pod, engine, words
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_gets_all_that_an_engine_needs(name: str) -> None:
+    made = plan()
+    _, document, notes = attach_document(read(name), made)
+    pod, engine, words = engine_of(copy.deepcopy(document))
+    text = " ".join(words)
+    assert made.generation.digest in text
+    for flag in ("--kv-transfer-config=", "--scheduler-cls=", "--prefix-caching-hash-algo=sha256_cbor"):
+        assert flag in text
+    variables = {each["name"]: each.get("value") for each in engine["env"]}
+    assert variables["PYTHONHASHSEED"] == "0"
+    assert str(variables["PYTHONPATH"]).split(":")[0] == "/opt/kvtier"
+    assert {"/var/lib/kvtier", "/etc/kvtier", "/opt/kvtier"} <= {each["mountPath"] for each in engine["volumeMounts"]}
+    sources = {each["name"]: each for each in pod["volumes"]}
+    assert sources["kvtier-blocks"]["persistentVolumeClaim"] == {"claimName": "qwen-blocks"}
+    assert sources["kvtier-config"]["configMap"] == {"name": "qwen-connector"}
+    assert [each["name"] for each in pod["initContainers"]] == ["install-connector"]
+    assert pod["initContainers"][0]["image"] == "connector:test"
+    assert made.generation.digest in notes[0]
+    assert "--max-model-len 8192" in notes[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_attaching_again_changes_nothing_and_removing_gives_the_object_back(name: str) -> None:
+    original, made = read(name), plan()
+    _, once, _ = attach_document(copy.deepcopy(original), made)
+    before, twice, _ = attach_document(copy.deepcopy(once), made)
+    assert twice == once
+    assert before == original
+    assert detach_document(once) == original
+    assert detach_document(original) == original
+    # Another CPU tier takes the place of the first.
+    _, larger, _ = attach_document(copy.deepcopy(once), plan(cpu={"size": "9Gi"}))
+    assert larger != once
+    assert detach_document(larger) == original
+
+
+@pytest.mark.parametrize("name", ["deployment", "statefulset", "leaderworkerset", "inferenceservice-containers"])
+def test_the_pods_that_are_printed_are_pods_of_kubernetes(name: str) -> None:
+    _, document, _ = attach_document(read(name), plan())
+    pod = dict(step_into(document, KINDS[document["kind"]].pod))
+    for field in ("minReplicas", "annotations", "labels"):
+        pod.pop(field, None)
+    kubernetes_schemas.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": pod}, "1.34", strict=True
+    )
+    if document["apiVersion"] == "apps/v1":
+        kubernetes_schemas.validate(document, "1.34", strict=True)
+
+
+def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out() -> None:
+    original = read("statefulset")
+    _, attached, _ = attach_document(copy.deepcopy(original), plan())
+    for each in (original, attached):
+        spec = each["spec"]["template"]["spec"]
+        spec["volumes"] = [*spec.get("volumes", ()), {"name": "models", "emptyDir": {}}]
+        spec["containers"][1]["args"] = [*spec["containers"][1]["args"], "--max-num-seqs=8"]
+        each["spec"]["replicas"] = 5
+    assert detach_document(attached) == original
+
+
+def test_room_that_is_there_is_kept_and_room_that_lacks_is_made() -> None:
+    _, document, _ = attach_document(read("deployment"), plan())
+    pod, engine, _ = engine_of(document)
+    assert step_into(pod, ("volumes", ("name", "shm"), "emptyDir", "sizeLimit")) == "9Gi"
+    assert engine["resources"]["limits"]["memory"] == "40Gi"
+    assert engine["resources"]["requests"]["memory"] == "26880Mi"
+    assert engine["startupProbe"]["exec"]["command"][-1] == "--port=8000"
+    _, document, _ = attach_document(read("statefulset"), plan())
+    pod, engine, words = engine_of(document)
+    assert pod["securityContext"] == {"runAsUser": 1000, "fsGroup": 1000}
+    assert "/opt/kvtier:/plugins" in words
+    assert engine["startupProbe"] == {
+        "httpGet": {"path": "/health", "port": 9000},
+        "periodSeconds": 10,
+        "failureThreshold": 34,
+    }
+
+
+CONTAINER: Steps = ("spec", "template", "spec", "containers", ("name", "server"))
+AT = "spec.template.spec.containers[server]"
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "field", "words"),
+    [
+        (("args",), ["--kv-transfer-config", "{}"], f"{AT}.args.--kv-transfer-config", "another connector"),
+        (("args",), ["--kv-offloading-size=8"], f"{AT}.args.--kv-offloading-size", "remove it"),
+        (("args",), ["--scheduler-cls=mine"], f"{AT}.args.--scheduler-cls", "spec.disk.splitHits"),
+        (("args",), ["--no-enable-prefix-caching"], f"{AT}.args.--no-enable-prefix-caching", "remove it"),
+        (("args",), ["--prefix-caching-hash-algo=xxhash"], f"{AT}.args.--prefix-caching-hash-algo", "is xxhash"),
+        (("args",), ["--nnodes=2"], f"{AT}.args.--nnodes", "several nodes"),
+        (("args",), ["--config=a.yaml"], f"{AT}.args.--config", "write them as args"),
+        (("args",), ["--max-model-len=4096"], f"{AT}.args.--max-model-len", "spec.engine.args of the tier has 8192"),
+        (("args",), ["--max-model-len=8192", "--dtype=half"], f"{AT}.args.--dtype", "has left out"),
+        (
+            ("args",),
+            ["-tp", "2", "--max-model-len=8192"],
+            f"{AT}.args.--tensor-parallel-size",
+            "spec.engine.tensorPara",
+        ),
+        (("command",), ["vllm", "serve", "org/other"], f"{AT}.args.--model", "spec.model.name of the tier is Qwen/"),
+        (("command",), ["sh", "-c", "sleep 1; vllm serve x"], f"{AT}.command", "several commands"),
+        (("image",), "vllm/vllm-openai:v0.29.0", f"{AT}.image", "spec.engine.image of the tier is vllm/vllm-openai:v0"),
+        (("env",), [{"name": "PYTHONHASHSEED", "value": "42"}], f"{AT}.env.PYTHONHASHSEED", "spec.hash.seed"),
+        (("env",), [{"name": "VLLM_KV_CACHE_LAYOUT", "value": "HND"}], f"{AT}.env.VLLM_KV_CACHE_LAYOUT", "is HND"),
+        (("resources",), {"limits": {"memory": "20Gi", "nvidia.com/gpu": 1}}, f"{AT}.resources.limits.memory", "26.2"),
+        (("resources",), {"limits": {"amd.com/gpu": 1}}, f"{AT}.resources.limits", "is amd.com/gpu"),
+        (("volumeMounts",), [{"name": "x", "mountPath": "/opt/kvtier"}], f"{AT}.volumeMounts./opt/kvtier", "somewhere"),
+        (("securityContext",), {"readOnlyRootFilesystem": True}, f"{AT}.volumeMounts", "/tmp"),
+    ],
+)
+def test_what_would_break_the_engine_is_refused_by_its_field(
+    where: Steps, value: object, field: str, words: str
+) -> None:
+    document = read("statefulset")
+    if where == ("command",):
+        put(document, (*CONTAINER, "args"), [] if "-c" in str(value) else ["--max-model-len=8192"])
+    put(document, (*CONTAINER, *where), value)
+    with pytest.raises(AttachRefused) as caught:
+        attach_document(document, plan())
+    assert any(at == field and words in text for at, text in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value", "words"),
+    [
+        ("leaderworkerset", ("spec", "leaderWorkerTemplate", "size"), 2, "spec.leaderWorkerTemplate.size: is 2"),
+        ("inferenceservice", ("spec", "predictor", "workerSpec"), {"size": 1}, "spec.predictor.workerSpec: spreads"),
+        ("llminferenceservice", ("spec", "prefill"), {"replicas": 1}, "spec.prefill: spreads"),
+        ("llminferenceservice", ("spec", "model", "uri"), "hf://org/other", "is org/other"),
+        ("llminferenceservice", ("spec", "parallelism"), {"tensor": 2}, "--tensor-parallel-size: is 2"),
+        (
+            "values",
+            ("servingEngineSpec", "modelSpec", ("name", "qwen"), "lmcacheConfig"),
+            {"enabled": True},
+            "lmcacheConfig: is another connector",
+        ),
+        (
+            "values",
+            ("servingEngineSpec", "modelSpec", ("name", "qwen"), "initContainer"),
+            {"name": "mine", "image": "busybox"},
+            "has a name that the tier needs",
+        ),
+    ],
+)
+def test_what_a_kind_cannot_do_is_refused_by_its_field(name: str, where: Steps, value: object, words: str) -> None:
+    document = read(name)
+    put(document, where, value)
+    with pytest.raises(AttachRefused, match=words.replace("[", r"\[").replace("(", r"\(")):
+        attach_document(document, plan())
+
+
+def test_containers_among_which_the_engine_cannot_be_told_need_a_name() -> None:
+    document = read("statefulset")
+    put(document, (*CONTAINER, "image"), "example.org/inference")
+    put(document, (*CONTAINER, "command"), ["serve-model"])
+    with pytest.raises(AttachRefused, match="there is logs, server, and which of them runs vLLM cannot be told"):
+        attach_document(document, plan())
+    with pytest.raises(AttachRefused, match=r"\.image: is example.org/inference"):
+        attach_document(document, plan(), container="server")
+
+
+def test_an_object_of_another_tier_is_refused_until_that_is_taken_out() -> None:
+    _, document, _ = attach_document(read("deployment"), plan())
+    record = json.loads(document["spec"]["template"]["metadata"]["annotations"][ANNOTATION])
+    assert record["tier"] == "default/qwen"
+    body = merge(yaml.safe_load(TIER.read_text()), {"metadata": {"name": "other"}})
+    other = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test")
+    with pytest.raises(AttachRefused, match="names tier default/qwen: take that out first"):
+        attach_document(document, other)
+    attach_document(detach_document(document), other)
+
+
+def test_the_command_prints_every_document_and_says_what_the_digest_took(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attach", str(TIER), "-f", str(FOREIGN / "deployment.yaml")]) == 0
+    printed = capsys.readouterr()
+    assert [each["kind"] for each in yaml.safe_load_all(printed.out)] == ["Deployment", "Service"]
+    assert "is that of model Qwen/Qwen2.5-7B-Instruct, revision main, image vllm/vllm-openai:v0.32.0" in printed.err
+    assert main(["attach", str(TIER), "-f", str(FOREIGN / "inferenceservice.yaml")]) == 0
+    assert "taken from the tier: revision, image, tensor parallel size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "is_whole"), [("deployment", False), ("llminferenceservice", True)])
+def test_a_patch_has_only_what_is_put_in_and_whole_lists_where_kustomize_does_not_know_the_kind(
+    name: str, is_whole: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["attach", str(TIER), "-f", str(FOREIGN / f"{name}.yaml"), "-o", "kustomize"]) == 0
+    component = yaml.safe_load(capsys.readouterr().out)
+    assert component["kind"] == "Component"
+    patch = yaml.safe_load(component["patches"][0]["patch"])
+    container = step_into(patch, (*KINDS[patch["kind"]].pod, "containers"))[0]
+    assert ("limits" in container["resources"]) is is_whole
+    assert "image" not in container
+
+
+def test_a_refusal_is_told_line_by_line_and_prints_no_object(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = read("deployment")
+    put(document, ("spec", "template", "spec", "containers", ("name", "vllm"), "image"), "example.org/vllm:1")
+    file = tmp_path / "deployment.yaml"
+    file.write_text(yaml.safe_dump(document))
+    assert main(["attach", str(TIER), "-f", str(file)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("spec.template.spec.containers[vllm].image is example.org/vllm:1, which makes blocks")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier whose engines another owner makes: what is applied for it, and what its conditions say of the pods."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster
+from tiers import CONFIG, JANITOR, NAMESPACE, NOON, RUNNING, made_by, merge, tier
+
+from kvtier_operator import names
+from kvtier_operator.api import parse
+from kvtier_operator.names import ObjectKey, TierName
+from kvtier_operator.parts.external.attach import Target, attach
+from kvtier_operator.plan import make_unchecked_plan
+from kvtier_operator.reconcile import Inputs, reconcile
+
+SELECTOR = {"app": "vllm"}
+CONTAINER = ("containers", ("name", "vllm"))
+POD = {
+    "containers": [
+        {
+            "name": "vllm",
+            "image": "vllm/vllm-openai:v0.32.0",
+            "args": ["--model=meta-llama/Llama-3.1-8B-Instruct", "--max-model-len=8192"],
+            "resources": {"limits": {"nvidia.com/gpu": "1"}},
+        },
+        {"name": "istio-proxy", "image": "istio/proxyv2"},
+    ]
+}
+
+
+def external(**spec: Any) -> dict[str, Any]:
+    engine = {"external": {"selector": {"matchLabels": SELECTOR}}, "args": ["--max-model-len=8192"]}
+    return merge(tier(replicas=None, engine=engine), {"spec": spec})
+
+
+def attached(pod: dict[str, Any], body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a pod with what the tier puts into it."""
+    body = external() if body is None else body
+    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test")
+    target = Target(pod=pod, container=CONTAINER)
+    return attach(plan, target).put_into(target)
+
+
+class World:
+    """A cluster with tiers, and an operator that goes on from reconcile to reconcile."""
+
+    def __init__(self, *bodies: dict[str, Any]) -> None:
+        self.cluster = FakeCluster(*(bodies or (external(),)))
+        self.inputs = Inputs(connector_image="connector:test", clock=lambda: NOON)
+
+    def add(self, name: str, spec: dict[str, Any], *, ready: bool = True, labels: dict[str, str] = SELECTOR) -> None:
+        status = copy.deepcopy(RUNNING)
+        status["conditions"][1]["status"] = str(ready)
+        metadata = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "labels": {**labels, names.LABEL_TEMPLATE_HASH: "5d4f"},
+            "ownerReferences": [made_by("vllm-5d4f")],
+        }
+        self.cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec, "status": status})
+
+    def condition(self, kind: str, name: str = "llama") -> tuple[str, str, str]:
+        """Reconcile the tier twice, as its own writes wake it, and return a condition."""
+        for _ in range(2):
+            for claim in [key for key in self.cluster.existing() if key.kind == names.CLAIM_KIND]:
+                self.cluster.edit(claim, {"status": {"phase": "Bound", "capacity": {"storage": "2Ti"}}})
+            result = reconcile(self.cluster, TierName(namespace=NAMESPACE, name=name), self.inputs)
+            assert result.failure is None
+        body = self.cluster.look(ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name=name))
+        assert body is not None
+        found = next(each for each in body["status"]["conditions"] if each["type"] == kind)
+        return found["status"], found["reason"], found["message"]
+
+
+def test_the_operator_makes_everything_but_the_engines_and_their_service() -> None:
+    world = World()
+    world.condition("Ready")
+    kinds = {(key.kind, key.name) for key in world.cluster.existing()}
+    assert {("PersistentVolumeClaim", "llama-blocks"), ("ConfigMap", "llama-connector")} < kinds
+    assert JANITOR in world.cluster.existing()
+    assert not kinds & {(kind, "llama-engine") for kind in ("Deployment", "Service", "PodDisruptionBudget")}
+
+
+def test_engines_of_ours_go_when_a_tier_is_given_engines_of_another_owner() -> None:
+    world = World(tier())
+    world.condition("Ready")
+    assert ("Deployment", "llama-engine") in {(key.kind, key.name) for key in world.cluster.existing()}
+    key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama")
+    world.cluster.edit(key, {"spec": external()["spec"] | {"replicas": None}})
+    world.condition("Ready")
+    assert ("Deployment", "llama-engine") not in {(key.kind, key.name) for key in world.cluster.existing()}
+
+
+def test_a_selector_that_finds_nothing_says_so_with_the_command_that_shows_it() -> None:
+    status, reason, message = World().condition("EnginesReady")
+    assert (status, reason) == ("False", "NoPods")
+    assert f"kubectl get pods -n {NAMESPACE} -l app=vllm" in message
+
+
+def test_attached_pods_make_a_tier_ready_and_are_counted() -> None:
+    world = World()
+    for name in ("one", "two"):
+        world.add(name, attached(POD))
+    assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
+    assert world.condition("HashSeedConsistent")[:2] == ("True", "SeedsAgree")
+    assert world.condition("Available")[2] == "2 of 2 engines serve"
+    assert world.condition("SizingFits")[:2] == ("Unknown", "NotApplicable")
+    body = world.cluster.look(ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama"))
+    assert body is not None
+    assert (body["status"]["replicas"], body["status"]["readyReplicas"]) == (2, 2)
+
+
+def _without(pod: dict[str, Any], path: str) -> dict[str, Any]:
+    changed = copy.deepcopy(pod)
+    engine = changed["containers"][0]
+    field, _, name = path.partition(":")
+    place = changed if field in {"volumes", "initContainers"} else engine
+    place[field] = [each for each in place[field] if name not in str(each)]
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("initContainers:install-connector", "initContainers[install-connector]"),
+        ("volumes:kvtier-blocks", "volumes[kvtier-blocks]"),
+        ("volumeMounts:/etc/kvtier", "volumeMounts[/etc/kvtier]"),
+        ("env:PYTHONHASHSEED", "env[PYTHONHASHSEED]"),
+        ("env:PYTHONPATH", "env[PYTHONPATH]"),
+        ("args:kv-transfer-config", "--kv-transfer-config"),
+        ("args:scheduler-cls", "--scheduler-cls"),
+    ],
+)
+def test_a_pod_that_lacks_something_is_named_with_its_container_and_the_command_that_mends_it(
+    path: str, words: str
+) -> None:
+    world = World()
+    world.add("good", attached(POD))
+    world.add("poor", _without(attached(POD), path))
+    status, reason, message = world.condition("EnginesReady")
+    assert (status, reason) == ("False", "NotAttached")
+    assert "container vllm of pod poor" in message
+    assert words in message
+    assert f"`kvtier attach llama -n {NAMESPACE} deployment/vllm`" in message
+    assert world.condition("Ready")[:2] == ("False", "NotAttached")
+
+
+def test_a_pod_of_another_model_is_named_although_it_has_everything() -> None:
+    other = attached(POD)
+    other["containers"][0]["args"][0] = "--model=org/other"
+    world = World()
+    world.add("other", other)
+    status, reason, message = world.condition("EnginesReady")
+    assert (status, reason) == ("False", "NotAttached")
+    assert "--model: is org/other" in message
+    assert "spec.model.name of the tier is meta-llama/Llama-3.1-8B-Instruct" in message
+
+
+def test_pods_whose_engine_cannot_be_told_need_the_name_of_its_container() -> None:
+    pod = {"containers": [{"name": "a", "image": "example.org/a"}, {"name": "b", "image": "example.org/b"}]}
+    world = World()
+    world.add("two", pod)
+    assert "spec.engine.external.container" in world.condition("EnginesReady")[2]
+
+
+def test_an_edit_of_the_tier_tells_which_pods_have_the_configuration_of_before() -> None:
+    world = World(external(disk={"admission": {"minTokens": 512}}))
+    world.add("early", attached(POD))
+    assert world.condition("EnginesReady")[0] == "True"
+    status, reason, message = world.condition("UpToDate")
+    assert (status, reason) == ("False", "AttachedOutdated")
+    assert "pod early" in message
+    assert "deployment/vllm" in message
+
+
+def test_an_edit_that_begins_a_generation_needs_the_pods_attached_again() -> None:
+    world = World(external(hash={"seed": "7"}))
+    world.add("early", attached(POD))
+    assert "PYTHONHASHSEED: is 0, and spec.hash.seed of the tier is 7" in world.condition("EnginesReady")[2]
+
+
+def test_two_tiers_that_claim_one_pod_are_both_refused() -> None:
+    other = external()
+    other["metadata"]["name"] = "other"
+    world = World(external(), other)
+    world.add("one", attached(POD))
+    world.condition("Ready")
+    for name, rival in (("other", "llama"), ("llama", "other")):
+        status, reason, message = world.condition("Ready", name)
+        assert (status, reason) == ("False", "PodsClaimedTwice")
+        assert f"one (by tier {rival})" in message
+    key = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="other")
+    world.cluster.edit(key, {"spec": {"engine": {"external": {"selector": {"matchLabels": {"app": "elsewhere"}}}}}})
+    assert world.condition("EnginesReady", "other")[1] == "NoPods"
+    assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
+
+
+def test_what_was_decided_once_stands_in_the_config_map() -> None:
+    world = World()
+    world.condition("Ready")
+    config = world.cluster.look(CONFIG)
+    assert config is not None
+    assert names.ANNOTATION_DECISIONS in config["metadata"]["annotations"]
