@@ -231,7 +231,7 @@ class LocalCluster:
         return registration.machine_resources(self._data.root)
 
     async def _read_log(
-        self, namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool
+        self, namespace: str, pod: str, container: str, tail: int | None, is_previous: bool
     ) -> bytes | None:
         key = (namespace, pod)
         path = self._data.previous_log(key, container) if is_previous else self._data.log(key, container)

@@ -11,9 +11,9 @@ import asyncio
 import base64
 import binascii
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from aiohttp import web
 
@@ -23,14 +23,11 @@ from kvtier_localcluster.apiserver.store.objects import Json, compact_json, obje
 from kvtier_localcluster.apiserver.store.resources import Resource
 from kvtier_localcluster.apiserver.store.selectors import Selection
 
+PodLogs = Callable[[str, str, str, int | None, bool], Awaitable[bytes | None]]
+"""Reads the log of a container: namespace, pod, container, how many last lines, and whether it is the previous one's.
 
-class PodLogs(Protocol):
-    """Reads the logs of containers."""
-
-    async def __call__(
-        self, namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool
-    ) -> bytes | None:
-        """Return a log, or its last `tail` lines; None where the container has not been restarted."""
+None stands for a container that has not been restarted.
+"""
 
 
 def list_page(
@@ -103,7 +100,7 @@ async def read_log(pod: Json, query: Mapping[str, str], source: PodLogs | None) 
     tail = int(query["tailLines"]) if query.get("tailLines") else None
     log: bytes | None = None if is_previous else b""
     if source is not None:
-        log = await source(pod["metadata"]["namespace"], name, container, tail=tail, is_previous=is_previous)
+        log = await source(pod["metadata"]["namespace"], name, container, tail, is_previous)
     if log is None:
         raise bad_request(f'previous terminated container "{container}" in pod "{name}" not found')
     return log

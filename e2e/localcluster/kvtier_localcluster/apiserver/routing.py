@@ -57,20 +57,15 @@ async def handle(api: Api, request: web.Request) -> web.StreamResponse:
     target = parse_path(request.path)
     verb = verb_of(request.method, target, request.query)
     agent = request.headers.get("User-Agent", "")
-    entry = AuditEntry(
-        method=request.method,
-        path=request.path,
-        query=request.query_string,
-        user_agent=agent,
-        verb=verb,
-        target=target,
-    )
-    api.audit.append(entry)
+    seen = {"method": request.method, "path": request.path, "query": request.query_string}
+    api.audit.append(AuditEntry(**seen, user_agent=agent, verb=verb, target=target))
     if len(api.audit) > _AUDIT_LIMIT:
         del api.audit[: _AUDIT_LIMIT // 2]
     warnings: list[str] = []
+    injected = next((error for fault in list(api.faults) if (error := fault(request)) is not None), None)
+    if injected is not None:
+        return _json(injected.status(), injected.code, warnings)
     try:
-        _raise_faults(api, request)
         call = await _parse(api, request, target, warnings)
         answer = await (_answer_resource(call) if call else _answer_document(api, request))
     except ApiError as error:
@@ -82,13 +77,6 @@ async def handle(api: Api, request: web.Request) -> web.StreamResponse:
         return answer
     body, code = answer
     return _json(body, code, warnings)
-
-
-def _raise_faults(api: Api, request: web.Request) -> None:
-    for fault in list(api.faults):
-        error = fault(request)
-        if error is not None:
-            raise error
 
 
 def _json(body: Any, code: int, warnings: list[str]) -> web.Response:

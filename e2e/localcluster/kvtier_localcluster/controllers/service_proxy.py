@@ -88,7 +88,11 @@ class ServiceProxy(Controller):
         for address, port in wanted.items():
             if address not in present and service is not None:
                 forwarder = PortForwarder()
-                if not await self._open(service, forwarder, address):
+                try:
+                    await forwarder.start(address)
+                except OSError as problem:
+                    message = f"cannot listen on {address[0]}:{address[1]}: {problem.strerror or problem}"
+                    self.recorder.record(service, Happening(reason="ProxyFailed", message=message, is_warning=True))
                     self.enqueue_after(key, _RETRY_SECONDS)
                     continue
                 present[address] = forwarder
@@ -102,15 +106,6 @@ class ServiceProxy(Controller):
             for forwarder in forwarders.values():
                 await forwarder.stop()
         self._forwarders.clear()
-
-    async def _open(self, service: Json, forwarder: PortForwarder, address: tuple[str, int]) -> bool:
-        try:
-            await forwarder.start(address)
-        except OSError as problem:
-            message = f"cannot listen on {address[0]}:{address[1]}: {problem.strerror or problem}"
-            self.recorder.record(service, Happening(reason="ProxyFailed", message=message, is_warning=True))
-            return False
-        return True
 
     def _endpoints(self, key: Key, port: Json) -> list[Endpoint]:
         found: list[Endpoint] = []

@@ -17,7 +17,6 @@ _TEMPLATE: dict[str, Any] = {
 }
 _WORKLOAD: dict[str, Any] = {"selector": {"matchLabels": {"a": "b"}}, "template": _TEMPLATE}
 _CLAIM: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-_VOLUME: dict[str, Any] = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "hostPath": {"path": "/x"}}
 _SCALING: dict[str, Any] = {"maxReplicas": 2, "scaleTargetRef": {"kind": "X", "name": "y"}}
 _JOB: dict[str, Any] = {"template": {"spec": {**_TEMPLATE["spec"], "restartPolicy": "Never"}}}
 
@@ -26,7 +25,6 @@ _JOB: dict[str, Any] = {"template": {"spec": {**_TEMPLATE["spec"], "restartPolic
     ("kind", "body", "listing"),
     [
         ("v1 Node", {}, "CoreV1Api.list_node"),
-        ("v1 Endpoints", {}, "CoreV1Api.list_endpoints_for_all_namespaces"),
         ("v1 Service", {"spec": {"ports": [{"port": 1}]}}, "CoreV1Api.list_service_for_all_namespaces"),
         ("v1 Event", {"involvedObject": {"name": "x"}}, "CoreV1Api.list_event_for_all_namespaces"),
         (
@@ -34,14 +32,7 @@ _JOB: dict[str, Any] = {"template": {"spec": {**_TEMPLATE["spec"], "restartPolic
             {"spec": _CLAIM},
             "CoreV1Api.list_persistent_volume_claim_for_all_namespaces",
         ),
-        ("v1 PersistentVolume", {"spec": _VOLUME}, "CoreV1Api.list_persistent_volume"),
         ("apps/v1 ReplicaSet", {"spec": _WORKLOAD}, "AppsV1Api.list_replica_set_for_all_namespaces"),
-        ("apps/v1 DaemonSet", {"spec": _WORKLOAD}, "AppsV1Api.list_daemon_set_for_all_namespaces"),
-        (
-            "apps/v1 StatefulSet",
-            {"spec": {**_WORKLOAD, "serviceName": "x"}},
-            "AppsV1Api.list_stateful_set_for_all_namespaces",
-        ),
         ("batch/v1 Job", {"spec": _JOB}, "BatchV1Api.list_job_for_all_namespaces"),
         ("coordination.k8s.io/v1 Lease", {"spec": {}}, "CoordinationV1Api.list_lease_for_all_namespaces"),
         (

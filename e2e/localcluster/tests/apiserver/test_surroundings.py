@@ -51,7 +51,7 @@ def test_the_audit_log_speaks_in_terms_of_rbac(api: ApiServerThread, http: Http)
 def test_pod_logs_come_from_the_runner(api: ApiServerThread, http: Http, pod: Make) -> None:
     asked = []
 
-    async def read(namespace: str, pod: str, container: str, *, tail: int | None, is_previous: bool) -> bytes | None:
+    async def read(namespace: str, pod: str, container: str, tail: int | None, is_previous: bool) -> bytes | None:
         asked.append((namespace, pod, container, tail))
         return None if is_previous else b"line\n"
 

@@ -274,8 +274,7 @@ def _data_problems(new: Json, old: Json | None) -> Problems:
                 yield f"{field}: Forbidden: field is immutable when `immutable` is set"
 
 
-def _service_problems(new: Json, old: Json | None) -> Problems:
-    del old
+def _service_problems(new: Json, _: Json | None) -> Problems:
     spec = new["spec"]
     ports = spec.get("ports") or []
     if not ports and spec.get("type") != "ExternalName" and spec.get("clusterIP") != "None":

@@ -57,11 +57,6 @@ def _environment() -> Any:
             member("isGreaterThan", kind.BOOL, two, lambda a, b: a > b),
             member("isLessThan", kind.BOOL, two, lambda a, b: a < b),
             member("compareTo", kind.INT, two, lambda a, b: (a > b) - (a < b)),
-            member("add", kind.DOUBLE, two, lambda a, b: a + b),
-            member("sub", kind.DOUBLE, two, lambda a, b: a - b),
-            member("isInteger", kind.BOOL, [kind.DOUBLE], lambda a: a.is_integer()),
-            member("asInteger", kind.INT, [kind.DOUBLE], int),
-            member("asApproximateFloat", kind.DOUBLE, [kind.DOUBLE], lambda a: a),
             member("find", kind.STRING, [kind.STRING, kind.STRING], _find),
         ],
     )

@@ -58,20 +58,17 @@ def metadata_problems(metadata: Json) -> Iterator[str]:
                 f"metadata.labels: Invalid value: {value!r}: a valid label must be an empty string or consist of "
                 f"alphanumeric characters, '-', '_' or '.', of no more than {_MAX_LABEL} characters"
             )
-    yield from _annotation_problems(metadata.get("annotations") or {})
-    for finalizer in metadata.get("finalizers") or []:
-        if not _QUALIFIED_NAME.fullmatch(finalizer):
-            yield f'metadata.finalizers: Invalid value: "{finalizer}": name part must be a qualified name'
-    yield from _owner_problems(metadata.get("ownerReferences") or [])
-
-
-def _annotation_problems(annotations: Json) -> Iterator[str]:
+    annotations = metadata.get("annotations") or {}
     for key, value in annotations.items():
         yield from _key_problems("metadata.annotations", key.lower())
         if not isinstance(value, str):
             yield f"metadata.annotations: Invalid value: {value!r}: must be a string"
     if sum(len(key) + len(str(value)) for key, value in annotations.items()) > _MAX_ANNOTATIONS:
         yield f"metadata.annotations: Too long: must have at most {_MAX_ANNOTATIONS} bytes"
+    for finalizer in metadata.get("finalizers") or []:
+        if not _QUALIFIED_NAME.fullmatch(finalizer):
+            yield f'metadata.finalizers: Invalid value: "{finalizer}": name part must be a qualified name'
+    yield from _owner_problems(metadata.get("ownerReferences") or [])
 
 
 def _owner_problems(owners: list[Json]) -> Iterator[str]:

@@ -33,9 +33,7 @@ from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 CRD_FINALIZER: Final = "customresourcecleanup.apiextensions.k8s.io"
 
 _DEFAULT_GRACE_SECONDS: Final = 30
-_ANSWERED_WITH_OBJECT: Final = frozenset(
-    ("Pod", "PersistentVolumeClaim", "PersistentVolume", "Service", "ServiceAccount", "LimitRange", "ResourceQuota")
-) | {"StorageClass"}
+_ANSWERED_WITH_OBJECT: Final = frozenset(("Pod", "PersistentVolumeClaim", "Service", "ServiceAccount", "StorageClass"))
 
 
 @dataclass(frozen=True, kw_only=True)

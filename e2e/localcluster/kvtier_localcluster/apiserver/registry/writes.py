@@ -37,17 +37,9 @@ CLAIM_FINALIZER: Final = "kubernetes.io/pvc-protection"
 # Clients with typed models refuse a status that lacks its required counters, so those start at 0 as in a real server.
 _STATUS: Final[dict[str, Json]] = {
     "PersistentVolumeClaim": {"phase": "Pending"},
-    "PersistentVolume": {"phase": "Pending"},
     "Namespace": {"phase": "Active"},
     "Service": {"loadBalancer": {}},
     "ReplicaSet": {"replicas": 0},
-    "StatefulSet": {"replicas": 0, "availableReplicas": 0},
-    "DaemonSet": {
-        "currentNumberScheduled": 0,
-        "desiredNumberScheduled": 0,
-        "numberMisscheduled": 0,
-        "numberReady": 0,
-    },
     "HorizontalPodAutoscaler": {"currentMetrics": [], "desiredReplicas": 0},
     "PodDisruptionBudget": {"currentHealthy": 0, "desiredHealthy": 0, "disruptionsAllowed": 0, "expectedPods": 0},
 }

@@ -19,16 +19,13 @@ _KEY = re.compile(r"!?\s*[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
 _FIELD = re.compile(r"([^!=]+)(==|=|!=)(.*)")
 
 _EVERY_KIND = ("metadata.name", "metadata.namespace")
-_EVENT = tuple(f"involvedObject.{name}" for name in ("kind", "namespace", "name", "uid", "apiVersion", "fieldPath"))
-_POD_SPEC = ("nodeName", "restartPolicy", "schedulerName", "serviceAccountName", "hostNetwork")
+_EVENT = tuple(f"involvedObject.{name}" for name in ("kind", "namespace", "name", "uid", "apiVersion"))
 _BY_KIND: dict[str, tuple[str, ...]] = {
-    "Pod": (*(f"spec.{name}" for name in _POD_SPEC), "status.phase", "status.podIP", "status.nominatedNodeName"),
-    "Event": (*_EVENT, "involvedObject.resourceVersion", "reason", "reportingComponent", "source", "type"),
+    "Pod": ("spec.nodeName", "spec.restartPolicy", "spec.serviceAccountName", "status.phase", "status.podIP"),
+    "Event": (*_EVENT, "reason", "reportingComponent", "type"),
     "Secret": ("type",),
     "Namespace": ("status.phase",),
     "Node": ("spec.unschedulable",),
-    "ReplicaSet": ("status.replicas",),
-    "Job": ("status.successful",),
 }
 
 Test = Callable[[Mapping[str, Any]], bool]
