@@ -30,10 +30,9 @@ class WatchEvent(NamedTuple):
 class ApiClient:
     """Reads and writes objects of the API server at one address."""
 
-    def __init__(self, url: str, user_agent: str = "kvtier-localcluster") -> None:
+    def __init__(self, url: str) -> None:
         """Store the address; the connection pool is made by `start`."""
         self._url = url.rstrip("/")
-        self._user_agent = user_agent
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -41,7 +40,7 @@ class ApiClient:
         self._session = aiohttp.ClientSession(
             base_url=self._url,
             connector=aiohttp.TCPConnector(limit=0),  # every watch holds a connection
-            headers={"User-Agent": self._user_agent},
+            headers={"User-Agent": "kvtier-localcluster"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
             read_bufsize=_WATCH_LINE_BYTES,
         )

@@ -192,7 +192,8 @@ class LocalCluster:
         informers = self.informers = Informers(client)
         await client.start()
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-        allocatable = {**self._resources(), **self._settings.allocatable}
+        machine = registration.machine_resources(self._data.root)
+        offered = registration.simulated_resources() if self._settings.simulate else machine
         self._controllers = [
             Scheduler(client, informers),
             ReplicaSetController(client, informers),
@@ -220,15 +221,10 @@ class LocalCluster:
             self._agent = NodeAgent(services)
             self.server.pod_exec = self._agent.execute
             await asyncio.to_thread(self._agent.announce)
-        await registration.register(client, allocatable)
+        await registration.register(client, {**offered, **self._settings.allocatable})
         await informers.start()
         running = [each.run() for each in self._controllers]
         self._tasks = [asyncio.create_task(each) for each in (*running, recorder.run())]
-
-    def _resources(self) -> dict[str, str]:
-        if self._settings.simulate:
-            return registration.simulated_resources()
-        return registration.machine_resources(self._data.root)
 
     async def _read_log(
         self, namespace: str, pod: str, container: str, tail: int | None, is_previous: bool

@@ -9,16 +9,12 @@
 Both servers offer these calls without HTTP; a resource is named `pods` or `kvcachetiers.kvtier.dev`. Only `create` of
 `ApiServer` is a coroutine.
 
-- `create(manifest)`, `get(resource, namespace, name)`, `list(resource, namespace=None)`
-- `kubeconfig()`: the text of a kubeconfig; `ApiServerThread.write_kubeconfig(path)` stores it
-- `compact()`: expire every resourceVersion so far, so that a watch that resumes from one gets 410
-- `drop_watches()`: end every open watch, as a restarting server does
+- `create(manifest)`, `get(resource, namespace, name)`, `list(resource, namespace=None)`, `kubeconfig()`
+- `compact()`: expire every resourceVersion so far; `drop_watches()`: end every watch, as a restarting server does
 
-`ApiServer` and `ApiServerThread.server` have these attributes:
-
-- `faults`: functions `fault(request) -> ApiError | None`, called before each request is served
-- `audit`: one `AuditEntry` for each request
-- `pod_logs`, `pod_exec`: functions behind `kubectl logs` and `kubectl exec`
+`ApiServer` and `ApiServerThread.server` have `faults` (functions `fault(request) -> ApiError | None`, called before a
+request is served), `audit` (one `AuditEntry` for each request), `pod_logs` and `pod_exec` (behind `kubectl logs` and
+`kubectl exec`).
 
 The garbage collector is the only controller here. A pod that has a node or runs is deleted in two steps, as with a
 kubelet. DELETE sets its deletionTimestamp; a second DELETE with gracePeriodSeconds=0 removes it.

@@ -115,11 +115,7 @@ def _state_reason(state: Json) -> str:
 
 
 def _pod_restarts(pod: Json) -> str:
-    statuses = _pod_statuses(pod)
-    restarts = sum(status.get("restartCount", 0) for status in statuses)
-    finished = [field_at(status, "lastState.terminated.finishedAt") for status in statuses]
-    times = sorted(filter(None, finished))
-    return f"{restarts} ({elapsed(times[-1])} ago)" if restarts and times else str(restarts)
+    return str(sum(status.get("restartCount", 0) for status in _pod_statuses(pod)))
 
 
 def _service_ports(service: Json) -> str:

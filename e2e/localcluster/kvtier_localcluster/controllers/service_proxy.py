@@ -60,7 +60,6 @@ class Balancer:
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 10
 _CONNECT_SECONDS = 3
-_DEFAULT_AFFINITY_SECONDS = 10800
 _RETRY_SECONDS = 5
 _ACCEPTING_TURNS = 3
 
@@ -213,5 +212,4 @@ def _affinity_seconds(service: Json) -> float | None:
     spec = service.get("spec") or {}
     if spec.get("sessionAffinity") != "ClientIP":
         return None
-    client = (spec.get("sessionAffinityConfig") or {}).get("clientIP") or {}
-    return float(client.get("timeoutSeconds", _DEFAULT_AFFINITY_SECONDS))
+    return float(spec["sessionAffinityConfig"]["clientIP"]["timeoutSeconds"])

@@ -201,10 +201,9 @@ class ContainerRunner:
                 group.create_task(self._watch_readiness(readiness, target))
 
     async def _pass_startup(self, process: ContainerProcess, probe: Json, target: ProbeTarget) -> bool:
-        async for verdict in self._verdicts("Startup", probe, target):
+        async for verdict in self._verdicts("startup", probe, target):
             if verdict is Verdict.FAILURE:
-                message = f"Container {self.state.name} failed startup probe, will be restarted"
-                await self._fail(process, "Killing", message, probe)
+                await self._fail(process, "startup", probe)
                 return False
             if verdict is Verdict.SUCCESS:
                 break
@@ -214,14 +213,13 @@ class ContainerRunner:
         return True
 
     async def _watch_liveness(self, process: ContainerProcess, probe: Json, target: ProbeTarget) -> None:
-        async for verdict in self._verdicts("Liveness", probe, target):
+        async for verdict in self._verdicts("liveness", probe, target):
             if verdict is Verdict.FAILURE:
-                message = f"Container {self.state.name} failed liveness probe, will be restarted"
-                await self._fail(process, "Killing", message, probe)
+                await self._fail(process, "liveness", probe)
                 return
 
     async def _watch_readiness(self, probe: Json, target: ProbeTarget) -> None:
-        async for verdict in self._verdicts("Readiness", probe, target):
+        async for verdict in self._verdicts("readiness", probe, target):
             is_ready = self.state.is_ready if verdict is Verdict.UNDECIDED else verdict is Verdict.SUCCESS
             if is_ready != self.state.is_ready:
                 self.state.is_ready = is_ready
@@ -233,17 +231,16 @@ class ContainerRunner:
         while True:
             problem = await look(probe, target)
             if problem is not None:
-                self._tell("Unhealthy", f"{name} probe failed: {problem}", is_warning=True)
+                self._tell("Unhealthy", f"{name.capitalize()} probe failed: {problem}", is_warning=True)
             yield tally.add(is_success=problem is None)
             await asyncio.sleep(float(probe.get("periodSeconds", 10)))
 
-    async def _fail(self, process: ContainerProcess, reason: str, message: str, probe: Json | None = None) -> None:
-        self._tell(reason, message, is_warning=reason != "Killing")
+    async def _fail(self, process: ContainerProcess, name: str, probe: Json) -> None:
+        self._tell("Killing", f"Container {self.state.name} failed {name} probe, will be restarted")
         pod_seconds = self._services.sources.pod["spec"].get("terminationGracePeriodSeconds", 30)
         # The end of the process cancels the probe that asked for it, and must not cut the grace period short.
-        await asyncio.shield(
-            asyncio.create_task(self._end(process, (probe or {}).get("terminationGracePeriodSeconds", pod_seconds)))
-        )
+        ending = asyncio.create_task(self._end(process, probe.get("terminationGracePeriodSeconds", pod_seconds)))
+        await asyncio.shield(ending)
 
     async def _end(self, process: ContainerProcess, grace_seconds: float) -> None:
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A node without processes: pods are Running and Ready at once, for tests with many resources.
 
-The annotation `localcluster.kvtier.dev/simulate: NotReady` keeps a pod unready, and may change while the pod runs;
-`Fail` ends it as Failed. A pod that is never restarted, as those of a Job, succeeds at once.
+The annotation `localcluster.kvtier.dev/simulate: NotReady` keeps a pod unready, and may change while the pod runs. A
+pod that is never restarted, as those of a Job, succeeds at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class SimulatedNode(Controller):
         runs_once = pod["spec"].get("restartPolicy") == "Never"
         wish = (pod["metadata"].get("annotations") or {}).get(SIMULATE)
         done = Termination(exit_code=0, reason="Completed", started_at=began, finished_at=began)
-        failed = Termination(exit_code=1, reason="Error", started_at=began, finished_at=began)
         return PodState(
             pod_ip=self._given[uid],
             started_at=began,
@@ -62,8 +61,8 @@ class SimulatedNode(Controller):
                 ContainerState(
                     name=each["name"],
                     image=each.get("image", ""),
-                    running_since=None if wish == "Fail" or runs_once else began,
-                    ended=failed if wish == "Fail" else done if runs_once else None,
+                    running_since=None if runs_once else began,
+                    ended=done if runs_once else None,
                     is_started=True,
                     is_ready=wish is None and not runs_once,
                 )

@@ -115,7 +115,6 @@ def status_for(state: PodState, before: Json, now: str) -> Json:
         "phase": phase,
         "conditions": conditions.updated(present, _claims(state, phase), now),
         "hostIP": "127.0.0.1",
-        "hostIPs": [{"ip": "127.0.0.1"}],
         "podIP": state.pod_ip,
         "podIPs": [{"ip": state.pod_ip}],
         "startTime": state.started_at,

@@ -17,17 +17,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvtier_localcluster.apiserver.store import objects
 from kvtier_localcluster.apiserver.store.api_errors import ApiError, conflict, not_found
 from kvtier_localcluster.apiserver.store.memory import Event, EventType, Storage
-from kvtier_localcluster.apiserver.store.objects import (
-    Json,
-    ObjectKey,
-    StorageKey,
-    field_at,
-    object_key,
-    owner_uids,
-    timestamp,
-)
+from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, StorageKey, field_at
 from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 
 CRD_FINALIZER: Final = "customresourcecleanup.apiextensions.k8s.io"
@@ -147,7 +140,7 @@ class Deleter:
             metadata["generation"] = metadata.get("generation", 0) + 1
         elif grace >= metadata.get("deletionGracePeriodSeconds", 0):
             return {**current, "metadata": metadata}  # a grace period can only be shortened
-        metadata["deletionTimestamp"] = timestamp(grace)
+        metadata["deletionTimestamp"] = objects.timestamp(grace)
         metadata["deletionGracePeriodSeconds"] = grace
         marked = {**current, "metadata": metadata}
         if resource.kind == "Namespace":
@@ -207,10 +200,11 @@ class GarbageCollector:
     def _notice(self, event: Event) -> None:
         manifest = event.manifest
         metadata = manifest["metadata"]
-        name = object_key(manifest)
+        name = objects.object_key(manifest)
+        owners, owners_before = (objects.owner_uids(each) if each else [] for each in (manifest, event.old))
         if event.type is EventType.DELETED:
             self._notice_deletion(event)
-        elif owner_uids(manifest) and (event.old is None or owner_uids(event.old) != owner_uids(manifest)):
+        elif owners and owners != owners_before:
             self._put(self._collect, event.key, name)
         before = {} if event.old is None else event.old["metadata"]
         is_change = event.type is EventType.MODIFIED and before
@@ -220,8 +214,8 @@ class GarbageCollector:
     def _notice_deletion(self, event: Event) -> None:
         uid = event.manifest["metadata"]["uid"]
         for key, dependent in self._storage.dependents(uid):
-            self._put(self._collect, key, object_key(dependent))
-        namespace = object_key(event.manifest)[0]
+            self._put(self._collect, key, objects.object_key(dependent))
+        namespace = objects.object_key(event.manifest)[0]
         if namespace is not None and self._storage.count_in_namespace(namespace) == 0:
             self._put(self._end_namespace, namespace)
         if event.key[0] and self._storage.count(event.key) == 0:
@@ -236,7 +230,7 @@ class GarbageCollector:
         if event.key == _CRDS:
             stored = crd_storage(event.manifest)
             for manifest in self._storage.all(stored):
-                self._put(self._delete, stored, object_key(manifest))
+                self._put(self._delete, stored, objects.object_key(manifest))
             self._put(self._end_crd, stored)
 
     def _put(self, action: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:

@@ -19,14 +19,8 @@ from kvtier_localcluster.apiserver.admission.validation import Validator
 from kvtier_localcluster.apiserver.registry import apply, patches
 from kvtier_localcluster.apiserver.registry.deletion import Deleter
 from kvtier_localcluster.apiserver.registry.patches import APPLY, JSON_PATCH, MERGE, STRATEGIC, Patch
-from kvtier_localcluster.apiserver.store.api_errors import (
-    ApiError,
-    already_exists,
-    bad_request,
-    conflict,
-    invalid,
-    not_found,
-)
+from kvtier_localcluster.apiserver.store import api_errors
+from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request
 from kvtier_localcluster.apiserver.store.memory import EventType, Storage
 from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, object_key, timestamp, without_nulls
 from kvtier_localcluster.apiserver.store.resources import Resource, crd_status
@@ -88,10 +82,10 @@ def check_identity(resource: Resource, manifest: Json, *, current: Json) -> None
     """Refuse a write that is based on another state or another object."""
     metadata, known = manifest.get("metadata") or {}, current["metadata"]
     if metadata.get("resourceVersion") not in (None, "", known["resourceVersion"]):
-        raise conflict(resource.plural, resource.group, known["name"])
+        raise api_errors.conflict(resource.plural, resource.group, known["name"])
     if metadata.get("uid") not in (None, "", known["uid"]):
         why = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: {known['uid']}"
-        raise conflict(resource.plural, resource.group, known["name"], why)
+        raise api_errors.conflict(resource.plural, resource.group, known["name"], why)
     if metadata.get("name") not in (None, known["name"]):
         raise bad_request(
             f"the name of the object ({metadata['name']}) does not match the name on the URL ({known['name']})"
@@ -107,7 +101,7 @@ def check_finalizers(resource: Resource, new: Json, *, current: Json) -> None:
             "metadata.finalizers: Forbidden: no new finalizers can be added if the object is being deleted, "
             f"found new finalizers {sorted(added)}"
         )
-        raise invalid(resource.kind, resource.group, metadata["name"], [problem])
+        raise api_errors.invalid(resource.kind, resource.group, metadata["name"], [problem])
 
 
 def desired_part(manifest: Json) -> Json:
@@ -218,7 +212,7 @@ class ClusterIps:
         if asked not in (current, None, "None"):
             problem = "may not change once set" if current else "only None can be chosen in the local cluster"
             problems = [f'spec.clusterIPs[0]: Invalid value: "{asked}": {problem}']
-            raise invalid("Service", "", service["metadata"]["name"], problems)
+            raise api_errors.invalid("Service", "", service["metadata"]["name"], problems)
         spec["clusterIP"] = asked or self._free()
         spec.setdefault("clusterIPs", [spec["clusterIP"]])
 
@@ -246,7 +240,7 @@ class Writer:
         """Return a stored object; raise ApiError (404) where there is none."""
         found = self._storage.get(resource.key, (namespace if resource.is_namespaced else None, name))
         if found is None:
-            raise not_found(resource.plural, resource.group, name)
+            raise api_errors.not_found(resource.plural, resource.group, name)
         return found
 
     async def create(
@@ -270,7 +264,7 @@ class Writer:
         for name in ("resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds", "selfLink"):
             metadata.pop(name, None)
         if self._storage.get(resource.key, object_key(new)) is not None:
-            raise already_exists(resource.plural, resource.group, metadata["name"])
+            raise api_errors.already_exists(resource.plural, resource.group, metadata["name"])
         reset_status(resource, new)
         metadata = new["metadata"]
         if not resource.is_custom and resource.kind == "Namespace":
@@ -286,7 +280,7 @@ class Writer:
             metadata.pop("managedFields", None)
             metadata["managedFields"] = apply.record_update(new, None, resource.schema, _manager(resource, options))
         if self._storage.get(resource.key, object_key(new)) is not None:
-            raise already_exists(resource.plural, resource.group, metadata["name"])
+            raise api_errors.already_exists(resource.plural, resource.group, metadata["name"])
         if options.is_dry_run:
             return new
         return self._storage.commit(EventType.ADDED, resource.key, new)
@@ -313,7 +307,7 @@ class Writer:
             metadata["managedFields"] = apply.record_update(new, current, resource.schema, manager)
         metadata["resourceVersion"] = current["metadata"]["resourceVersion"]
         if self._storage.get(resource.key, object_key(current)) is not current:
-            raise conflict(resource.plural, resource.group, metadata["name"])
+            raise api_errors.conflict(resource.plural, resource.group, metadata["name"])
         if options.is_dry_run or new == resource.view(current):
             return new
         event_type = EventType.DELETED if self._deleter.is_finished(resource, new) else EventType.MODIFIED
@@ -333,7 +327,7 @@ class Writer:
                 if patch.media_type == APPLY:
                     return await self._apply(resource, key, body=patch.body, options=options)
                 if current is None:
-                    raise not_found(resource.plural, resource.group, key[1])
+                    raise api_errors.not_found(resource.plural, resource.group, key[1])
                 patched = patched_object(resource, current, patch)
                 return await self.replace(resource, patched, current=current, options=options), False
             except ApiError as error:
@@ -360,7 +354,7 @@ class Writer:
             merged = apply.apply_configuration(current, applied, resource.schema, manager, is_forced=options.is_forced)
             return await self.replace(resource, merged, current=current, options=options, is_apply=True), False
         if options.subresource is not None:
-            raise not_found(resource.plural, resource.group, name)
+            raise api_errors.not_found(resource.plural, resource.group, name)
         entry = apply.first_entry(applied, resource.schema, manager)
         new = {**applied, "metadata": {**metadata, "name": name, "managedFields": [entry]}}
         return await self.create(resource, new, namespace=namespace, options=options, is_apply=True), True
@@ -369,7 +363,7 @@ class Writer:
         """Set namespace and name, and check that the namespace takes objects."""
         if not metadata.get("name"):
             if not metadata.get("generateName"):
-                raise invalid(
+                raise api_errors.invalid(
                     resource.kind,
                     resource.group,
                     "",
@@ -385,7 +379,7 @@ class Writer:
             raise bad_request("the namespace of the provided object does not match the namespace sent on the request")
         found = self._storage.get(("", "namespaces"), (None, metadata["namespace"]))
         if found is None:
-            raise not_found("namespaces", "", metadata["namespace"])
+            raise api_errors.not_found("namespaces", "", metadata["namespace"])
         if found["metadata"].get("deletionTimestamp"):
             where = metadata["namespace"]
             message = f"unable to create new content in namespace {where} because it is being terminated"

@@ -2,16 +2,15 @@
 """Decode the Protobuf bodies that typed Go clients (kubectl create, helm) send. Pure.
 
 Messages are described in protobuf_messages.txt; a body of any other kind is answered with 415. Values that JSON omits
-when they are empty are omitted here, too: a zero that is no pointer in Go, an empty struct.
+when they are empty are omitted here, too: a zero that is no pointer in Go, an empty struct. Times are dropped: in what
+kubectl and helm create, the server sets them.
 """
 
 from __future__ import annotations
 
 import base64
-import datetime
 import functools
 import importlib.resources
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -113,25 +112,14 @@ def _value(value: Any, kind: str) -> Any:
             return bool(value)
         case "i":
             return value - 2 * _SIGN_BIT if value >= _SIGN_BIT else value
-        case "d":
-            return struct.unpack("<d", value)[0]
         case "q":
             return dict(wire_fields(value)).get(1, b"").decode()
         case "o":
             choice = dict(wire_fields(value))
             return choice.get(3, b"").decode() if choice.get(1) else _value(choice.get(2, 0), "i")
         case "T":
-            return _time(dict(wire_fields(value)))
+            return None
     return _message(value, kind)
-
-
-def _time(parts: dict[int, int]) -> str | None:
-    """Return a time as the API writes it; the zero time, which is before the epoch, counts as none."""
-    if not parts.get(1) or parts[1] >= _SIGN_BIT:
-        return None
-    moment = datetime.datetime.fromtimestamp(parts[1], datetime.UTC)
-    fraction = f".{parts[2] // 1000:06d}" if parts.get(2) else ""
-    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
 
 
 def decode(body: bytes) -> Json:
@@ -147,6 +135,6 @@ def decode(body: bytes) -> Json:
         name = _message_name(api_version, kind)
         if name is not None:
             return {"apiVersion": api_version, "kind": kind, **_message(envelope.get(2, b""), name)}
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError, struct.error) as error:
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         raise bad_request(f"the Protobuf body cannot be read: {error!r}") from error
     raise ApiError(415, "UnsupportedMediaType", f"Protobuf bodies of kind {kind} are not emulated: send JSON")
