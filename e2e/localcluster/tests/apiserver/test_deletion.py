@@ -19,21 +19,14 @@ DEFAULT = "/api/v1/namespaces/default"
 
 @pytest.fixture
 def config_map(api: ApiServerThread) -> Make:
-    """`config_map(name, owner=..., **metadata)` stores a ConfigMap and returns it."""
+    """`config_map(name, *owners)` stores a ConfigMap and returns it."""
 
-    def make(name: str, *owners: dict[str, Any], blocks: bool = True, **metadata: Any) -> dict[str, Any]:
+    def make(name: str, *owners: dict[str, Any]) -> dict[str, Any]:
         references = [
-            {
-                "apiVersion": owner["apiVersion"],
-                "kind": owner["kind"],
-                "name": owner["metadata"]["name"],
-                "uid": owner["metadata"]["uid"],
-                "blockOwnerDeletion": blocks,
-            }
+            {"apiVersion": "v1", "kind": "ConfigMap", **{field: owner["metadata"][field] for field in ("name", "uid")}}
             for owner in owners
         ]
-        owned = {"ownerReferences": references} if references else {}
-        described = {"name": name, "namespace": "default", **owned, **metadata}
+        described = {"name": name, "namespace": "default", "ownerReferences": references}
         return api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": described})
 
     return make

@@ -108,12 +108,6 @@ def test_leftovers_of_a_run_that_was_killed_with_its_launchers_end_at_the_next_s
             stray.kill()
 
 
-def test_a_second_cluster_on_the_same_data_is_refused(tmp_path: Path) -> None:
-    settings = ClusterSettings(data=tmp_path)
-    with ClusterThread(settings), pytest.raises(ClusterUnavailable, match=r"running on .* already"):
-        ClusterThread(settings).start()
-
-
 def test_two_clusters_at_once_give_their_services_addresses_of_their_own(tmp_path: Path) -> None:
     service = {"metadata": {"name": "web"}, "spec": {"selector": {"app": "web"}, "ports": [{"port": 8000}]}}
     with (

@@ -26,19 +26,10 @@ def execute(
 ) -> subprocess.CompletedProcess[str]:
     program = str(ci_tools.load("helm").binary("kubectl"))
     options = [f"--kubeconfig={bench.cluster.kubeconfig}", f"--namespace={bench.namespace}"]
-    command = [
-        program,
-        *options,
-        "exec",
-        pod,
-        *([] if given is None else ["-i"]),
-        "--",
-        "python3",
-        "-c",
-        script,
-        *words,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, input=given)
+    inside = ["exec", pod, *([] if given is None else ["-i"]), "--", "python3", "-c", script, *words]
+    return subprocess.run(
+        [program, *options, *inside], capture_output=True, text=True, check=False, timeout=60, input=given
+    )
 
 
 def test_a_command_has_the_environment_and_the_volumes_of_its_container(pod: Bench) -> None:
