@@ -170,7 +170,9 @@ def _storage(where: client.Where) -> Iterator[Finding]:
     elif found:
         listed = ", ".join(each["metadata"]["name"] for each in found)
         message = f"{listed}: none is known to be shared by nodes (ReadWriteMany)"
-        remedy = "one replica works with ReadWriteOnce; for more, install CephFS, NFS, Filestore, EFS or FSx"
+        remedy = (
+            "replicas of one node work with ReadWriteOnce; for more nodes, install CephFS, NFS, Filestore, EFS or FSx"
+        )
         yield Finding("storage", "warning", message, remedy)
     else:
         remedy = "install one, or name a claim of yours in spec.volume.existingClaim"

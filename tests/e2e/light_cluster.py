@@ -147,14 +147,13 @@ class Tier:
         wanted = {"kvtier.dev/tier": self.name, "app.kubernetes.io/component": component}
         return [pod for pod in self.bench.list(kinds.POD) if wanted.items() <= pod["metadata"]["labels"].items()]
 
-    def ask(self, request: str) -> dict[str, Any]:
-        """Return what the engine answers, when it does."""
+    def ask(self, request: str, *, engine: int = 0) -> dict[str, Any]:
+        """Return what the engine answers, or another one by its place in the order of names, when it does."""
 
         def answer() -> str | None:
-            for pod in self.pods():
-                if "deletionTimestamp" not in pod["metadata"] and "podIP" in pod.get("status", {}):
-                    return fetch(f"http://{pod['status']['podIP']}:8000/{request}")
-            return None
+            pods = sorted(self.pods(), key=lambda pod: str(pod["metadata"]["name"]))
+            living = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"] and "podIP" in pod["status"]]
+            return fetch(f"http://{living[engine]['status']['podIP']}:8000/{request}") if living[engine:] else None
 
         found: dict[str, Any] = json.loads(str(until(answer)))
         return found

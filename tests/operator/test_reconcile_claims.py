@@ -62,7 +62,7 @@ def test_an_existing_claim_is_never_written() -> None:
     [
         pytest.param([], "ClaimMissing", "no PersistentVolumeClaim 'mine'", id="it does not exist"),
         pytest.param(
-            [claim("mine", "ReadWriteOnce")], "ClaimNotShared", "set spec.replicas to 1", id="one node can mount it"
+            [claim("mine", "ReadWriteOncePod")], "ClaimNotShared", "set spec.replicas to 1", id="one pod can mount it"
         ),
     ],
 )
@@ -146,14 +146,30 @@ def test_a_tier_made_anew_over_a_claim_that_was_grown_by_hand_gets_its_engines()
 
 
 @pytest.mark.parametrize(("mode", "is_beside"), [("ReadWriteOnce", True), ("ReadWriteMany", False)])
-def test_the_janitor_runs_beside_the_engine_where_a_claim_of_the_users_is_of_one_node(
+def test_janitor_and_replicas_run_on_one_node_where_a_claim_of_the_users_is_of_one_node(
     mode: str, is_beside: bool
 ) -> None:
     volume = {"claim": None, "existingClaim": "mine"}
-    cluster = FakeCluster(tier(replicas=1, volume=volume), claim("mine", mode))
+    cluster = FakeCluster(tier(replicas=2, volume=volume), claim("mine", mode))
     assert run(cluster).failure is None
-    found = cluster.look(JANITOR)["spec"]["template"]["spec"]
+    found, engine = (cluster.look(key)["spec"]["template"]["spec"] for key in (JANITOR, DEPLOYMENT))
     assert ("affinity" in found, "nvidia.com/gpu" in str(found["tolerations"])) == (is_beside, is_beside)
+    assert engine.get("affinity") == found.get("affinity")
+
+
+def test_an_affinity_of_the_users_stays_beside_the_one_to_replicas_on_a_volume_of_one_node() -> None:
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    own = {"labelSelector": {"matchLabels": {"app": "cache"}}, "topologyKey": "zone"}
+    affinity = {"podAffinity": {required: [own]}, "podAntiAffinity": {required: []}}
+    volume = {"claim": {"size": "1Ti", "accessModes": ["ReadWriteOnce"]}}
+    cluster = FakeCluster(tier(replicas=2, volume=volume, engine={"podTemplate": {"affinity": affinity}}))
+    run(cluster)
+    pod_spec = cluster.look(DEPLOYMENT)["spec"]["template"]["spec"]
+    first, ours = pod_spec["affinity"]["podAffinity"][required]
+    assert first == own
+    assert ours["labelSelector"] == cluster.look(DEPLOYMENT)["spec"]["selector"]
+    assert ours["topologyKey"] == "kubernetes.io/hostname"
+    assert pod_spec["affinity"]["podAntiAffinity"] == {required: []}
 
 
 def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_waits_for() -> None:

@@ -276,6 +276,7 @@ class Janitor(ApiModel):
 
 
 SHARED: Final = "ReadWriteMany"
+OF_ONE_NODE: Final = "ReadWriteOnce"
 
 _MOVE: Final = "create another KVCacheTier for the new place and delete this one when its blocks are no longer needed"
 
@@ -320,8 +321,8 @@ class ClaimSpec(ApiModel):
             )
         ),
     ] = (SHARED,)
-    """How pods mount the claim. More than one replica needs `ReadWriteMany`; `ReadWriteOnce` does for one. Cannot
-    change."""
+    """How pods mount the claim. With `ReadWriteOnce`, all replicas and the janitor run on one node, which needs room
+    for them. Cannot change."""
 
     rules = (
         _constant(

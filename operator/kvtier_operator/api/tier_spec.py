@@ -15,7 +15,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from kvtier_operator import quantity
 from kvtier_operator.api import connector_spec
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
-from kvtier_operator.api.disk_spec import NO_VOLUME, SHARED, Disk, Generations, Janitor, VolumeSpec
+from kvtier_operator.api.disk_spec import NO_VOLUME, Disk, Generations, Janitor, VolumeSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec
 from kvtier_operator.api.external_spec import EXTERNAL_RULES
 from kvtier_operator.api.model_spec import ONE_PLACE, ModelSpec
@@ -188,17 +188,6 @@ class TierSpec(ApiModel):
             "create it anew, which keeps its claim unless spec.volume.claim.deletionPolicy says Delete",
             check=None,
             field=".operatorClassName",
-        ),
-        Rule.that(
-            # A claim that is kept and not mounted limits nothing.
-            at("replicas").test(lambda count: f"{count} <= 1", lambda count: count <= 1)
-            | ~connector_spec.USES_VOLUME
-            | at("volume.claim.accessModes").test(
-                lambda modes: f"'{SHARED}' in {modes}", lambda modes: modes is None or SHARED in modes
-            ),
-            f"more than one replica needs {SHARED} in spec.volume.claim.accessModes: set spec.replicas to 1, or use a "
-            "storage class whose volumes several nodes can mount",
-            field=".replicas",
         ),
         Rule(
             cel=f"self.engine.accelerator.resource == '{NO_ACCELERATOR}' || !has(self.engine.accelerator.perPod) || "

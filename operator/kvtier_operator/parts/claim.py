@@ -7,7 +7,7 @@ from typing import Final
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api import TierSpec
-from kvtier_operator.api.disk_spec import SHARED
+from kvtier_operator.api.disk_spec import OF_ONE_NODE, SHARED
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.conditions import (
     ConditionRule,
@@ -81,11 +81,12 @@ def _refuse_existing(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:
             f"spec.volume.existingClaim: no PersistentVolumeClaim {name!r} in namespace "
             f"{snapshot.tier.namespace}: create it, or let the operator make one with spec.volume.claim",
         )
-    if spec.replicas > 1 and SHARED not in live.access_modes:
+    if spec.replicas > 1 and not {SHARED, OF_ONE_NODE}.intersection(live.access_modes):
         return Refusal(
             Reason.CLAIM_NOT_SHARED,
             f"spec.volume.existingClaim: {name!r} is {', '.join(live.access_modes) or 'without access modes'}, "
-            f"and {spec.replicas} replicas need {SHARED}: set spec.replicas to 1 or use a {SHARED} claim",
+            f"and {spec.replicas} replicas need {SHARED}, or {OF_ONE_NODE} to run on one node: set spec.replicas to 1 "
+            "or use another claim",
         )
     return None
 

@@ -115,7 +115,8 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         "securityContext": pods.security_context(template),
         # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines.
         "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *tolerated],
-        **({"affinity": _beside_the_engine(plan)} if plan.is_on_one_node else {}),
+        # Elsewhere, it would take a volume of one node from the engines, or wait for it for ever.
+        **({"affinity": pods.beside_engines(plan.tier)} if plan.is_on_one_node else {}),
         **pods.pull_secrets(template),
         "containers": [_container(plan, janitor_plan)],
         "volumes": [
@@ -124,12 +125,6 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
             {"name": "scratch", "emptyDir": {"sizeLimit": "16Mi"}},
         ],
     }
-
-
-def _beside_the_engine(plan: TierPlan) -> Manifest:
-    """Keep it off other nodes, where it would take the volume from the engine or wait for it for ever."""
-    term = {"labelSelector": {"matchLabels": names.selector(plan.tier)}, "topologyKey": "kubernetes.io/hostname"}
-    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def _container(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:

@@ -83,6 +83,16 @@ def security_context(template: PodTemplate, *, mounts_volume: bool = True) -> Ma
     }
 
 
+_REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def beside_engines(tier: TierRef, affinity: Mapping[str, Any] | None = None) -> Manifest:
+    """Return an affinity, besides what it says already, to the node of the tier's engines."""
+    term = {"labelSelector": {"matchLabels": names.selector(tier)}, "topologyKey": "kubernetes.io/hostname"}
+    of_pods = (affinity or {}).get("podAffinity") or {}
+    return {**(affinity or {}), "podAffinity": {**of_pods, _REQUIRED: [*(of_pods.get(_REQUIRED) or ()), term]}}
+
+
 def hardened(added: Mapping[str, Any] | None = None) -> Manifest:
     """Return the security context of every container of ours, before what a user adds is laid over it."""
     return {**unprivileged(added or {}), "readOnlyRootFilesystem": True}
