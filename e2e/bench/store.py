@@ -34,7 +34,7 @@ from kvtier_connector.store.blockstore import Hit, Stored
 from kvtier_connector.store.fs import LOCAL, O_DIRECT, DirectIo, new_page
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit
 
 MIB = 1 << 20
 GENERATION = "bench"
@@ -148,7 +148,7 @@ class KvtierWorkers(Contestant):
         """Start the processes and wait until all are ready."""
         region = self.region
         rows = region.view().cast("B", (region.blocks, region.block_bytes))
-        permit = StorePermit(str(self.directory / PERMIT_FILE), VolumeClock())
+        permit = StorePermit(str(self.directory / PERMIT_FILE))
         permit.is_needed = False
         settings = PoolSettings(root=str(self.directory / GENERATION), workers=self.threads, deadline_seconds=60.0)
         regions = [Rows(region.file, 0, region.blocks)]

@@ -45,7 +45,7 @@ from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey, Lineage, block_path
-from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit
 from kvtier_netfs.gluster import GlusterDistribute
 from kvtier_netfs.kinds import KINDS
 from kvtier_netfs.volume import UnavailableError
@@ -92,8 +92,8 @@ class StressEngine:
         self._fd = os.memfd_create("cpu-tier")
         os.ftruncate(self._fd, CHAIN * ROW_BYTES)
         self._memory = mmap.mmap(self._fd, CHAIN * ROW_BYTES)
-        self._journal, self._clock = JournalWriter(Path(root)), VolumeClock()
-        self._permit = StorePermit(str(Path(root).parent / PERMIT_FILE), self._clock)
+        self._journal = JournalWriter(Path(root))
+        self._permit = StorePermit(str(Path(root).parent / PERMIT_FILE))
         rows = memoryview(self._memory).cast("B", (CHAIN, ROW_BYTES))
         settings = PoolSettings(
             root=root, workers=2, deadline_seconds=_DEADLINE_SECONDS, retry_seconds=2.0, compression=compression
@@ -152,7 +152,7 @@ class StressEngine:
             with contextlib.suppress(StoreUnavailable):
                 self._journal.flush()
                 if (modified_ns := self._journal.ask_modified_ns()) is not None:
-                    self._clock.set(modified_ns)
+                    self._permit.set_time(modified_ns)
             self._permit.refresh()
             time.sleep(0.5)
 

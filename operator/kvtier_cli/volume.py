@@ -300,7 +300,6 @@ def _generation(document: Document, *, is_verbose: bool) -> str:
         rows.append(("tenants", str(len(tenants))))
         rows += [(f"  {name}", _heap(heap)) for name, heap in tenants[:_MOST_TENANTS]]
     rows += [(name, _heap(heap, "file")) for name, heap in document["leftovers"].items() if heap["files"]]
-    rows.append(("journals", _heap(document["journals"], "file")))
     rows += [(name, str(value)) for name, value in sorted(document["identity"].items()) if is_verbose]
     return f"\n{document['path']}\n{columns(rows, indent=2)}"
 

@@ -20,13 +20,13 @@ from urllib.parse import unquote
 
 from kvtier_connector.contract import engine as contract
 from kvtier_connector.contract.errors import IdentityMismatch
-from kvtier_connector.pod_tools.ready import StartupReport
+from kvtier_connector.pod_tools.ready import Phase, StartupReport
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored, StoreOutcome
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit
 
 PAYLOAD_BYTES = 1 << 20
 CHUNK_CHARACTERS = 64
@@ -51,31 +51,31 @@ class Engine:
         self.report.begin("the volume has not answered yet")
         root = Path(config.root)
         self.blocks = BlockStore(root, keys_dir=config.keys_dir)
-        self.journal, self.clock = JournalWriter(root), VolumeClock()
-        self.permit = StorePermit(str(root.parent / PERMIT_FILE), self.clock)
+        self.journal = JournalWriter(root)
+        self.permit = StorePermit(str(root.parent / PERMIT_FILE))
         facts = {"engine.stand_in": os.environ.get("STAND_IN", "")}
         try:
             identity.claim(Path(config.root), {**config.identity, **facts}, config.digest)
         except IdentityMismatch as error:
             self.refused = error.field
-            self.report.serve_without(str(error))
+            self.report.say(Phase.WITHOUT, str(error))
         self.follow()
         if not self.refused and os.environ.get("STAND_IN_WAITS") != "1":
-            self.report.attach()
+            self.report.say(Phase.ATTACHED)
 
     def follow(self) -> contract.LiveSettings:
         """Take over the live settings."""
         live = contract.decode_live(Path(self.config.live_file).read_text())
         self.permit.is_needed = live.needs_permit
         if self.blocks.keyring is not None:
-            self.blocks.keyring.activate(live.active_key)
+            self.blocks.keyring.active_name = live.active_key
         return live
 
     def put(self, key: BlockKey) -> StoreOutcome:
         """Write a block if the janitor permits it, and note it for the janitor."""
         self.journal.flush()
         if (modified_ns := self.journal.ask_modified_ns()) is not None:
-            self.clock.set(modified_ns)
+            self.permit.set_time(modified_ns)
         self.permit.refresh()
         count = HEADER_BYTES + PAYLOAD_BYTES
         if (refusal := self.permit.reserve(count)) is not None:
@@ -98,7 +98,7 @@ class Engine:
         with self.lock:
             live = self.follow()
             if request == "attach":
-                self.report.attach()
+                self.report.say(Phase.ATTACHED)
             key = BlockKey(hashlib.sha256(name.encode()).digest(), 0)
             if request == "store":
                 outcome = self.put(key) if live.mode == "ReadWrite" and not self.refused else "refused"

@@ -34,7 +34,7 @@ from kvtier_connector.io_workers.buffers import Region, shape_of_rows
 from kvtier_connector.io_workers.lookups import LookupWorker
 from kvtier_connector.io_workers.pool import FEWEST, WorkerPool
 from kvtier_connector.io_workers.worker import PoolSettings
-from kvtier_connector.pod_tools.ready import StartupReport
+from kvtier_connector.pod_tools.ready import Phase, StartupReport
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.crypto import Keyring
@@ -42,7 +42,7 @@ from kvtier_connector.store.fs import FileSystem, new_token
 from kvtier_connector.store.health import Breaker, CircuitState, Direction
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, NO_LINEAGE, BlockKey, Home, Lineage
-from kvtier_connector.store.permit import PERMIT_FILE, Mode, RuntimeSettings, StorePermit, VolumeClock
+from kvtier_connector.store.permit import PERMIT_FILE, Mode, RuntimeSettings, StorePermit
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.fingerprint import Declared, engine_facts
 
@@ -149,9 +149,9 @@ class Attachment:
     def _prepare(self, config: ConnectorConfig) -> None:
         """Make the parts of a directory; another directory gets new ones."""
         root = Path(config.root)
-        self._config, self._clock, settings = config, VolumeClock(), _pool_settings(config)
+        self._config, settings = config, _pool_settings(config)
         self._journal = JournalWriter(root, fs=self._fs)
-        self._permit = StorePermit(str(root.parent / PERMIT_FILE), self._clock, fs=self._fs)
+        self._permit = StorePermit(str(root.parent / PERMIT_FILE), fs=self._fs)
         self._permit.is_needed = False
         row_count, _ = shape_of_rows(self._rows)
         self.workers = WorkerPool(
@@ -361,7 +361,7 @@ class Attachment:
             return
         if (modified_ns := self._journal.ask_modified_ns()) is not None:
             self._timed_at = written_at
-            self._clock.set(modified_ns)
+            self._permit.set_time(modified_ns)
 
     def _follow_live(self) -> None:
         while not self._closed.wait(self._live_seconds):
@@ -375,7 +375,7 @@ class Attachment:
         self._complain("settings", self._live_file.problem)
         self._permit.is_needed = live.needs_permit
         if self.keyring is not None:
-            self.keyring.activate(live.active_key)
+            self.keyring.active_name = live.active_key
             self.keyring.active()
             self._complain("keys", self.keyring.problem, "kvtier %s: encryption: %s", logging.ERROR)
 
@@ -401,7 +401,7 @@ class Attachment:
             if not self.mode.may_load:
                 if self.refusal != BYPASSED:
                     self.refusal = BYPASSED
-                    self._tell(lambda: self._report.serve_without(BYPASSED))
+                    self._tell(lambda: self._report.say(Phase.WITHOUT, BYPASSED))
                 self._decided.set()
                 self._closed.wait(self._live_seconds)
                 self._refresh_live()
@@ -411,7 +411,7 @@ class Attachment:
             except IdentityMismatch as error:
                 self.refused_field = error.field or UNREADABLE
                 self._refuse(error)
-                self._tell(lambda: self._report.serve_without(self.refusal))
+                self._tell(lambda: self._report.say(Phase.WITHOUT, self.refusal))
                 return False
             except StoreUnavailable as error:
                 self._refuse(error)
@@ -422,7 +422,7 @@ class Attachment:
             self.refusal = ""
             self.workers.round_trip_seconds = _measure_round_trip(self._fs.rooted(config.root), config.root)
             self.is_readable = True
-            self._tell(self._report.attach)
+            self._tell(lambda: self._report.say(Phase.ATTACHED))
             return True
         return False
 
@@ -457,7 +457,7 @@ class Attachment:
 
     def _give_up(self) -> None:
         reason = self.refusal
-        if self._tell(lambda: self._report.give_up(reason)):
+        if self._tell(lambda: self._report.say(Phase.WITHOUT, reason, only_after=Phase.OPENING)):
             logger.error(
                 "kvtier %s: after %.0f s, serving without the disk tier until the volume answers: %s",
                 self._config.tier,

@@ -176,12 +176,8 @@ def worker_memory_bytes(
 ) -> int:
     """Return the most memory that the worker processes of one engine take besides the CPU tier itself.
 
-    Args:
-        cpu_bytes: The engine's CPU tier.
-        workers: Number of worker processes, at most `ConnectorConfig.io_processes`.
-        chunk_bytes: One row of the CPU tier; each process has a buffer for one.
-        has_huge_pages: Whether /dev/shm has pages of 2 MiB; a page of either size takes eight bytes of page tables.
-        compresses: Whether blocks may be written compressed, which takes another buffer and numpy.
+    Each process has a buffer for one row of the CPU tier, a chunk; compressing takes another, and numpy. A page of
+    /dev/shm, of 4 KiB or as a huge one of 2 MiB, takes eight bytes of page tables.
     """
     page_bytes = 2 << 20 if has_huge_pages else 4096
     tables = -(-min(cpu_bytes, MOST_MAPPED_BYTES) // page_bytes) * 8
@@ -195,19 +191,9 @@ def encode(config: ConnectorConfig) -> str:
 
 
 def encode_live(mode: str, *, active_key: str = "", needs_permit: bool = False) -> str:
-    """Return the live settings as canonical JSON: what engines follow without a restart.
-
-    Args:
-        mode: As `LiveSettings.mode`.
-        active_key: As `LiveSettings.active_key`.
-        needs_permit: As `LiveSettings.needs_permit`.
-    """
-    document: dict[str, Any] = {"mode": mode}
-    if active_key:
-        document["active_key"] = active_key
-    if needs_permit:
-        document["needs_permit"] = True
-    return documents.encode_object(document)
+    """Return `LiveSettings` as canonical JSON: what engines follow without a restart."""
+    said = {"active_key": active_key, "needs_permit": needs_permit}
+    return documents.encode_object({"mode": mode, **{name: value for name, value in said.items() if value}})
 
 
 def decode_live(text: str) -> LiveSettings:

@@ -88,22 +88,13 @@ class Election:
         self._record: Mapping[str, Any] | None = None
         self._version: tuple[Any, Any] | None = None
         self._changed_at = -math.inf
-        self._held_until = -math.inf
+        self.held_until = -math.inf
+        """Until when this process leads unless it renews; in the past when it does not lead."""
 
     @property
     def holder(self) -> str:
         """The last known holder of the Lease; empty without one."""
         return str((self._record or {}).get("holderIdentity") or "")
-
-    @property
-    def lease(self) -> LeaseObject | None:
-        """The Lease as it was last read or written."""
-        return self._lease
-
-    @property
-    def held_until(self) -> float:
-        """Until when this process leads unless it renews; in the past when it does not lead."""
-        return self._held_until
 
     def saw(self, lease: LeaseObject | None, *, now: float) -> None:
         """Take note of the Lease as it was read."""
@@ -113,14 +104,14 @@ class Election:
             return
         self._record, self._version, self._changed_at = dict(lease.get("spec") or {}), _version(lease), now
         if self.holder != self._settings.identity:
-            self._held_until = -math.inf
+            self.held_until = -math.inf
 
     def wrote(self, lease: LeaseObject, *, sent_at: float) -> None:
         """Take note of our write, which was sent at that time and succeeded."""
         self._lease = lease
         self._record, self._version, self._changed_at = dict(lease.get("spec") or {}), _version(lease), sent_at
         is_ours = self.holder == self._settings.identity
-        self._held_until = sent_at + self._settings.deadline_seconds if is_ours else -math.inf
+        self.held_until = sent_at + self._settings.deadline_seconds if is_ours else -math.inf
 
     def wanted(self, *, now: float, wall: datetime) -> LeaseObject | None:
         """Return the Lease to write now, None when another process holds it. It has no resourceVersion if it is new."""
@@ -209,7 +200,7 @@ class Elector:
         self._clock, self._wall = clock, wall
         self._election = Election(settings)
         self._is_current = False
-        self._problem = ""
+        self._is_failing = False
         self._is_stopping = False
         self._held_until = -math.inf
         self._moved = threading.Condition()
@@ -227,16 +218,6 @@ class Elector:
     def is_leader(self) -> bool:
         """Return whether this process leads at this moment."""
         return self._clock() < self._held_until
-
-    @property
-    def lease(self) -> LeaseObject | None:
-        """The Lease as it was last read or written; for who calls `step`."""
-        return self._election.lease
-
-    @property
-    def problem(self) -> str:
-        """Why the Lease could not be read or renewed in the last round; empty where it could."""
-        return self._problem
 
     def close(self, *, timeout: float = 5.0) -> None:
         """Stop campaigning and give the Lease back, so that another one can lead at once.
@@ -258,14 +239,14 @@ class Elector:
         is_renewed = False
         try:
             is_renewed = self._renew()
-            self._problem = ""
+            self._is_failing = False
         except LeaseConflict as error:
             logger.info("The lease %s was changed by another process: %s", self._settings.name, error)
             self._is_current = False
         except LeaseUnavailable as error:
-            if not self._problem:
+            if not self._is_failing:
                 logger.warning("The lease %s cannot be read or renewed: %s", self._settings.name, error)
-            self._is_current, self._problem = False, str(error)
+            self._is_current, self._is_failing = False, True
         with self._moved:
             self._held_until = self._election.held_until
             self._moved.notify_all()

@@ -95,7 +95,7 @@ def decode(text: str | bytes) -> Usage:
 
 
 AnyUsage = TypeVar("AnyUsage", Usage, GenerationUsage, TenantUsage)
-_LISTS: Mapping[str, type] = {"generations": GenerationUsage, "tenants": TenantUsage, "problems": str}
+_LISTS: Mapping[str, type] = {"generations": GenerationUsage, "tenants": TenantUsage}
 
 
 def _read(record: type[AnyUsage], document: Any) -> AnyUsage:
@@ -103,28 +103,20 @@ def _read(record: type[AnyUsage], document: Any) -> AnyUsage:
         raise ValueError(  # noqa: TRY004  one exception for every document that cannot be read
             f"/usage: {record.__name__} must be a JSON object, found {type(document).__name__}"
         )
-    found: dict[str, Any] = {}
+    found = {each.name: document[each.name] for each in fields(record) if each.name in document}
     for each in fields(record):
-        if each.name not in document:
-            continue
-        value, kind = document[each.name], _LISTS.get(each.name)
-        if kind is not None and isinstance(value, list):
-            found[each.name] = tuple(_item(each.name, kind, item) for item in value[:MOST_ENTRIES])
-        elif kind is None and documents.fits(str(each.type), value):
-            found[each.name] = value
-        else:
+        value = found.get(each.name, each.default)
+        is_sequence = str(each.type).startswith("Sequence")
+        is_list = is_sequence and isinstance(value, list)
+        if is_list and each.name in _LISTS:
+            found[each.name] = tuple(_read(_LISTS[each.name], item) for item in value[:MOST_ENTRIES])
+        elif is_list and all(isinstance(item, str) for item in value):
+            found[each.name] = tuple(value[:MOST_ENTRIES])
+        elif each.name in found and (is_sequence or not documents.fits(str(each.type), value)):
             raise ValueError(f"/usage: {each.name} has a value of type {type(value).__name__}")
-        if isinstance(value, (int, float)) and not 0 <= value < 2**63:
+        elif isinstance(value, (int, float)) and not 0 <= value < 2**63:
             raise ValueError(f"/usage: {each.name}={value!r} is out of range")
     try:
         return record(**found)
     except TypeError as error:
         raise ValueError(f"/usage: {error}") from error
-
-
-def _item(name: str, kind: type, item: Any) -> Any:
-    if kind is not str:
-        return _read(kind, item)
-    if not isinstance(item, str):
-        raise ValueError(f"/usage: {name} has an item of type {type(item).__name__}")  # noqa: TRY004  likewise
-    return item

@@ -46,7 +46,7 @@ _QUESTIONS = 8
 """Questions that a worker works at at once."""
 _LENGTH = struct.Struct("=I")
 _READ_BYTES = 1 << 16
-_FIRST_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1.0, 60.0
+_BACKOFF_SECONDS = 1.0
 
 Look = Callable[[BlockKey], bool | Fault]
 """Says whether the volume has a block; `BlockStore.look_up`."""
@@ -87,53 +87,38 @@ def find(question: BlockQuery, look_at: LookAt, *, now: Callable[[], float] = ti
     A prefix costs one call where its first block is absent. Else the last block and some between are looked at, and
     then those around the end: two rounds for a thousand blocks.
     """
-    search = _Search(question, look_at, now)
-    present = search.run()
-    seen = tuple(number for number, is_there in search.present.items() if is_there)
-    return search.fault or Found(present, seen, len(search.present))
+    present: dict[int, bool] = {}
+    faults: list[Fault] = []
 
+    def ask(numbers: Sequence[int]) -> list[bool]:
+        answers = look_at([question.keys[number] for number in numbers])
+        faults.extend(answer for answer in answers if isinstance(answer, Fault))
+        found = [answer is True for answer in answers]
+        present.update(zip(numbers, found, strict=True))
+        return found
 
-class _Search:
-    """One lookup; a fault of the volume ends it."""
-
-    def __init__(self, question: BlockQuery, look_at: LookAt, now: Callable[[], float]) -> None:
-        self._question = question
-        self._look_at = look_at
-        self._now = now
-        self.present: dict[int, bool] = {}
-        self.fault: Fault | None = None
-
-    def run(self) -> int:
-        """Return `Found.present`; worth nothing after a fault."""
-        count = len(self._question.keys)
-        if not self._question.is_prefix:
-            return sum(self._ask(range(count)))
-        began = self._now()
-        if not any(self._ask(range(min(count, 1)))):
-            return 0
-        most = 1 if self._now() - began < _QUICK_SECONDS else MOST_CALLS
-        low, high = 0, count
-        """The last block that is known to be there, and the first that is known not to be."""
-        points = sorted({*_spread(low, high, max(1, most - 1)), count - 1} - {0})
-        while points and self.fault is None:
-            for number, is_there in zip(points, self._ask(points), strict=True):
+    began, end = now(), len(question.keys)
+    if not question.is_prefix:
+        end = sum(ask(range(end)))
+    elif not any(ask(range(min(end, 1)))):
+        end = 0
+    else:
+        most = 1 if now() - began < _QUICK_SECONDS else MOST_CALLS
+        # The last block that is known to be there; `end` is the first that is known not to be.
+        low = 0
+        points = sorted({*_spread(low, end, max(1, most - 1)), end - 1} - {0})
+        while points and not faults:
+            for number, is_there in zip(points, ask(points), strict=True):
                 if not is_there:
-                    high = number
+                    end = number
                     break
                 low = number
-            points = _spread(low, high, most)
-        if self._question.is_exact and self.fault is None:
-            rest = [number for number in range(low) if number not in self.present]
-            high = next((number for number, found in zip(rest, self._ask(rest), strict=True) if not found), high)
-        return high
-
-    def _ask(self, numbers: Iterable[int]) -> list[bool]:
-        numbers = list(numbers)
-        answers = self._look_at([self._question.keys[number] for number in numbers])
-        self.fault = next((answer for answer in answers if isinstance(answer, Fault)), self.fault)
-        found = [answer is True for answer in answers]
-        self.present.update(zip(numbers, found, strict=True))
-        return found
+            points = _spread(low, end, most)
+        if question.is_exact and not faults:
+            rest = [number for number in range(low) if number not in present]
+            end = next((number for number, found in zip(rest, ask(rest), strict=True) if not found), end)
+    seen = tuple(number for number, is_there in present.items() if is_there)
+    return faults[-1] if faults else Found(end, seen, len(present))
 
 
 def _spread(low: int, high: int, most: int) -> list[int]:
@@ -157,22 +142,14 @@ class LookupWorker:
     ) -> None:
         """Store the settings; call `start`.
 
-        Args:
-            settings: The volume.
-            fs: The system calls; with others than the real ones a thread of this process does the lookups, for tests.
-            lookup_seconds: A question that is open for longer is given up together with the worker.
-            now: Seconds that never go back.
+        With other system calls than the real ones a thread of this process does the lookups, for tests. A question that
+        is open for longer than `lookup_seconds` is given up together with the worker.
         """
         self._settings, self._fs = settings, fs
         self._lookup_seconds = lookup_seconds
         self._now = now
         self._supervisor = Supervisor(
-            1,
-            self._launch,
-            what="Lookups",
-            first_backoff_seconds=_FIRST_BACKOFF_SECONDS,
-            longest_backoff_seconds=_LONGEST_BACKOFF_SECONDS,
-            spare_deaths=-1,
+            1, self._launch, what="Lookups", first_backoff_seconds=_BACKOFF_SECONDS, spare_deaths=-1
         )
         self._pipe: _Pipe | None = None
         """To the last worker; None after it was given up."""
@@ -215,7 +192,7 @@ class LookupWorker:
             elif self._open.pop(number, None) is not None:
                 self._answered_at = self._now()
                 self._supervisor.note_work()
-                self._done.append(Answer(number, Fault(fault) if fault else Found(present, seen, calls)))
+                self._done.append(Answer(number, Fault[fault] if fault else Found(present, seen, calls)))
         if self._pipe is not None and self._is_late():
             self._give_up()
             # Now, since a process that hangs in the kernel dies only when the volume answers.
@@ -366,7 +343,7 @@ class _Server:
         return [self._look(keys[0])] if len(keys) == 1 else list(self._calls.map(self._look, keys))
 
     def _send(self, number: int, found: Found | Fault) -> None:
-        fields = (0, (), 0, found.value) if isinstance(found, Fault) else (*found, "")
+        fields = (0, (), 0, found.name) if isinstance(found, Fault) else (*found, "")
         view = memoryview(_framed((number, *fields)))
         with self._sending, contextlib.suppress(BrokenPipeError):
             while view:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import os
 import time
 from collections import deque
@@ -63,6 +64,8 @@ _LANE_ENTRIES = {
     Lane.STORE: ENTRIES // 8,
 }
 """Share of the table that each lane may take, so that no lane blocks another."""
+_LOST_DEADLINES = 10
+"""A task that no worker works on for so many deadlines after it was handed over is lost."""
 _LOCK_SECONDS = 1.0
 """A copy takes a millisecond; a worker that holds its lock for longer than this is stopped, and is killed."""
 
@@ -111,16 +114,12 @@ class InFlight:
     entry: int = 0
     ticket: int = NO_TICKET
     """Identifies it to workers, until the answer came or is no longer expected."""
-    table_lane: Lane = Lane.STORE
-    """The lane whose share of the table it takes."""
     ending: Ending | Refused | None = None
     """Its end if no answer comes before its row is safe."""
     is_skipped: bool = False
     """Whether the breaker already counted an end for it."""
-    placed: int = 0
-    """Counts the tasks that were put on the table, this one included."""
-    passed_at: float | None = None
-    """When the engine first saw that a task of the same lane which was placed later had been answered."""
+    placed_at: float = math.inf
+    """When it was put on the table."""
 
 
 @dataclass(slots=True)
@@ -160,14 +159,9 @@ class WorkerPool:
     ) -> None:
         """Make the table and the pipes; `start` starts the workers.
 
-        Args:
-            settings: The volume, the number of workers and their deadlines.
-            permit: Is asked before a block is written, and told how many bytes were.
-            keyring: Names the key that blocks are encrypted with; None if they are not.
-            breaker: Admits each task and records what the volume did.
-            rows: The CPU tier in this process: a table with one row per chunk. No reference is kept.
-            regions: Files with the rows, which stay open as long as this object.
-            fs: The file system. Any but `LOCAL` has the workers run on threads, as tests do.
+        The CPU tier is a table in this process with one row per chunk, and no reference to it is kept. The files of the
+        regions hold the same rows, and stay open as long as this object. Any file system but `LOCAL` has the workers
+        run on threads, as tests do.
 
         Raises:
             OSError: This process may not open more files, or the host has no memory.
@@ -175,6 +169,7 @@ class WorkerPool:
         """
         self._settings, self._permit, self._keyring, self._breaker = settings, permit, keyring, breaker
         self._rows, self._regions = OwnRows(rows), tuple(regions)
+        self._block_bytes = HEADER_BYTES + self._rows.row_bytes
         self.round_trip_seconds = 0.0
         """Time in which the volume says that it does not have a file; 0 while that was not measured."""
         self._fs = fs
@@ -199,9 +194,6 @@ class WorkerPool:
         self._tickets: dict[int, InFlight] = {}
         self._fences: list[_Fence] = []
         self._next_ticket = 1
-        self._placed = 0
-        self._answered = dict.fromkeys(Lane, 0)
-        """By lane, `InFlight.placed` of the last task that was answered."""
         self._stuck: set[int] = set()
         """Workers that hang."""
         self._queues: dict[Lane, deque[InFlight]] = {lane: deque() for lane in Lane}
@@ -259,9 +251,10 @@ class WorkerPool:
             if working is None:
                 working = self._working()
             if task.ticket not in working:
-                task.lane = Lane.LOAD
                 back.append(task)
         self._recall(back)
+        for task in back:
+            task.lane = Lane.LOAD
         self._finish_recalled()
         self._feed()
 
@@ -351,7 +344,7 @@ class WorkerPool:
             return False
         task.is_skipped = False
         if direction is Direction.STORE:
-            outcome = self._permit.reserve(HEADER_BYTES + self._rows.row_bytes, task.task.key.tenant)
+            outcome = self._permit.reserve(self._block_bytes, task.task.key.tenant)
             if outcome is not None:
                 self._breaker.record_store(outcome)
                 self._end(task, outcome)
@@ -362,10 +355,8 @@ class WorkerPool:
         """Put a task on the table; return the message that hands it to a worker."""
         task.entry = entry = self._free.pop()
         task.ticket = ticket = self._next_ticket
-        task.table_lane = task.lane
         task.state = TaskState.ON_TABLE
-        self._placed += 1
-        task.placed, task.passed_at = self._placed, None
+        task.placed_at = time.monotonic()
         self._next_ticket = ticket % 0xFFFFFFFF + 1
         self._taken[task.lane] += 1
         self._tickets[ticket] = task
@@ -385,7 +376,6 @@ class WorkerPool:
                 continue
             self._moved_at = time.monotonic()
             task.ticket = NO_TICKET
-            self._answered[task.table_lane] = max(self._answered[task.table_lane], task.placed)
             self._clear(task)
             if task.lane is not Lane.STORE:
                 self._read_at = self._moved_at
@@ -402,7 +392,7 @@ class WorkerPool:
         """Tell permit and breaker the outcome of a task."""
         if task.lane is Lane.STORE:
             stored = cast("StoreOutcome", answer)
-            self._end_permitted(stored.bytes_written if isinstance(stored, Stored) else 0)
+            self._permit.end(self._block_bytes, stored.bytes_written if isinstance(stored, Stored) else 0)
             if not task.is_skipped:
                 self._breaker.record_store(stored)
         elif not task.is_skipped:
@@ -421,13 +411,10 @@ class WorkerPool:
 
     def _undo_admission(self, task: InFlight) -> None:
         if task.lane is Lane.STORE:
-            self._end_permitted(0)
+            self._permit.end(self._block_bytes, 0)
         if not task.is_skipped:
             self._breaker.skip(_DIRECTIONS[task.lane])
         task.is_skipped = True
-
-    def _end_permitted(self, written: int) -> None:
-        self._permit.end(HEADER_BYTES + self._rows.row_bytes, written)
 
     def _working(self) -> set[int]:
         """Return the tickets that workers work on."""
@@ -443,7 +430,7 @@ class WorkerPool:
         task.state = TaskState.RECALLED
         self._table.set_ticket(task.entry, NO_TICKET)
         self._free.append(task.entry)
-        self._taken[task.table_lane] -= 1
+        self._taken[task.lane] -= 1
         return True
 
     def _recall(self, tasks: Iterable[InFlight]) -> None:
@@ -501,7 +488,6 @@ class WorkerPool:
             self._give_up([task for task in self._open.values() if task.ending is None], NO_WORKERS)
             return
         self._end_hanging(now)
-        self._end_lost(now)
         self._end_late(now)
 
     def _tick_idle(self, every_seconds: float) -> None:
@@ -532,7 +518,8 @@ class WorkerPool:
             slow = workers_for(round_trip_seconds=self.round_trip_seconds, chunk_bytes=self._rows.row_bytes)
             wanted = max(wanted, slow)
         if (wanted := min(wanted, self._settings.workers)) > size:
-            self._supervisor.grow(wanted)
+            self._supervisor.size = wanted
+            self._supervisor.start()
 
     def _reap(self) -> None:
         """End the tasks of dead workers, and replace the workers."""
@@ -542,6 +529,9 @@ class WorkerPool:
         # Their last answers are in the pipe.
         self._take_answers()
         for worker in dead:
+            if self._stores:
+                # It may have written a block and not said so.
+                self._permit.end(0, self._block_bytes)
             task = self._tickets.pop(self._table.current(worker).ticket, None)
             self._table.set_current(worker, Current(NO_TICKET, 0.0))
             if task is None:
@@ -574,23 +564,11 @@ class WorkerPool:
                 task.is_skipped = True
                 self._give_up([task], Ending.LATE)
 
-    def _end_lost(self, now: float) -> None:
-        """End the tasks that a worker has taken and neither works on nor answers, for longer than the deadline.
+    def _end_late(self, now: float) -> None:
+        """Give up on tasks that wait while no worker finishes one, or for very long; stores wait for reads, too.
 
-        Workers take the tasks of a lane in their order, so a task is taken once a later one of its lane was answered.
         A worker that is stopped before it says what it works on keeps a task for itself.
         """
-        working = self._working()
-        for task in self._on_table():
-            if task.placed >= self._answered[task.table_lane] or task.ticket in working:
-                task.passed_at = None
-            elif task.passed_at is None:
-                task.passed_at = now
-            elif now - task.passed_at > self._settings.deadline_seconds and task.ending is None:
-                self._give_up([task], Ending.LATE)
-
-    def _end_late(self, now: float) -> None:
-        """Give up on tasks that wait while no worker finishes one; stores wait for reads, too."""
         was_ready = self._is_ready
         self._is_ready = any(self._is_worker_ready(worker) for worker in self._supervisor.numbers())
         if self._is_ready and not was_ready:
@@ -599,14 +577,12 @@ class WorkerPool:
         slow = self._settings.deadline_seconds
         if not self._is_ready:
             slow = max(slow, START_SECONDS)
-        is_read_late, is_store_late = now - self._read_at > slow, now - self._moved_at > slow
-        if not is_read_late and not is_store_late:
-            return
-        working = self._working()
+        is_late = {lane: now - (self._moved_at if lane is Lane.STORE else self._read_at) > slow for lane in Lane}
+        lost_before, working = now - _LOST_DEADLINES * slow, self._working()
         late = [
             task
             for task in self._open.values()
-            if (is_store_late if task.lane is Lane.STORE else is_read_late)
+            if (is_late[task.lane] or task.placed_at < lost_before)
             and task.ending is None
             and task.ticket not in working
         ]

@@ -22,9 +22,8 @@ logger = logging.getLogger("vllm.kvtier.io_workers")
 
 START_SECONDS = 20.0
 """Longest start of a process on a busy host."""
-_SPARE_DEATHS = 8
-_LONGEST_BACKOFF_SECONDS = 600.0
-"""Each failed attempt doubles the back-off, up to this."""
+_LONGEST_BACKOFF = 20
+"""Each failed attempt doubles the back-off, up to so many times the first one."""
 _KILLED_SECONDS = 1.0
 """How long `close` waits for killed processes. One that hangs in the volume ends when its call returns."""
 
@@ -72,33 +71,23 @@ class _State(enum.Enum):
 class Supervisor:
     """The workers of one engine, by number. Scheduler's thread only; no method but `close` waits."""
 
-    def __init__(  # noqa: PLR0913 - keywords but for two
+    def __init__(
         self,
         size: int,
         launch: Callable[[int], WorkerProcess],
         *,
         what: str = "I/O workers",
         first_backoff_seconds: float,
-        longest_backoff_seconds: float = _LONGEST_BACKOFF_SECONDS,
-        spare_deaths: int = _SPARE_DEATHS,
+        spare_deaths: int = 8,
     ) -> None:
-        """Store the settings.
+        """Store the settings; `launch` starts the worker of a number, or raises OSError.
 
-        Args:
-            size: Number of workers.
-            launch: Starts the worker of a number; raises OSError where that is not possible.
-            what: Names the workers in messages.
-            first_backoff_seconds: Delay before the first new attempt.
-            longest_backoff_seconds: Largest delay.
-            spare_deaths: So many more than `size` may die without one task that was done in between.
+        So many more than `size` may die without one task that was done in between.
         """
-        self.size = size
+        self.size, self._spare_deaths = size, spare_deaths
         self._launch = launch
         self._what = what
-        self._first_backoff_seconds = first_backoff_seconds
-        self._longest_backoff_seconds = longest_backoff_seconds
-        self._spare_deaths = spare_deaths
-        self._backoff_seconds = first_backoff_seconds
+        self._first_backoff_seconds = self._backoff_seconds = first_backoff_seconds
         self._processes: dict[int, WorkerProcess] = {}
         self._killed: set[int] = set()
         self._deaths_in_vain = 0
@@ -134,11 +123,6 @@ class Supervisor:
                 self._retry_at = time.monotonic() + self._first_backoff_seconds
                 return
 
-    def grow(self, size: int) -> None:
-        """Have more workers."""
-        self.size = size
-        self.start()
-
     def numbers(self) -> list[int]:
         """Return the numbers of the workers, dead ones included until they are replaced."""
         return list(self._processes)
@@ -166,14 +150,13 @@ class Supervisor:
     def replace(self, worker: int) -> None:
         """Start a worker in the place of a dead one, unless too many have died."""
         status = self._processes.pop(worker).poll()
-        if worker in self._killed:
-            # A killed one shows that the volume hangs, not that processes cannot live here.
-            self._killed.discard(worker)
-        else:
-            self._deaths_in_vain += 1
+        # A killed one shows that the volume hangs, not that processes cannot live here.
+        is_killed = worker in self._killed
+        self._killed.discard(worker)
+        self._deaths_in_vain += not is_killed
         if self._state is _State.GIVEN_UP:
             return
-        if self._deaths_in_vain > self.size + self._spare_deaths:
+        if not is_killed and self._deaths_in_vain > self.size + self._spare_deaths:
             self.give_up(f"they die and finish no task, the last with status {status}")
         else:
             logger.warning("%s: process %d ended with status %s and is started again", self._what, worker, status)
@@ -217,7 +200,7 @@ class Supervisor:
             )
         self._state = _State.GIVEN_UP
         self._retry_at = time.monotonic() + self._backoff_seconds
-        self._backoff_seconds = min(2 * self._backoff_seconds, self._longest_backoff_seconds)
+        self._backoff_seconds = min(2 * self._backoff_seconds, _LONGEST_BACKOFF * self._first_backoff_seconds)
         for worker in self._processes:
             self.kill(worker)
 

@@ -61,12 +61,7 @@ class TaskTable:
     """
 
     def __init__(self, fd: int, *, threads: int = 0) -> None:
-        """Map the memory behind the descriptor.
-
-        Args:
-            fd: As `create_table` returned it.
-            threads: Number of workers that are threads of this process; 0 where they are processes.
-        """
+        """Map the memory of `create_table`; `threads` is the number of workers that are threads of this process."""
         self._fd = fd
         self._memory = mmap.mmap(fd, _TABLE_BYTES)
         # Numbers that other processes read are written one by one: struct would clear their place first.

@@ -15,8 +15,6 @@ from kvtier_connector.store.blockstore import Hit, Miss, Outcome, Present, Store
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 
-NO_ROW = -1
-
 
 class Lane(enum.IntEnum):
     """Purpose of a task; the lower number is served first."""
@@ -34,7 +32,7 @@ class Task(NamedTuple):
 
     lane: Lane
     key: BlockKey
-    row: int = NO_ROW
+    row: int = -1
     lineage: Lineage = NO_LINEAGE
     """Stores only."""
     queued: float = 0.0

@@ -15,7 +15,6 @@ import json
 import logging
 import mmap
 import os
-import queue
 import select
 import signal
 import subprocess
@@ -40,10 +39,6 @@ logger = logging.getLogger("vllm.kvtier.io_workers")
 
 _BARRED_MILLISECONDS = 20
 """How often a worker that may not store checks whether it may."""
-_SLOW_SECONDS = 0.0003
-"""A close that takes longer is worth waking another thread."""
-_MOST_CLOSING = 2
-"""With so many files waiting to be closed, the worker closes its file itself: the volume does not keep up."""
 _MOST_MAPPED_FILE_BYTES = 4 << 30
 """No block is longer. A longer file may have no bytes at all, and is read instead of mapped."""
 
@@ -237,7 +232,7 @@ class Worker:
         finally:
             self._table.unlock(self._number)
         if (keyring := self._store.keyring) is not None:
-            keyring.activate(active_key)
+            keyring.active_name = active_key
         return self._store.put(task.key, self._staging, task.lineage, is_scratch=True, queued=task.queued)
 
     def _save_in_place(self, row: memoryview, message: TaskMessage) -> Answer | None:
@@ -256,33 +251,17 @@ class Worker:
 
 
 class WorkerFileSystem(FileSystem):
-    """The file system of a worker process: it closes files on a second thread, and maps files that lie in memory.
-
-    A close is a round trip to a network volume. Its answer does not matter to a reader, so the next file is opened
-    meanwhile.
+    """The file system of a worker process, which maps files that lie in memory.
 
     Processes that read files in memory wait for each other. The first `read` of a page that was written moves the page
     between two lists of the kernel, under one lock. With sixteen readers on a tmpfs that takes longer than the copy. A
     mapping that is advised to be read once leaves the lists alone, and saves a copy. A file that is cut short during
     the read ends the process; the engine counts a fault and starts another.
-
-    One thread may use it, besides its own.
     """
 
     def __init__(self) -> None:
         """Start without measurements."""
-        self._closing: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._is_started = False
-        self._is_slow = False
-        """Whether the last close was slow; written by both threads, and only speed is at stake."""
         self._in_memory: dict[int, bool] = {}
-
-    def release(self, fd: int) -> None:
-        """Close a file that was only read: here if closing is fast, else on the second thread."""
-        if self._is_slow and self._closing.qsize() < _MOST_CLOSING and self._has_closer():
-            self._closing.put(fd)
-        else:
-            self._close(fd)
 
     def map(self, fd: int) -> memoryview | None:
         """Map a file that lies in memory, until the last view of it is gone; return None for other files."""
@@ -296,26 +275,6 @@ class WorkerFileSystem(FileSystem):
         memory = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY)
         memory.madvise(mmap.MADV_SEQUENTIAL)
         return memoryview(memory)
-
-    def _has_closer(self) -> bool:
-        if not self._is_started:
-            # Without room for a thread, this thread closes.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self._close_all, name="kvtier-close", daemon=True).start()
-                self._is_started = True
-        return self._is_started
-
-    def _close_all(self) -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                self._close(self._closing.get())
-
-    def _close(self, fd: int) -> None:
-        began = time.monotonic()
-        try:
-            self.close(fd)
-        finally:
-            self._is_slow = time.monotonic() - began > _SLOW_SECONDS
 
 
 def start_process(

@@ -435,7 +435,7 @@ def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | N
         # Damaged, of another version, or not written by a janitor: other processes can write here, too.
         return None
     finally:
-        fs.release(fd)
+        fs.close(fd)
     catalog.restore(rows, generations, tenants)
     return saved
 

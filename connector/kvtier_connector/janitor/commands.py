@@ -30,7 +30,7 @@ from kvtier_connector.contract.errors import ConfigInvalid, ConnectorError, Stor
 from kvtier_connector.contract.janitor import BLOCKS_LAYOUT, JANITOR_CONFIG_FILE, JanitorConfig, decode
 from kvtier_connector.store import fsck
 from kvtier_connector.store.crypto import Keyring
-from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_into
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import find_generations, is_new_tier
 from kvtier_connector.store.journal import JournalWriter, Op, Purge, record_purge
@@ -255,7 +255,7 @@ class _Purging:
             fd = self.fs.open(path, READ_FLAGS)
             try:
                 page = memoryview(bytearray(HEADER_BYTES))
-                header = decode_header(page[: read_page(self.fs, fd, page)])
+                header = decode_header(page[: read_into(self.fs, fd, page)])
             finally:
                 with contextlib.suppress(OSError):
                     self.fs.close(fd)

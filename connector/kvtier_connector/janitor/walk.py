@@ -23,7 +23,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
-from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem, read_into
 from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import (
@@ -164,9 +164,9 @@ def look_at_block(fs: FileSystem, root: str, key: BlockKey, lineage: Lineage | N
         try:
             status = fs.fstat(fd)
             page = memoryview(bytearray(HEADER_BYTES))
-            header = decode_header(page[: read_page(fs, fd, page)])
+            header = decode_header(page[: read_into(fs, fd, page)])
         finally:
-            fs.release(fd)
+            fs.close(fd)
     except OSError as error:
         return None if error.errno in _ABSENT else error
     known = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import re
 import shutil
 import sys
 import time
@@ -17,20 +16,20 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvtier_connector import __version__
 from kvtier_connector.pod_tools.shm import clear_stale_regions
 
 PACKAGE = "kvtier_connector"
 CACHES = ("vllm", "triton", "torchinductor")
 """Directories of compiled code, as `VLLM_CACHE_ROOT` and its kind name them below the scratch directory."""
 _ABANDONED_SECONDS = 3600.0
-_VERSION = re.compile(r'^__version__(?:: Final)? = "(?P<version>[^"]+)"', re.MULTILINE)
 
 
 def install(target: Path, *, source: Path | None = None) -> str:
     """Copy the package to ``target/kvtier_connector``; return what was done, as a sentence."""
     source = source or Path(__file__).resolve().parents[1]
     final = target / PACKAGE
-    label = f"{PACKAGE} {_version(source)}"
+    label = f"{PACKAGE} {__version__}"
     target.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     if final.is_dir() and _digest(final) == _digest(source):
@@ -39,15 +38,13 @@ def install(target: Path, *, source: Path | None = None) -> str:
     fresh, old = target / f".{PACKAGE}.{token}.partial", target / f".{PACKAGE}.{token}.old"
     try:
         count = _copy(source, fresh)
-        replaced = ""
         if final.exists():
-            replaced = f", replacing {_version(final)}"
             final.rename(old)
         fresh.rename(final)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-    return f"{label}: {count} files installed in {final}{replaced}"
+    return f"{label}: {count} files installed in {final}"
 
 
 def _copy(source: Path, fresh: Path) -> int:
@@ -71,15 +68,6 @@ def _digest(directory: Path) -> str:
         content = path.read_bytes()
         hasher.update(f"{path.relative_to(directory)}\0{len(content)}\0".encode() + content)
     return hasher.hexdigest()
-
-
-def _version(directory: Path) -> str:
-    """Return the version that the package in the directory states; its code is not run."""
-    try:
-        match = _VERSION.search((directory / "__init__.py").read_text())
-    except (OSError, UnicodeDecodeError):
-        return "of unknown version"
-    return match["version"] if match else "of unknown version"
 
 
 def _remove_abandoned(target: Path) -> None:

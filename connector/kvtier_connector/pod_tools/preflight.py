@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
@@ -35,7 +36,7 @@ from kvtier_connector.store.fs import (
     VolumeProfile,
     make_directories,
     new_token,
-    read_page,
+    read_into,
     write_block,
     write_profile,
 )
@@ -163,19 +164,13 @@ def _try(
             fs.close(fd)
         return FILE_BYTES
 
-    def read(path: str, buffer: memoryview) -> int:
-        fd = fs.open(path, READ_FLAGS | direct.flag(buffer))
-        try:
-            return fs.preadv(fd, [buffer], 0)
-        finally:
-            fs.close(fd)
-
-    def read_cached(path: str, buffer: memoryview) -> int:
-        fd = fs.open(path, READ_FLAGS)
+    def read(path: str, buffer: memoryview, flag: int | None = None) -> int:
+        flag = direct.flag(buffer) if flag is None else flag
+        fd = fs.open(path, READ_FLAGS | flag)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            starts = range(0, buffer.nbytes, PIECE_BYTES)
-            return sum(fs.preadv(fd, [buffer[start : start + PIECE_BYTES]], start) for start in starts)
+            size = buffer.nbytes if flag else PIECE_BYTES
+            return sum(fs.preadv(fd, [buffer[at : at + size]], at) for at in range(0, buffer.nbytes, size))
         finally:
             fs.close(fd)
 
@@ -184,7 +179,7 @@ def _try(
     _, read_rate = _measure(read, files, buffers, most_seconds / 2)
     cached_rate = 0
     if direct.is_supported():
-        _, cached_rate = _measure(read_cached, files, buffers, most_seconds / 2)
+        _, cached_rate = _measure(functools.partial(read, flag=0), files, buffers, most_seconds / 2)
     is_direct = direct.is_supported() and read_rate * _CLEARLY >= cached_rate
     report = PreflightReport(
         direct_io=direct.is_supported(),
@@ -245,7 +240,7 @@ def _check_renames(fs: FileSystem, directory: str) -> None:
             try:
                 fd = fs.open(target, READ_FLAGS)
                 try:
-                    found = read_page(fs, fd, page)
+                    found = read_into(fs, fd, page)
                 finally:
                     fs.close(fd)
             except OSError as error:
@@ -333,7 +328,7 @@ def _appends(fs: FileSystem, directory: str) -> str:
     page = memoryview(bytearray(4096))
     fd = fs.open(path, READ_FLAGS)
     try:
-        count = read_page(fs, fd, page)
+        count = read_into(fs, fd, page)
     finally:
         fs.close(fd)
     if bytes(page[:count]) != b"".join(bytes([number + 1]) * 1024 for number in range(3)):

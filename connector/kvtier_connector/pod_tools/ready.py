@@ -78,19 +78,7 @@ class StartupReport:
                 said = _read(path)
                 if said is None or not said.is_current():
                     path.unlink(missing_ok=True)
-        self._say(Phase.OPENING, reason)
-
-    def attach(self) -> None:
-        """Report that the engine serves with its volume."""
-        self._say(Phase.ATTACHED, "")
-
-    def serve_without(self, reason: str) -> None:
-        """Report that the engine serves without its volume, and why."""
-        self._say(Phase.WITHOUT, reason)
-
-    def give_up(self, reason: str) -> bool:
-        """Report the same if nothing was decided yet; return whether that was so."""
-        return self._say(Phase.WITHOUT, reason, only_after=Phase.OPENING)
+        self.say(Phase.OPENING, reason)
 
     def end(self) -> None:
         """Remove the report."""
@@ -99,7 +87,8 @@ class StartupReport:
             if self._directory is not None:
                 (self._directory / f"{self._name}{_SUFFIX}").unlink(missing_ok=True)
 
-    def _say(self, phase: Phase, reason: str, *, only_after: Phase | None = None) -> bool:
+    def say(self, phase: Phase, reason: str = "", *, only_after: Phase | None = None) -> bool:
+        """Report a phase, only after another one if that is given; return whether it was reported."""
         with self._lock:
             if only_after is not None and self._phase is not only_after:
                 return False

@@ -7,9 +7,8 @@ fails. Runs before an engine starts, in the init container and again in the engi
 container runs no init container.
 
 The kernel knows whether a process holds a file. It leases a file for writing only if no other process, in any
-container, has it open or mapped; a process that opens it meanwhile waits until it is removed. So engines of several
-containers may share one /dev/shm. A file that cannot be leased stays: another user owns it, or the system has no
-leases.
+container, has it open or mapped; a process that opens it meanwhile waits until it is removed. A file that cannot be
+leased stays: another user owns it, or the system has no leases.
 """
 
 from __future__ import annotations
@@ -66,67 +65,32 @@ def clear_stale_regions(directory: str | Path = SHM) -> list[str]:
 
     A region that cannot be leased or removed stays, with a message in the log.
     """
-    return [str(path) for path, status in _candidates(Path(directory)) if _remove_unused(path, status)]
+    return [str(path) for path in sorted(Path(directory).glob(PREFIX + "*")) if _remove_unused(path)]
 
 
-def _lease(descriptor: int) -> bool:
-    """Lease a file for writing until the descriptor is closed; False if another process holds it.
-
-    Raises:
-        OSError: There are no leases, or the file is another user's.
-    """
-    # The kernel signals us when another process opens it. The default signal would end this process.
-    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove_unused(path: Path, seen: os.stat_result) -> bool:
+def _remove_unused(path: Path) -> bool:
     """Remove a region that no process holds; return whether it was removed."""
+    descriptor = -1
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        logger.info("%s: kept, since it cannot be opened: %s", path, error)
-        return False
-    try:
-        if not os.path.samestat(seen, os.fstat(descriptor)):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return False
-        if _lease(descriptor):
-            return _remove(path, seen)
-        logger.info("%s: kept, a process holds it", path)
-    except OSError as error:
-        logger.warning("%s: kept, since the kernel gives no lease on it: %s", path, error)
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _candidates(directory: Path) -> list[tuple[Path, os.stat_result]]:
-    """List the regions; a directory that is not there has none."""
-    found = []
-    for path in sorted(directory.glob(PREFIX + "*")):
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        if stat.S_ISREG(status.st_mode):
-            found.append((path, status))
-    return found
-
-
-def _remove(path: Path, seen: os.stat_result) -> bool:
-    try:
-        if not os.path.samestat(seen, path.lstat()):
+        # The kernel signals us when another process opens it. The default signal would end this process.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        # Another file may have the name by now.
+        if not os.path.samestat(os.fstat(descriptor), path.lstat()):
             return False
         path.unlink()
     except FileNotFoundError:
         return False
-    except OSError as error:
-        logger.warning("%s: a stale region stays: %s", path, error)
+    except BlockingIOError:
+        logger.info("%s: kept, a process holds it", path)
         return False
+    except OSError as error:
+        logger.warning("%s: kept, since it cannot be opened, leased or removed: %s", path, error)
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
     return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import math
 import stat
 import threading
 import time
@@ -33,7 +34,7 @@ from kvtier_connector.store.fs import (
 )
 from kvtier_connector.store.header import CHECKSUM_BYTES, HEADER_BYTES, NOT_PACKED, Fault, Header, Method, Packing
 from kvtier_connector.store.journal import PurgeLog
-from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, block_path
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 from kvtier_connector.store.reading import Access, Expected, read_verified
 
 
@@ -75,17 +76,14 @@ class StoreFault(enum.Enum):
     NO_KEY = "no_key"
     """Blocks are to be encrypted, and there is no key to do it with; nothing is written in clear instead."""
     NO_SPACE = "no_space"
-    """The volume, or the quota on it, is full."""
     READ_ONLY = "read_only"
     """The volume is mounted read-only, or the kernel made it so after an error."""
     DENIED = "denied"
-    """This process may not write there."""
     PURGED = "purged"
     """A purge of the block came while it waited to be written."""
     RESOURCES = "resources"
     """This process or host has run out of memory or file descriptors; the volume is not to blame."""
     IO = "io"
-    """Anything else that the system says while writing."""
 
 
 Outcome = Hit | Miss | Fault
@@ -144,13 +142,11 @@ class BlockStore:
         """Store the settings; nothing is read or written yet.
 
         Args:
-            root: Where `claim` put the tier, named after its generation, as each block says too; directories that are
-                missing are made when a block is written.
-            fs: The system calls.
+            root: Named after its generation, as each block says too; directories are made when a block is written.
+            fs: Any file system.
             direct: True or False to use O_DIRECT for aligned buffers or never; None asks the volume at first use.
             clock: Nanoseconds since 1970, for the header.
-            keys_dir: Directory of the keys: blocks are then encrypted, and no others are read. `put` needs a key to be
-                made active first; reading needs no more than this. Empty means that nothing is encrypted.
+            keys_dir: Directory of the keys: blocks are then encrypted with the active key, and no others are read.
             compression: One of `contract.COMPRESSIONS`, of what is written; what others compressed is read with any.
         """
         self.keyring = Keyring(keys_dir) if keys_dir else None
@@ -162,18 +158,23 @@ class BlockStore:
         self._compression = Compression(compression, lambda: read_profile(fs, tier_dir))
         self.purges = PurgeLog(fs, self._root)
         self._access = Access(fs, self._root)
-        self._is_end_written_first = self._access.mount.is_end_written_first
         self._own = _OfThread()
 
     def get(self, key: BlockKey, into: memoryview) -> Outcome:
         """Read a block into a writable buffer of exactly its payload's length.
 
-        The buffer is undefined unless the answer is a Hit. A damaged file is moved to quarantine, so the
-        next `get` is a Miss and the next `put` writes the block anew.
+        It is undefined unless the answer is a Hit. A damaged file is moved to quarantine, so the next `get` is a Miss
+        and the next `put` writes the block anew.
         """
         if into.readonly or into.nbytes == 0:
             raise ValueError(f"the buffer for {key} must be writable and not empty")
-        return self._read(key, into.cast("B"), None) or Fault.IO
+        target = into.cast("B")
+
+        def take(offset: int, piece: memoryview) -> bool:
+            target[offset : offset + piece.nbytes] = piece
+            return True
+
+        return self.stream(key, scratch_for(target), take) or Fault.IO
 
     def stream(self, key: BlockKey, buffer: memoryview, take: Take) -> Outcome | None:
         """Read a block through a writable buffer of its payload's length, and hand the payload on.
@@ -181,7 +182,17 @@ class BlockStore:
         It comes in pieces that are verified at the end only: the pieces are worth nothing unless the answer is a Hit.
         The system writes to nothing but `buffer`. None means that `take` ended the read.
         """
-        return self._read(key, buffer.cast("B"), take)
+        own, view = self._own, buffer.cast("B")
+        expected = Expected(key, self._access.home, self.keyring, own.codec)
+
+        def read(fd: int, is_direct: bool) -> int | Fault | None:
+            return read_verified(self._fs, fd, expected, page=own.page, buffer=view, take=take, is_direct=is_direct)
+
+        try:
+            found = self._access.read(key, self._direct.flag(view), read)
+        except FileNotFoundError:
+            return Miss()
+        return Hit(found) if isinstance(found, int) else found
 
     def put(  # noqa: PLR0913 - keywords with defaults
         self,
@@ -191,7 +202,7 @@ class BlockStore:
         *,
         is_scratch: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
-        queued: float | None = None,
+        queued: float = math.inf,
     ) -> StoreOutcome:
         """Write a block, unless it is there already; all of it appears at once or none does.
 
@@ -199,21 +210,16 @@ class BlockStore:
         all is written, and False keeps the block from appearing. The call does not wait for the device: after a power
         failure a block may be damaged or gone, which its reader notices.
 
-        Args:
-            key: The block.
-            payload: Its bytes.
-            lineage: Its origin.
-            is_scratch: The payload may be encrypted in place, and is lost then; else that takes more memory.
-            is_wanted: See above.
-            queued: `time.monotonic` when the block was handed over, by default now; a block purged since is PURGED.
+        A scratch payload may be encrypted in place, and is lost then; else that takes more memory. A block that was
+        purged since it was `queued`, on `time.monotonic`, is PURGED.
         """
         data = payload.cast("B")
         if data.nbytes == 0:
             raise ValueError(f"the payload of {key} must not be empty")
-        since = self._now_queued() if queued is None else queued
 
         def may_appear() -> bool:
-            return is_wanted() and not self._is_purged(key, lineage, since)
+            self.purges.look()
+            return is_wanted() and not self.purges.is_purged(key, lineage, queued)
 
         if self._access.has_whole(key, data.nbytes, self._own.page, self.keyring):
             return Present()
@@ -232,7 +238,7 @@ class BlockStore:
                 sealed = stored if is_ours and not stored.readonly else scratch_for(stored)
                 self._write(key, encrypt(header, stored, sealed, encryption_key), sealed, may_appear)
         except OSError as error:
-            if error.errno == errno.ECANCELED and self.purges.is_purged(key, lineage, since):
+            if error.errno == errno.ECANCELED and self.purges.is_purged(key, lineage, queued):
                 return StoreFault.PURGED
             return _STORE_FAULTS.get(error.errno or 0, StoreFault.IO)
         return Stored(HEADER_BYTES + stored.nbytes)
@@ -243,7 +249,7 @@ class BlockStore:
         One system call, and the bytes are not verified: `get` may still answer otherwise. A client of NFS remembers for
         half a minute that a name was absent, so it is made to ask for the names of the directory, and asked again.
         """
-        path = self._path(key)
+        path = self._access.path(key)
         try:
             try:
                 status = self._fs.stat(path)
@@ -257,23 +263,10 @@ class BlockStore:
             return Fault.IO
         return stat.S_ISREG(status.st_mode) and status.st_size > HEADER_BYTES
 
-    def _now_queued(self) -> float:
-        """Return the time of a block that is handed over now; purges from before are learnt first."""
-        if not self.purges.is_known:
-            self.learn_purges()
-        return time.monotonic()
-
-    def _is_purged(self, key: BlockKey, lineage: Lineage, queued: float) -> bool:
-        self.purges.look()
-        return self.purges.is_purged(key, lineage, queued)
-
     def learn_purges(self) -> None:
         """Look which purges there were so far: `put` refuses what was queued before that and was purged ever."""
         with contextlib.suppress(OSError):
             self.purges.look(may_write=False)
-
-    def _path(self, key: BlockKey) -> str:
-        return f"{self._root}/{block_path(key)}"
 
     def _pack(self, block: memoryview) -> tuple[memoryview, Packing]:
         """Return a block as it is to be written: compressed in memory of this thread, or as it is."""
@@ -289,23 +282,10 @@ class BlockStore:
             return block, NOT_PACKED
         return scratch[:packed_bytes], Packing(Method.ZSTD_PLANES, block.nbytes, width)
 
-    def _read(self, key: BlockKey, buffer: memoryview, take: Take | None) -> Outcome | None:
-        own = self._own
-        expected = Expected(key, self._access.home, self.keyring, own.codec)
-
-        def read(fd: int, is_direct: bool) -> int | Fault | None:
-            return read_verified(self._fs, fd, expected, page=own.page, buffer=buffer, take=take, is_direct=is_direct)
-
-        try:
-            found = self._access.read(key, self._direct.flag(buffer), read)
-        except FileNotFoundError:
-            return Miss()
-        return Hit(found) if isinstance(found, int) else found
-
     def _write(self, key: BlockKey, first_page: bytes, data: memoryview, is_wanted: Callable[[], bool]) -> None:
         page = self._own.page
         page[:] = first_page
-        path = self._path(key)
+        path = self._access.path(key)
         for _ in range(_RETRIES):
             try:
                 self._publish(path, page, data, is_wanted)
@@ -325,4 +305,6 @@ class BlockStore:
         direct = self._direct.flag(data)
         # No other process makes the name. On NFS an exclusive create takes another round trip, for the mode.
         with replacing(self._fs, path, flags=FIRST_WRITE_FLAGS | direct, is_wanted=is_wanted) as fd:
-            write_block(self._fs, fd, (page, data), is_direct=bool(direct), end_first=self._is_end_written_first)
+            write_block(
+                self._fs, fd, (page, data), is_direct=bool(direct), end_first=self._access.mount.is_end_written_first
+            )

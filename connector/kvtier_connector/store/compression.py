@@ -103,10 +103,7 @@ class Codec:
     def pack(self, payload: memoryview, into: memoryview, width: int) -> int:
         """Write a packed payload and return its length, a multiple of the page; 0 if it would not save enough.
 
-        Args:
-            payload: Its length is a multiple of `width`.
-            into: Writable memory of the payload's length; what is in it afterwards is undefined if nothing was saved.
-            width: Bytes of a number, one of `WIDTHS`.
+        The payload's length is a multiple of the width, which is one of `WIDTHS`. After 0, `into` is undefined.
         """
         source = self._numpy.frombuffer(payload, dtype="u1")
         target = self._numpy.frombuffer(into, dtype="u1")
@@ -229,13 +226,8 @@ def pays(  # noqa: PLR0913 - keywords, each a rate
 ) -> bool:
     """Return whether loads get clearly quicker and stores no slower. Pure.
 
-    Args:
-        ratio: Compressed bytes for each byte of a block.
-        pack_rate: Bytes a second of blocks that one processor compresses.
-        unpack_rate: The same of decompressing.
-        read_rate: Bytes a second that the volume gives a node; 0 where it was not measured.
-        write_rate: The same of writing.
-        processors: That this process may use.
+    Rates are bytes of blocks a second; those of packing are of one processor. A rate of the volume that was not
+    measured is 0. `ratio` is the number of compressed bytes for each byte of a block.
     """
     if not (read_rate and write_rate):
         return False
@@ -248,17 +240,10 @@ def pays(  # noqa: PLR0913 - keywords, each a rate
 class Compression:
     """Chooses for each block the width of the numbers with which it is compressed."""
 
-    def __init__(self, mode: str, profile: Callable[[], VolumeProfile], *, processors: int = 0) -> None:
-        """Store the settings.
-
-        Args:
-            mode: One of `contract.COMPRESSIONS`.
-            profile: Reads the measurements of the volume; called at each trial.
-            processors: That this process may use; 0 asks the system.
-        """
+    def __init__(self, mode: str, profile: Callable[[], VolumeProfile]) -> None:
+        """Store the settings; `profile` reads the measurements of the volume, and is called at each trial."""
         self._mode = mode
         self._profile = profile
-        self._processors = processors or len(os.sched_getaffinity(0))
         self._width = 0
         self._left = 0
 
@@ -268,13 +253,7 @@ class Compression:
         return self._mode != engine.COMPRESSION_OFF and is_available()
 
     def width_for(self, payload: memoryview, codec_here: Codec, scratch: memoryview) -> int:
-        """Return the width, 0 to write the block as it is.
-
-        Args:
-            payload: The block.
-            codec_here: The calling thread's.
-            scratch: Writable memory of the block's length.
-        """
+        """Return the width, 0 to write the block as it is. The codec is the calling thread's."""
         if self._left > 0:
             self._left -= 1
         else:
@@ -303,6 +282,6 @@ class Compression:
             unpack_rate=sample.nbytes / max(ended - between, 1e-9),
             read_rate=profile.read_bytes_per_second,
             write_rate=profile.write_bytes_per_second,
-            processors=self._processors,
+            processors=len(os.sched_getaffinity(0)),
         )
         return best if is_worth_it else 0

@@ -21,7 +21,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvtier_connector.contract.engine import KEY_BYTES
 from kvtier_connector.store import compression
@@ -98,11 +97,7 @@ class Keyring:
     ) -> None:
         """Store the settings; nothing is read yet.
 
-        Args:
-            directory: Where the Secret is mounted.
-            seconds: How often the directory is looked at for a change; for a key that is missing, each second.
-            fs: The system calls.
-            now: Seconds that never go back.
+        The directory is looked at for a change after so many seconds; for a key that is missing, each second.
         """
         self._directory = directory
         self._seconds = seconds
@@ -112,7 +107,8 @@ class Keyring:
         self._stamp: tuple[int, int] | None = None
         self._looked_at: float | None = None
         self._file_problem = ""
-        self._active = ""
+        self.active_name = ""
+        """The key with which blocks are encrypted from now on; empty for no key."""
 
     def find(self, name: str) -> Key | None:
         """Return the key of this name, None if there is none."""
@@ -120,35 +116,26 @@ class Keyring:
         self._refresh(self._seconds if key is not None else min(_EAGER_SECONDS, self._seconds))
         return self._keys.get(name)
 
-    def activate(self, name: str) -> None:
-        """Encrypt with this key from now on; the empty name is no key."""
-        self._active = name
-
-    @property
-    def active_name(self) -> str:
-        """The name that `activate` was told last."""
-        return self._active
-
     def active(self) -> Key | None:
         """Return the key that encrypts, None if there is none to use; `problem` says why."""
-        return self.find(self._active) if self._active and HAS_AES else None
+        return self.find(self.active_name) if self.active_name and HAS_AES else None
 
     @property
     def is_usable(self) -> bool:
         """Whether there was a key to encrypt with at the last call of `active`."""
-        return HAS_AES and self._active in self._keys
+        return HAS_AES and self.active_name in self._keys
 
     @property
     def problem(self) -> str:
         """Why blocks cannot be encrypted, or which file is no key, and what to do; empty if all is well."""
         if not HAS_AES:
             return "this image lacks the Python package cryptography: use vLLM's own image, or add the package"
-        if not self._active:
+        if not self.active_name:
             return "no active key is set: set spec.disk.encryption.activeKey to an entry of the Secret"
-        if self._active not in self._keys:
+        if self.active_name not in self._keys:
             return (
-                f"the active key {self._active!r} is not in {self._directory}: add it to the Secret first, and then "
-                f"make it active{'; ' + self._file_problem if self._file_problem else ''}"
+                f"the active key {self.active_name!r} is not in {self._directory}: add it to the Secret first, and "
+                f"then make it active{'; ' + self._file_problem if self._file_problem else ''}"
             )
         return self._file_problem
 
@@ -196,16 +183,6 @@ _PIECE_BYTES = 1 << 20
 _NO_TAG = bytes(CHECKSUM_BYTES)
 
 
-class PayloadReader(Protocol):
-    """Takes the payload of one block piece by piece, and says at its end whether it is the one that was written."""
-
-    def take(self, piece: memoryview) -> None:
-        """Take in the next bytes; encrypted ones are decrypted where they are."""
-
-    def end(self) -> Fault | None:
-        """Return the fault of the payload, None without one; call it once, after the last piece."""
-
-
 class _Checking:
     def __init__(self, header: Header, hasher: Hasher) -> None:
         self._header = header
@@ -235,27 +212,24 @@ class _Decrypting:
         return None
 
 
+PayloadReader = _Checking | _Decrypting
+"""Takes the payload of one block piece by piece, and decrypts it where it is; `end` says whether it is as written."""
+
+
 def begin_reading(header: Header, page: memoryview, keyring: Keyring | None) -> PayloadReader | Fault:
     """Return what verifies, and decrypts, the payload of a block, or why that is not possible here.
 
-    Args:
-        header: What `page` says.
-        page: The header's bytes.
-        keyring: None reads blocks that are not encrypted, and only those; a ring reads encrypted ones, and only those.
+    Without a keyring only blocks that are not encrypted are read, and with one only those that are.
     """
-    fault = _find_fault(header, keyring)
-    if fault is not None:
-        return fault
-    if keyring is None:
-        return _Checking(header, new_hasher(header.algorithm))
-    key = keyring.find(header.seal.key_id)
-    # The ring may have changed since.
-    return Fault.KEY_MISSING if key is None else _Decrypting(header, page, key)
+    key = _find_key(header, keyring)
+    if isinstance(key, Fault):
+        return key
+    return _Checking(header, new_hasher(header.algorithm)) if key is None else _Decrypting(header, page, key)
 
 
 def can_read(header: Header, keyring: Keyring | None) -> bool:
     """Return whether a block with this header can be read here, as far as the header tells."""
-    return can_unpack(header) and _find_fault(header, keyring) is None
+    return can_unpack(header) and not isinstance(_find_key(header, keyring), Fault)
 
 
 def can_unpack(header: Header) -> bool:
@@ -263,7 +237,8 @@ def can_unpack(header: Header) -> bool:
     return header.packing == NOT_PACKED or compression.is_available()
 
 
-def _find_fault(header: Header, keyring: Keyring | None) -> Fault | None:
+def _find_key(header: Header, keyring: Keyring | None) -> Key | Fault | None:
+    """Return the block's key, None for one that is not encrypted, or why it cannot be read."""
     if header.encryption == Encryption.NONE:
         if keyring is not None:
             return Fault.CLEAR
@@ -271,7 +246,7 @@ def _find_fault(header: Header, keyring: Keyring | None) -> Fault | None:
     key = None if keyring is None or not HAS_AES else keyring.find(header.seal.key_id)
     if key is None:
         return Fault.KEY_MISSING
-    return None if key.check == header.seal.key_check else Fault.KEY_WRONG
+    return key if key.check == header.seal.key_check else Fault.KEY_WRONG
 
 
 def with_checksum(header: Header, payload: memoryview) -> bytes:

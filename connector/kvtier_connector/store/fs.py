@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import stat
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -103,18 +102,13 @@ class FileSystem:
         """Open a file; one that is created has mode 0640, whatever the process's umask takes away."""
         real = self._real(path)
         fd = os.open(path, flags, FILE_MODE) if real is None else self._open_plain(path, real, flags)
-        if flags & os.O_CREAT and _umask() & FILE_MODE:
-            with contextlib.suppress(OSError):
-                os.fchmod(fd, FILE_MODE)
+        if flags & os.O_CREAT:
+            _mend_mode(fd, FILE_MODE)
         return fd
 
     def close(self, fd: int) -> None:
         """Close a file; network file systems report a failed write here."""
         os.close(fd)
-
-    def release(self, fd: int) -> None:
-        """Close a file that was only read; the answer does not matter."""
-        self.close(fd)
 
     def share(self, fd: int) -> None:
         """Let the group write to an open file, as far as the volume lets us."""
@@ -187,7 +181,12 @@ class FileSystem:
         """Make a directory with mode 2770, whatever the process's umask takes away."""
         with self._at(path) as (directory, name):
             os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
-            _mend_mode(name, directory)
+            with contextlib.suppress(OSError):
+                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+                try:
+                    _mend_mode(fd, DIRECTORY_MODE)
+                finally:
+                    os.close(fd)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
@@ -335,27 +334,12 @@ def _openat2() -> Callable[..., int] | None:
     return found
 
 
-def _mend_mode(name: str, directory: int | None) -> None:
-    # A new directory has the set-group-ID bit from the directory above, never from the call. So its mode is compared
+def _mend_mode(fd: int, mode: int) -> None:
+    # A new directory has the set-group-ID bit from the directory above, never from the call. The mode is compared
     # first: a change of mode asks every server of some file systems, and others refuse it.
     with contextlib.suppress(OSError):
-        if stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode) == DIRECTORY_MODE:
-            return
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-        try:
-            os.fchmod(fd, DIRECTORY_MODE)
-        finally:
-            os.close(fd)
-
-
-@functools.cache
-def _umask() -> int:
-    """Return the process's umask as it was at the first call; asking the system otherwise would change it."""
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:  # noqa: PTH123 - one file, once
-            return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
-    except (OSError, StopIteration, ValueError):
-        return 0o777
+        if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+            os.fchmod(fd, mode)
 
 
 LOCAL = FileSystem()
@@ -403,8 +387,8 @@ def is_page_aligned(view: memoryview) -> bool:
 class DirectIo:
     """Decides, transfer by transfer, whether the page cache is bypassed with O_DIRECT.
 
-    The file system under a root is asked once, with a one-page file; any thread may be the one that asks. While the
-    root does not exist there is nothing to ask, and transfers go through the page cache.
+    The file system under a root is asked with a one-page file, by the first threads that write. While the root does not
+    exist there is nothing to ask, and transfers go through the page cache.
     """
 
     def __init__(
@@ -414,7 +398,6 @@ class DirectIo:
         self._advised = advised
         self._fs = fs
         self._root = root
-        self._lock = threading.Lock()
         self._answer = direct if O_DIRECT else False
 
     def flag(self, view: memoryview) -> int:
@@ -424,11 +407,8 @@ class DirectIo:
     def is_supported(self) -> bool:
         """Return whether files under the root take O_DIRECT."""
         if self._answer is None:
-            with self._lock:
-                if self._answer is None:
-                    self._answer = self._ask()
-                    if self._answer and self._advised() is False:
-                        self._answer = False
+            answer = self._ask()
+            self._answer = answer and self._advised() is not False
         return bool(self._answer)
 
     def _ask(self) -> bool | None:
@@ -461,25 +441,23 @@ def abandon(fs: FileSystem, fd: int, path: str) -> None:
             fs.unlink(path)
 
 
-def read_page(fs: FileSystem, fd: int, page: memoryview) -> int:
-    """Read a file's first page through the page cache; return the bytes read, fewer if the file ends."""
+def read_into(fs: FileSystem, fd: int, buffer: memoryview, offset: int = 0) -> int:
+    """Fill the buffer through the page cache; return the bytes read, fewer if the file ends."""
     done = 0
-    while done < page.nbytes and (count := fs.preadv(fd, [page[done:]], done)):
+    while done < buffer.nbytes and (count := fs.preadv(fd, [buffer[done:]], offset + done)):
         done += count
     return done
 
 
 def read_file(fs: FileSystem, path: str, *, most_bytes: int, flags: int = READ_FLAGS) -> bytes:
     """Return the content of a small file, cut at `most_bytes`; raise OSError where it cannot be read."""
-    buffer, done = memoryview(bytearray(most_bytes)), 0
+    buffer = memoryview(bytearray(most_bytes))
     fd = fs.open(path, flags)
     try:
-        while done < most_bytes and (count := fs.preadv(fd, [buffer[done:]], done)):
-            done += count
+        return bytes(buffer[: read_into(fs, fd, buffer)])
     finally:
         with contextlib.suppress(OSError):
             fs.close(fd)
-    return bytes(buffer[:done])
 
 
 def write_block(

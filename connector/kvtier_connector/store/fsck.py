@@ -18,10 +18,9 @@ from typing import NamedTuple
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.crypto import Keyring, begin_reading
-from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_page
+from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_into
 from kvtier_connector.store.header import (
     FORMAT_VERSION,
-    HAS_AES,
     HEADER_BYTES,
     NOT_PACKED,
     Fault,
@@ -38,7 +37,6 @@ from kvtier_connector.store.scan import (
     Leftover,
     LeftoverKind,
     WalkProgress,
-    list_journals,
     scan,
 )
 
@@ -46,27 +44,6 @@ _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",
     LeftoverKind.QUARANTINED: "a reader found it damaged and moved it away; it can be removed",
     LeftoverKind.FOREIGN: "no part of a tier; move it elsewhere",
-}
-_MOVED = "a reader moves it away, and the block is computed again"
-EXPLAINED = {
-    Fault.EMPTY: f"it has no bytes, as after a power failure; {_MOVED}",
-    Fault.TRUNCATED: f"it ends too early; {_MOVED}",
-    Fault.MAGIC: f"it does not begin as a block does; {_MOVED}",
-    Fault.VERSION: "another release wrote it; readers of that one serve it",
-    Fault.HEADER: f"its header is damaged; {_MOVED}",
-    Fault.KEY: f"it holds another block than its name says; {_MOVED}",
-    Fault.GENERATION: f"it was written for another generation than its directory's, or for other weights; {_MOVED}",
-    Fault.LENGTH: "its block is of another length than its readers'; they compute it again",
-    Fault.TRAILING: f"it goes on behind its payload; {_MOVED}",
-    Fault.CHECKSUM: f"its bytes are not those that were written; {_MOVED}",
-    Fault.ALGORITHM: "it needs a checksum or an encryption that is not known here; "
-    + ("a later release may serve it" if HAS_AES else "the package cryptography is missing: pip install cryptography"),
-    Fault.KEY_MISSING: "it is encrypted with a key that is not here",
-    Fault.KEY_WRONG: "it is encrypted with another key than the one of this name here",
-    Fault.CLEAR: "it is not encrypted, and readers believe encrypted blocks only",
-    Fault.PACKING: f"what was written cannot be decompressed; {_MOVED}",
-    Fault.TAG: f"its bytes are not those that were encrypted; {_MOVED}",
-    Fault.IO: "the system could not read it; look at the volume",
 }
 
 
@@ -94,13 +71,6 @@ class FsckReport:
     """Blocks that were written compressed."""
     saved_bytes: int = 0
     """How many bytes fewer they take for that."""
-
-
-def check(root: Path, *, fs: FileSystem = LOCAL, partial_age_seconds: float = PARTIAL_AGE_SECONDS) -> list[FsckProblem]:
-    """Return every problem under the root of one generation, in the order of their paths."""
-    report = FsckReport()
-    check_generation(root, report, fs=fs, partial_age_seconds=partial_age_seconds)
-    return report.problems
 
 
 def check_all(
@@ -143,19 +113,10 @@ def check_generation(  # noqa: PLR0913 - keywords with defaults
     keyring: Keyring | None = None,
     progress: WalkProgress | None = None,
 ) -> None:
-    """Verify every file under the root of one generation.
-
-    Args:
-        root: The directory of ``tier.json``.
-        report: The result is added to it.
-        fs: The system calls.
-        partial_age_seconds: Younger partial files belong to a writer at work.
-        threads: How many files are verified at once.
-        keyring: The keys of encrypted blocks.
-        progress: Told of each file that was verified, by the calling thread.
-    """
+    """Verify every file under the root of one generation, so many at once, and add the result to the report."""
     progress = progress or WalkProgress()
-    problems = _identity_problems(fs, root)
+    problem = _identity_problem(fs, root)
+    problems = [FsckProblem(TIER_FILE, "identity", problem)] if problem else []
     entries = scan(root, fs=fs, partial_age_seconds=partial_age_seconds, threads=threads, on_share=progress.reach)
     try:
         for entry, found in _verify_all(fs, root, entries, threads, keyring):
@@ -171,7 +132,7 @@ def check_generation(  # noqa: PLR0913 - keywords with defaults
             elif found in {Fault.KEY_MISSING, Fault.KEY_WRONG}:
                 report.unverified += 1
             elif found is not None:
-                problems.append(FsckProblem(entry.path, found.value, EXPLAINED[found]))
+                problems.append(FsckProblem(entry.path, found.value, found.explanation))
     except ConnectorError as error:
         problems.append(FsckProblem("", "unreadable", str(error)))
     progress.finish()
@@ -213,7 +174,7 @@ def _verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | No
         return Fault.IO
     try:
         page = memoryview(bytearray(HEADER_BYTES))
-        header = decode_header(page[: read_page(fs, fd, page)])
+        header = decode_header(page[: read_into(fs, fd, page)])
         if isinstance(header, Fault):
             return header
         # A directory that no generation can have is the home of no block.
@@ -239,22 +200,20 @@ def _verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | No
             fs.close(fd)
 
 
-def _identity_problems(fs: FileSystem, root: Path) -> list[FsckProblem]:
+def _identity_problem(fs: FileSystem, root: Path) -> str:
+    """Return why no engine can use the directory; empty if one can."""
     try:
         document = identity.read(root, fs=fs)
     except ConnectorError as error:
-        return [FsckProblem(TIER_FILE, "identity", str(error))]
+        return str(error)
     if document is None:
-        return [FsckProblem(TIER_FILE, "identity", f"none in {root}, nor below: give a directory that holds a tier")]
+        return f"none in {root}, nor below: give a directory that holds a tier"
     version = document.get("format")
     if version != FORMAT_VERSION or not isinstance(document.get("digest"), str):
-        return [FsckProblem(TIER_FILE, "identity", f"format {version!r} is not {FORMAT_VERSION}, or no digest")]
-    if document["digest"] != root.absolute().name:
-        message = (
-            f"it describes generation {document['digest']}: the directory was copied or renamed, and no engine uses it"
-        )
-        return [FsckProblem(TIER_FILE, "identity", message)]
-    return []
+        return f"format {version!r} is not {FORMAT_VERSION}, or no digest"
+    if document["digest"] == root.absolute().name:
+        return ""
+    return f"it describes generation {document['digest']}: the directory was copied or renamed, and no engine uses it"
 
 
 AGES = (("1 h", 3600), ("1 d", 86_400), ("7 d", 604_800), ("30 d", 2_592_000))
@@ -294,7 +253,6 @@ class GenerationCount:
     newest_seconds: float | None = None
     leftovers: dict[str, FileCount] = field(default_factory=lambda: {kind.value: FileCount() for kind in LeftoverKind})
     """Young partial files too: here they are writers at work, or what is left of them."""
-    journals: FileCount = field(default_factory=FileCount)
 
 
 def count_generation(  # noqa: PLR0913 - keywords with defaults
@@ -323,8 +281,6 @@ def count_generation(  # noqa: PLR0913 - keywords with defaults
                 progress.add(entry.size)
             else:
                 generation.leftovers[entry.kind.value].add(entry.size)
-        for size in list_journals(root, fs=fs):
-            generation.journals.add(size)
     except ConnectorError as error:
         generation.problem = str(error)
     progress.finish()

@@ -15,7 +15,7 @@ import enum
 import functools
 import struct
 import zlib
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Self
 
 from blake3 import blake3
 
@@ -61,16 +61,6 @@ class Algorithm(enum.IntEnum):
     AES_GMAC = 2
 
 
-class Hasher(Protocol):
-    """Takes in a payload piece by piece."""
-
-    def update(self, piece: memoryview, /) -> object:
-        """Take in the next bytes."""
-
-    def digest(self) -> bytes:
-        """Return the checksum, once, after the last piece."""
-
-
 @functools.cache
 def _gmac_cipher() -> Cipher[modes.GCM]:
     """Return what is the same for every payload; to make it takes longer than to read a small chunk."""
@@ -88,6 +78,9 @@ class _Gmac:
         self._encryptor.finalize()
         return self._encryptor.tag.ljust(CHECKSUM_BYTES, b"\0")
 
+
+Hasher = blake3 | _Gmac
+"""Takes in a payload piece by piece."""
 
 DEFAULT_ALGORITHM: Final = Algorithm.AES_GMAC if HAS_AES else Algorithm.BLAKE3_256
 """Algorithm of new blocks."""
@@ -131,59 +124,52 @@ CHECKSUM_PLACE = slice(152, 152 + CHECKSUM_BYTES)
 _PADDING = bytes(CRC_OFFSET - _FIELDS.size)
 
 
+_MOVED = "a reader moves it away, and the block is computed again"
+
+
 class Fault(enum.Enum):
-    """Why a block file cannot be served. A fault is data: the caller counts it and recomputes."""
+    """Why a block file cannot be served, with a sentence for people: the caller counts it and recomputes."""
 
-    EMPTY = "empty"
-    """The file has no bytes, as some file systems leave it after a power failure."""
-    TRUNCATED = "truncated"
-    """The file ends before its header or its payload does."""
-    MAGIC = "magic"
-    """The first four bytes are not ours: the file is zero-filled, overwritten or foreign."""
-    VERSION = "version"
-    """An intact header of another format version: another release wrote it."""
-    HEADER = "header"
-    """The header's own checksum is wrong, or a field in it makes no sense."""
-    KEY = "key"
-    """The file holds another block than its name says."""
-    GENERATION = "generation"
-    """The file was written for another generation, or for other weights, than the directory that it lies in."""
-    LENGTH = "length"
-    """The file is whole, but its payload is not as long as the reader's blocks are."""
-    TRAILING = "trailing"
-    """The file goes on behind its payload: another writer appended to it, or its header is of a shorter block."""
-    CHECKSUM = "checksum"
-    """The payload is not what the writer wrote."""
-    ALGORITHM = "algorithm"
-    """An intact header that asks for a checksum, an encryption or a feature that is not known here."""
-    KEY_MISSING = "key_missing"
-    """The block is encrypted with a key that this reader does not have."""
-    KEY_WRONG = "key_wrong"
-    """The block is encrypted with another key than the one that has this name here."""
-    CLEAR = "clear"
-    """The block is not encrypted, and this reader believes encrypted blocks only."""
-    PACKING = "packing"
-    """The payload is what the writer wrote, and does not unpack to a block."""
-    TAG = "tag"
-    """The reader has the key, and header and payload are not what was encrypted with it."""
-    IO = "io"
-    """The system could not open or read the file; nothing is known about its bytes."""
+    EMPTY = "empty", f"it has no bytes, as after a power failure; {_MOVED}"
+    TRUNCATED = "truncated", f"it ends too early; {_MOVED}"
+    MAGIC = "magic", f"it does not begin as a block does; {_MOVED}"
+    VERSION = "version", "another release wrote it; readers of that one serve it"
+    HEADER = "header", f"its header is damaged; {_MOVED}"
+    KEY = "key", f"it holds another block than its name says; {_MOVED}"
+    GENERATION = (
+        "generation",
+        f"it was written for another generation than its directory's, or for other weights; {_MOVED}",
+    )
+    LENGTH = "length", "its block is of another length than its readers'; they compute it again"
+    TRAILING = "trailing", f"it goes on behind its payload; {_MOVED}"
+    CHECKSUM = "checksum", f"its bytes are not those that were written; {_MOVED}"
+    ALGORITHM = (
+        "algorithm",
+        "it needs a checksum or an encryption that is not known here; "
+        + (
+            "a later release may serve it"
+            if HAS_AES
+            else "the package cryptography is missing: pip install cryptography"
+        ),
+    )
+    KEY_MISSING = "key_missing", "it is encrypted with a key that is not here"
+    KEY_WRONG = "key_wrong", "it is encrypted with another key than the one of this name here"
+    CLEAR = "clear", "it is not encrypted, and readers believe encrypted blocks only"
+    PACKING = "packing", f"what was written cannot be decompressed; {_MOVED}"
+    TAG = "tag", f"its bytes are not those that were encrypted; {_MOVED}"
+    IO = "io", "the system could not read it; look at the volume"
 
-    @property
-    def is_damage(self) -> bool:
-        """Return whether the file is bad for every reader, so that moving it out of the way loses nothing."""
-        return self not in _STAYING
+    _value_: str
+    explanation: str
+    is_damage: bool
+    """Whether the file is bad for every reader, so that moving it out of the way loses nothing."""
 
-
-_STAYING = {
-    Fault.VERSION,
-    Fault.LENGTH,
-    Fault.ALGORITHM,
-    Fault.KEY_MISSING,
-    Fault.KEY_WRONG,
-    Fault.CLEAR,
-    Fault.IO,
-}
+    def __new__(cls, value: str, explanation: str) -> Self:
+        """Make a fault of a value for programs."""
+        fault = object.__new__(cls)
+        fault._value_ = value
+        fault.explanation, fault.is_damage = explanation, explanation.endswith(_MOVED)
+        return fault
 
 
 class Encryption(enum.IntEnum):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import errno
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -115,23 +116,19 @@ class RootClaim:
             seen = self._look()
             if seen is not None:
                 return RootState.SAME if seen == self._seen else RootState.OTHER
-            return RootState.OTHER if may_write and self._is_there() else RootState.GONE
+            return RootState.OTHER if may_write and self._stat(str(self._root)) else RootState.GONE
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{TIER_FILE}: cannot be looked at: {error}") from error
 
     def _look(self) -> _Seen | None:
+        status = self._stat(f"{self._root}/{TIER_FILE}")
+        return status and (status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+
+    def _stat(self, path: str) -> os.stat_result | None:
         try:
-            status = self._fs.stat(f"{self._root}/{TIER_FILE}")
+            return self._fs.stat(path)
         except FileNotFoundError:
             return None
-        return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
-
-    def _is_there(self) -> bool:
-        try:
-            self._fs.stat(str(self._root))
-        except FileNotFoundError:
-            return False
-        return True
 
 
 def read(root: Path, *, fs: FileSystem = LOCAL) -> dict[str, Any] | None:

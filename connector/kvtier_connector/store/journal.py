@@ -3,8 +3,7 @@
 
 Each writer has a journal: a head, then records of one length, each with its own checksum. A record is a hint. Its
 reader looks at the block before it relies on the record, and a lost record costs a block computed again. FORMAT.md
-beside the package documents every offset; the two change together. Nothing here runs by itself: a thread of the caller
-flushes.
+beside the package documents every offset; the two change together.
 
 The purge log is one file in each generation that tells writers of purges, so that no queued block lands afterwards. The
 purger appends a line, then removes files until a pass over the directory finds none. A writer reads the log between
@@ -43,6 +42,7 @@ from kvtier_connector.store.fs import (
     make_directories,
     new_token,
     read_file,
+    read_into,
     replacing,
     write_all,
 )
@@ -89,9 +89,6 @@ class JournalLimits:
     """The writer removes its own segments before these last ones."""
     life_seconds: float = 600.0
     """A journal to which nothing was written for so long has its time renewed while its process is there."""
-
-
-DEFAULT_LIMITS = JournalLimits()
 
 
 class Op(enum.IntEnum):
@@ -198,7 +195,7 @@ class JournalWriter:
         root: Path,
         *,
         fs: FileSystem = LOCAL,
-        limits: JournalLimits = DEFAULT_LIMITS,
+        limits: JournalLimits = JournalLimits(),
         clock: Callable[[], int] = time.time_ns,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -397,9 +394,9 @@ def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
         fd = fs.open(path, READ_FLAGS)
         try:
             found = memoryview(bytearray(_MOST_READ_BYTES))
-            count = fs.preadv(fd, [found], end)
+            count = read_into(fs, fd, found, end)
         finally:
-            fs.release(fd)
+            fs.close(fd)
         if line in bytes(found[:count]):
             return
     raise OSError(errno.EIO, "another purge overwrites the purge log again and again; try again", path)
@@ -429,13 +426,7 @@ class PurgeLog:
     """The purges of one root as far as a writer knows them. Any thread may call; `look` waits for the volume."""
 
     def __init__(self, fs: FileSystem, root: str, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Store the settings; nothing is read yet.
-
-        Args:
-            fs: The system calls.
-            root: The generation.
-            now: Seconds of a clock that all processes of the machine share and that never goes back.
-        """
+        """Store the settings; nothing is read yet. `now` is of a clock that all processes of the machine share."""
         self._fs = fs
         self._path = f"{root}/{PURGES_FILE}"
         self._now = now
@@ -444,30 +435,27 @@ class PurgeLog:
         """Bytes known; -1 before the first look."""
         self._seen: list[tuple[float, Purge]] = []
 
-    @property
-    def is_known(self) -> bool:
-        """Whether `look` has succeeded once."""
-        return self._size >= 0
-
     def look(self, *, may_write: bool = True) -> None:
         """Learn of new purges; raise OSError if the volume does not answer. One open, one fstat and one close.
 
         With `may_write` the file is made where there is none.
         """
-        fd = self._open(may_write=may_write)
-        if fd is None:
-            with self._lock:
+        known = self._size
+        try:
+            fd = self._fs.open(self._path, READ_FLAGS)
+        except FileNotFoundError:
+            if not may_write:
                 self._size = max(self._size, 0)
-            return
+                return
+            _make(self._fs, self._path)
+            fd = self._fs.open(self._path, READ_FLAGS)
         try:
             size = self._fs.fstat(fd).st_size
-            with self._lock:
-                known = self._size
-            found = [] if size == known else self._read(fd, known, size)
+            if size == known:
+                return
+            found = self._read(fd, known, size)
         finally:
-            self._fs.release(fd)
-        if size == known:
-            return
+            self._fs.close(fd)
         with self._lock:
             # Another thread may have read the same: twice costs nothing.
             now = self._now()
@@ -481,25 +469,13 @@ class PurgeLog:
         with self._lock:
             return any(queued <= seen and purge.matches(key, lineage) for seen, purge in self._seen)
 
-    def _open(self, *, may_write: bool) -> int | None:
-        try:
-            return self._fs.open(self._path, READ_FLAGS)
-        except FileNotFoundError:
-            if not may_write:
-                return None
-            _make(self._fs, self._path)
-            return self._fs.open(self._path, READ_FLAGS)
-
     def _read(self, fd: int, known: int, size: int) -> list[Purge]:
         start = max(0, known)
         if size < start or size - start > _MOST_READ_BYTES:
             # The directory was made anew, or this process has not looked for long.
             return [_EVERYTHING]
         buffer = memoryview(bytearray(size - start))
-        done = 0
-        while done < buffer.nbytes and (count := self._fs.preadv(fd, [buffer[done:]], start + done)):
-            done += count
-        return [_parse(line) for line in bytes(buffer[:done]).splitlines()]
+        return [_parse(line) for line in bytes(buffer[: read_into(self._fs, fd, buffer, start)]).splitlines()]
 
 
 def _parse(line: bytes) -> Purge:

@@ -118,17 +118,11 @@ def advice(mount: Mount) -> list[str]:
         found.append(f"{mount.type} is of one node: engines elsewhere do not see it")
     if "sync" in mount.options:
         found.append("mount without sync: it makes each write wait for the device")
-    if mount.is_nfs:
-        found += _advice_on_nfs(mount)
-    if mount.type.startswith("fuse"):
-        read = mount.options.get("max_read", "")
-        if read.isdecimal() and int(read) < _LARGE_BYTES:
-            found.append(f"max_read is {read}: each read is cut into pieces of it; raise it if the client can")
-    return found
-
-
-def _advice_on_nfs(mount: Mount) -> list[str]:
-    found = []
+    read = mount.options.get("max_read", "")
+    if mount.type.startswith("fuse") and read.isdecimal() and int(read) < _LARGE_BYTES:
+        found.append(f"max_read is {read}: each read is cut into pieces of it; raise it if the client can")
+    if not mount.is_nfs:
+        return found
     if "nocto" in mount.options:
         found.append("mount without nocto: blocks of other nodes are known as late as attributes are cached, a minute")
     if "noac" in mount.options:

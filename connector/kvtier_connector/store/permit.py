@@ -8,8 +8,7 @@ The store permit is a small file in which the janitor says how many bytes each e
 The janitor alone knows the contents of the volume, so engines write only while they hold a permit. The file has a
 constant length and is overwritten in place, since a full volume has no room for a new file. Nothing in it is a time of
 day: it lasts for some seconds after its own modification time, which the volume's clock stamps. An engine compares that
-with the modification time of a file that it has touched itself. Without a valid permit engines store nothing and go on
-loading.
+with the modification time of a file that it has touched itself.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import NamedTuple
 from kvtier_connector.contract.engine import LiveSettings, decode_live
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.store.blockstore import StoreFault
-from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, READ_FLAGS, FileSystem, read_file
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, READ_FLAGS, FileSystem, read_file, read_into
 
 PERMIT_FILE = "permit.json"
 """Name of the file, beside the generations of the tier."""
@@ -90,23 +89,6 @@ def decode_permit(content: bytes) -> Permit:
     return permit
 
 
-class VolumeClock:
-    """The time of the volume, from a modification time that was read there and this host's monotonic clock."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Start without a time; `now` are seconds that never go back."""
-        self._now = now
-        self._offset: float | None = None
-
-    def set(self, modified_ns: int) -> None:
-        """Take the modification time of a file that this engine has just touched."""
-        self._offset = modified_ns / 1e9 - self._now()
-
-    def age(self, modified_ns: int) -> float | None:
-        """Return the seconds since a modification time; None while the volume's time is not known."""
-        return None if self._offset is None else self._offset + self._now() - modified_ns / 1e9
-
-
 class StorePermit:
     """The permit as one engine holds it.
 
@@ -114,18 +96,11 @@ class StorePermit:
     methods, which touch memory only; `_permit` and `_expires` are replaced by the former and read by the latter.
     """
 
-    def __init__(
-        self, path: str, clock: VolumeClock, *, fs: FileSystem = LOCAL, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Store the settings; nothing may be stored before the first `refresh`.
-
-        Args:
-            path: The file.
-            clock: The time of the volume.
-            fs: The system calls.
-            now: Seconds that never go back.
-        """
-        self._path, self._clock, self._fs, self._now = path, clock, fs, now
+    def __init__(self, path: str, *, fs: FileSystem = LOCAL, now: Callable[[], float] = time.monotonic) -> None:
+        """Store the settings; nothing may be stored before the first `refresh`."""
+        self._path, self._fs, self._now = path, fs, now
+        self._ahead: float | None = None
+        """Seconds by which the volume's time is ahead of `now`; None while it is not known."""
         self.is_needed = True
         """False where the tier has no janitor: then there is no limit. Written by the thread of `refresh`."""
         self.problem = ""
@@ -149,6 +124,10 @@ class StorePermit:
             return self.problem or f"{self._path}: the janitor has not renewed its permit"
         return self._permit.reason
 
+    def set_time(self, modified_ns: int) -> None:
+        """Take the modification time of a file that this engine has just touched for the volume's time."""
+        self._ahead = modified_ns / 1e9 - self._now()
+
     def refresh(self) -> None:
         """Read the file, and find out until when its permit lasts."""
         began = self._now()
@@ -164,7 +143,7 @@ class StorePermit:
         last = self._permit
         is_new = last is None or permit.number != last.number
         if is_new or not self._is_timed:
-            age = self._clock.age(modified_ns)
+            age = None if self._ahead is None else self._ahead + self._now() - modified_ns / 1e9
             self._expires = self._now() + self._remaining(permit, age, is_renewed=is_new and last is not None)
             self._permit, self._is_timed = permit, age is not None
         self._read_at = began
@@ -215,7 +194,7 @@ class StorePermit:
         buffer = memoryview(bytearray(PERMIT_BYTES))
         fd = self._fs.open(self._path, READ_FLAGS)
         try:
-            count = self._fs.preadv(fd, [buffer], 0)
+            count = read_into(self._fs, fd, buffer)
             return decode_permit(bytes(buffer[:count])), self._fs.fstat(fd).st_mtime_ns
         finally:
             self._fs.close(fd)
@@ -260,35 +239,20 @@ class RuntimeSettings:
     ) -> None:
         """Start with ReadWrite until the first refresh; an empty path keeps it for ever.
 
-        Args:
-            path: The mounted file.
-            seconds: It is read at most this often, however often `refresh` is called.
-            fs: The system calls.
-            now: Seconds that never go back.
+        The file is read after so many seconds at the earliest, however often `refresh` is called.
         """
-        self._path = path
-        self._fs = fs
-        self._problem = ""
-        self._seconds = seconds
-        self._now = now
+        self._path, self._seconds, self._fs, self._now = path, seconds, fs, now
         self._refreshing = threading.Lock()
         self._next_read = now()
-        self._settings = LiveSettings()
-
-    @property
-    def problem(self) -> str:
+        self.problem = ""
         """Why the file was not understood at the last read, and what to write; empty if it was."""
-        return self._problem
-
-    @property
-    def settings(self) -> LiveSettings:
+        self.settings = LiveSettings()
         """The last settings that could be read."""
-        return self._settings
 
     @property
     def mode(self) -> Mode:
         """Permitted use of the volume by the settings."""
-        return Mode(self._settings.mode)
+        return Mode(self.settings.mode)
 
     def refresh(self) -> LiveSettings:
         """Read the file if it is time to, and return the settings."""
@@ -296,16 +260,16 @@ class RuntimeSettings:
             if self._path and self._now() >= self._next_read:
                 self._next_read = self._now() + self._seconds
                 self._take()
-        return self._settings
+        return self.settings
 
     def _take(self) -> None:
-        staying = f"staying with mode {self._settings.mode}"
+        staying = f"staying with mode {self.settings.mode}"
         try:
             content = read_file(self._fs, self._path, most_bytes=_MOST_BYTES, flags=FOLLOW_FLAGS)
-            self._settings = decode_live(content.decode())
+            self.settings = decode_live(content.decode())
         except OSError as error:
-            self._problem = f"{self._path}: cannot be read: {error}; {staying}"
+            self.problem = f"{self._path}: cannot be read: {error}; {staying}"
         except (ConfigInvalid, UnicodeDecodeError) as error:
-            self._problem = f"{self._path}: {error}; {staying}"
+            self.problem = f"{self._path}: {error}; {staying}"
         else:
-            self._problem = ""
+            self.problem = ""

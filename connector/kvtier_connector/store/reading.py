@@ -17,13 +17,7 @@ from typing import NamedTuple
 
 from kvtier_connector.store.compression import Codec, Take
 from kvtier_connector.store.crypto import Keyring, begin_reading, can_read, can_unpack
-from kvtier_connector.store.fs import (
-    READ_FLAGS,
-    FileSystem,
-    make_directories,
-    new_token,
-    read_page,
-)
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem, make_directories, new_token, read_into
 from kvtier_connector.store.header import HEADER_BYTES, NOT_PACKED, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.layout import ALIGNMENT, BlockKey, Home, block_path, home_of, quarantine_path
 from kvtier_connector.store.mounts import mount_of
@@ -51,31 +45,21 @@ def read_verified(  # noqa: PLR0913 - keywords
     *,
     page: memoryview,
     buffer: memoryview,
-    take: Take | None,
+    take: Take,
     is_direct: bool,
 ) -> int | Fault | None:
     """Read a block, verify it, and hand it on piece by piece; return the bytes read, or the fault.
 
-    The pieces are worth nothing unless the answer is a number. A device is fastest with one large request, so a file
-    that was opened with O_DIRECT is read whole. Others are read in pieces, or where they lie in memory. A writer that
-    changes a file in place between verification and copy could as well change it later. A checksum keeps out damage,
-    not an attacker.
-
-    Args:
-        fs: The system calls.
-        fd: The open file.
-        expected: The block.
-        page: Memory for the header.
-        buffer: As long as the block; its content is undefined afterwards, unless there is no `take`.
-        take: None leaves the block in the buffer. Where it returns False, the answer is None.
-        is_direct: Whether the file was opened with O_DIRECT.
+    None means that `take` ended it. The pieces are worth nothing unless the answer is a number. A device is fastest
+    with one large request, so a file that was opened with O_DIRECT is read whole. Others are read in pieces, or where
+    they lie in memory. A writer that changes a file in place between verification and copy could as well change it
+    later. A checksum keeps out damage, not an attacker. The buffer is as long as the block.
     """
-    is_whole = is_direct or take is None
-    mapped = None if is_whole else fs.map(fd)
-    piece_bytes = buffer.nbytes if is_whole else PIECE_BYTES if mapped is None else _MAPPED_PIECE_BYTES
+    # An encrypted payload is decrypted in the buffer.
+    mapped = None if is_direct or expected.keyring is not None else fs.map(fd)
     if mapped is None:
-        filled = fs.preadv(fd, [page, buffer[:piece_bytes]], 0) - HEADER_BYTES
-        header_bytes = read_page(fs, fd, page) if filled < 0 and not is_direct else HEADER_BYTES + filled
+        filled = fs.preadv(fd, [page, buffer if is_direct else buffer[:PIECE_BYTES]], 0) - HEADER_BYTES
+        header_bytes = read_into(fs, fd, page) if filled < 0 and not is_direct else HEADER_BYTES + filled
     else:
         filled, header_bytes, page = 0, mapped.nbytes, mapped[:HEADER_BYTES]
     if header_bytes < HEADER_BYTES:
@@ -87,60 +71,40 @@ def read_verified(  # noqa: PLR0913 - keywords
     if isinstance(reader, Fault):
         return reader
     end, is_packed = header.payload_bytes, header.packing != NOT_PACKED
-    # A compressed payload stays in its place until the end.
-    is_kept = is_whole or is_packed
     if mapped is None:
-        how = _Requests(end, piece_bytes, is_direct=is_direct, is_kept=is_kept)
-        pieces = _read_pieces(fs, fd, buffer, max(0, filled), how)
+        payload = buffer[:end]
+        # A compressed payload stays in its place until the end.
+        pieces = _read_pieces(fs, fd, buffer, end, max(0, filled), is_direct=is_direct, is_kept=is_direct or is_packed)
     else:
-        mapped = mapped[HEADER_BYTES : HEADER_BYTES + end]
-        pieces = _mapped_pieces(mapped, None if expected.keyring is None else buffer, is_kept=is_kept)
+        payload = mapped[HEADER_BYTES : HEADER_BYTES + end]
+        starts = range(0, payload.nbytes, _MAPPED_PIECE_BYTES)
+        pieces = (payload[start : start + _MAPPED_PIECE_BYTES] for start in starts)
     done = 0
     for piece in pieces:
         reader.take(piece)
-        if take is not None and not is_packed and not take(done, piece):
+        if not is_packed and not take(done, piece):
             return None
         done += piece.nbytes
     fault = Fault.TRUNCATED if done < end else reader.end()
     if fault is None and is_packed:
-        packed = mapped if mapped is not None and expected.keyring is None else buffer[:end]
-        if take is None:
-            packed = memoryview(bytes(packed))
-        return _unpack(expected, header, packed, take or _filling(buffer))
+        is_taken = expected.codec().unpack(payload, header.block_bytes, header.packing.width, take)
+        fault = Fault.PACKING if is_taken is False else None
+        if is_taken is None:
+            return None
     return fault or HEADER_BYTES + end
 
 
-def _unpack(expected: Expected, header: Header, packed: memoryview, take: Take) -> int | Fault | None:
-    """Decompress a payload that was verified; return as `read_verified` does."""
-    is_taken = expected.codec().unpack(packed, header.block_bytes, header.packing.width, take)
-    if is_taken is None:
-        return None
-    return HEADER_BYTES + packed.nbytes if is_taken else Fault.PACKING
+def _read_pieces(  # noqa: PLR0913 - keywords
+    fs: FileSystem, fd: int, buffer: memoryview, end: int, filled: int, *, is_direct: bool, is_kept: bool
+) -> Iterator[memoryview]:
+    """Yield a payload; the buffer has its first `filled` bytes. Fewer than `end` come where the file ends.
 
-
-def _filling(target: memoryview) -> Take:
-    def fill(offset: int, piece: memoryview) -> bool:
-        target[offset : offset + piece.nbytes] = piece
-        return True
-
-    return fill
-
-
-class _Requests(NamedTuple):
-    end: int
-    """Length of the payload."""
-    piece_bytes: int
-    is_direct: bool
-    is_kept: bool
-    """Whether each piece of the payload has its own place in the buffer; else all are read to its start."""
-
-
-def _read_pieces(fs: FileSystem, fd: int, buffer: memoryview, filled: int, how: _Requests) -> Iterator[memoryview]:
-    """Yield a payload; the buffer has its first `filled` bytes. Fewer come where the file ends."""
-    done, place, end = 0, buffer, how.end
+    Each piece has its own place in the buffer if it is kept; else all are read to its start.
+    """
+    done, place = 0, buffer
     while True:
         piece = place[: min(filled, end - done)]
-        if how.is_direct and piece.nbytes < end - done:
+        if is_direct and piece.nbytes < end - done:
             # O_DIRECT continues at page boundaries only.
             piece = piece[: piece.nbytes - piece.nbytes % ALIGNMENT]
         if piece.nbytes:
@@ -148,23 +112,12 @@ def _read_pieces(fs: FileSystem, fd: int, buffer: memoryview, filled: int, how: 
             done += piece.nbytes
         if done == end:
             return
-        place = buffer[done if how.is_kept else 0 :][: how.piece_bytes]
-        if not how.is_direct:
-            place = place[: end - done]
+        place = buffer[done if is_kept else 0 :]
+        if not is_direct:
+            place = place[: min(PIECE_BYTES, end - done)]
         filled = fs.preadv(fd, [place], HEADER_BYTES + done)
-        if filled < min(end - done, ALIGNMENT if how.is_direct else 1):
+        if filled < min(end - done, ALIGNMENT if is_direct else 1):
             return
-
-
-def _mapped_pieces(payload: memoryview, buffer: memoryview | None, *, is_kept: bool) -> Iterator[memoryview]:
-    """Yield a payload that is mapped; with a buffer, a copy of it that may be decrypted where it is."""
-    for start in range(0, payload.nbytes, _MAPPED_PIECE_BYTES):
-        piece = payload[start : start + _MAPPED_PIECE_BYTES]
-        if buffer is not None:
-            place = buffer[start if is_kept else 0 :][: piece.nbytes]
-            place[:] = piece
-            piece = place
-        yield piece
 
 
 def _expect(fs: FileSystem, fd: int, expected: Expected, page: memoryview, block_bytes: int) -> Header | Fault:
@@ -194,20 +147,14 @@ class Access:
         """Whose blocks these are."""
         self.mount = mount_of(root)
         """The mount that holds the root."""
-        self._absent_from_cache = self.mount.is_nfs
-        """Whether a name that was looked for in vain stays absent for this node, for half a minute with NFS."""
 
     def read(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
         """Open and read a block's file, and move it out of the way if it is damaged.
 
         A network file system says ESTALE of an open file that was removed or replaced on the server. Its name is asked
-        for once more then: whatever is there now is the answer. Servers that go on to say so are a volume that fails.
-        A name that was looked for in vain before is asked for once more too where the node answers from a cache.
-
-        Args:
-            key: The block.
-            direct: O_DIRECT or 0.
-            read: Called again from the start where the file was stale.
+        for once more then, and `read` is called again: whatever is there now is the answer. Servers that go on to say
+        so are a volume that fails. A name that was looked for in vain before is asked for once more too where the node
+        answers from a cache. `direct` is O_DIRECT or 0.
 
         Raises:
             FileNotFoundError: the volume does not have the block.
@@ -229,12 +176,12 @@ class Access:
     def has_whole(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> bool:
         """Return whether length and header of the file that has the block's name are right."""
         try:
-            fd = self._fs.open(self._path(key), READ_FLAGS)
+            fd = self._fs.open(self.path(key), READ_FLAGS)
         except OSError:
             return False
         try:
             size = self._fs.fstat(fd).st_size
-            header = decode_header(page[: read_page(self._fs, fd, page)])
+            header = decode_header(page[: read_into(self._fs, fd, page)])
         except OSError:
             return False
         finally:
@@ -251,7 +198,7 @@ class Access:
             self._explain(key)
 
     def _read_once(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
-        fd = self._fs.open(self._path(key), READ_FLAGS | direct)
+        fd = self._fs.open(self.path(key), READ_FLAGS | direct)
         try:
             found = read(fd, bool(direct))
             if isinstance(found, int) and self._fs.fstat(fd).st_size != found:
@@ -262,7 +209,7 @@ class Access:
             return found
         finally:
             with contextlib.suppress(OSError):
-                self._fs.release(fd)
+                self._fs.close(fd)
 
     def _explain(self, key: BlockKey) -> Fault:
         """Return why a file cannot be read: the volume fails, or it is no file. The latter is put away.
@@ -272,7 +219,7 @@ class Access:
                 node removes while it is read.
         """
         try:
-            status = self._fs.stat(self._path(key))
+            status = self._fs.stat(self.path(key))
         except FileNotFoundError:
             raise
         except OSError:
@@ -281,14 +228,14 @@ class Access:
             return Fault.IO
         try:
             # A link, a pipe or a device holds no data of a writer.
-            self._fs.unlink(self._path(key))
+            self._fs.unlink(self.path(key))
         except OSError:
             self._quarantine(status, key, Fault.MAGIC)
         return Fault.MAGIC
 
     def _quarantine(self, bad: os.stat_result, key: BlockKey, fault: Fault) -> None:
         """Move the file away, unless the name means another file by now; give up quietly where that fails."""
-        path, fs = self._path(key), self._fs
+        path, fs = self.path(key), self._fs
         moved = f"{self._root}/{quarantine_path(key, fault.value, new_token())}"
         with contextlib.suppress(OSError):
             if not os.path.samestat(bad, fs.stat(path)):
@@ -314,16 +261,17 @@ class Access:
         if reason == errno.ESTALE:
             # Some nodes open what they have in mind for another second.
             with contextlib.suppress(OSError):
-                self._fs.look_again(self._path(key))
+                self._fs.look_again(self.path(key))
             return True
         return reason == errno.ENOENT and self.ask_for_names(key)
 
     def ask_for_names(self, key: BlockKey) -> bool:
         """Have the node ask the server which names there are above a block; return whether there are directories.
 
-        A client of NFS asks whenever a directory is opened, and forgets then what was absent if anything has changed.
+        A client of NFS takes a name that it looked for in vain as absent for half a minute. It asks whenever a
+        directory is opened, and forgets then what was absent if anything has changed.
         """
-        if not self._absent_from_cache:
+        if not self.mount.is_nfs:
             return False
         directory = self._root
         try:
@@ -334,5 +282,6 @@ class Access:
             return False
         return True
 
-    def _path(self, key: BlockKey) -> str:
+    def path(self, key: BlockKey) -> str:
+        """Return the path of the block's file."""
         return f"{self._root}/{block_path(key)}"

@@ -97,16 +97,13 @@ def scan(  # noqa: PLR0913 - keywords with defaults
         for done, found in _walk(functools.partial(_list, fs, str(root)), threads, unread):
             for path, status in found:
                 entry = _classify(path, status)
-                if entry is not None and (not _is_partial(entry) or entry.mtime_ns <= youngest_ns):
+                is_partial_file = isinstance(entry, Leftover) and entry.kind is LeftoverKind.PARTIAL
+                if entry is not None and (not is_partial_file or entry.mtime_ns <= youngest_ns):
                     yield entry
             share += done
             on_share(min(1.0, share))
     except OSError as error:
         raise StoreUnavailable(f"{root}: cannot be walked: {error}") from error
-
-
-def _is_partial(entry: BlockEntry | Leftover) -> bool:
-    return isinstance(entry, Leftover) and entry.kind is LeftoverKind.PARTIAL
 
 
 def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None:
@@ -122,9 +119,7 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
         return BlockEntry(key, path, size, mtime_ns)
     if is_file and is_quarantined(path):
         return Leftover(LeftoverKind.QUARANTINED, path, size, mtime_ns)
-    kind = LeftoverKind.FOREIGN
-    if is_file and is_partial(name):
-        kind = LeftoverKind.PARTIAL
+    kind = LeftoverKind.PARTIAL if is_file and is_partial(name) else LeftoverKind.FOREIGN
     return Leftover(kind, path, size, mtime_ns)
 
 
@@ -220,26 +215,6 @@ def _list_wanted(
             answers.put((directory, list_one(directory[0])))
         except OSError as error:
             answers.put((directory, error))
-
-
-def list_journals(root: Path, *, fs: FileSystem = LOCAL) -> list[int]:
-    """Return the size of each journal.
-
-    Raises:
-        StoreUnavailable: they cannot be looked at.
-    """
-    found = []
-    try:
-        for entry in fs.scandir(f"{root}/{JOURNAL}"):
-            path = f"{JOURNAL}/{entry.name}"
-            if parse_journal_path(path) is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    found.append(fs.stat(f"{root}/{path}").st_size)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StoreUnavailable(f"{root}/{JOURNAL}: cannot be read: {error}") from error
-    return found
 
 
 Tell = Callable[[float, int, int], None]

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 
 from kvtier_connector.contract.engine import SUPPORTED_VLLM, decode, vllm_release
-from kvtier_connector.pod_tools.ready import StartupReport
+from kvtier_connector.pod_tools.ready import Phase, StartupReport
 
 logger = init_logger("vllm.kvtier.connector")
 
@@ -120,7 +120,7 @@ def _report_startup(vllm_config: Any, problem: str) -> None:
             config = decode(Path(tier["config_file"]).read_text(encoding="utf-8"))
             report = StartupReport(config.state_dir, config.tier)
             report.begin(problem)
-            report.serve_without(problem)
+            report.say(Phase.WITHOUT, problem)
     except Exception:
         logger.exception("The startup probe cannot be told that this engine serves without the volume")
 

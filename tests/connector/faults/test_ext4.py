@@ -8,12 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from checks import check
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, BlockStoreContract, key, pages, payload
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored, StoreFault
 from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.health import Breaker, CircuitState, Direction
 from kvtier_connector.store.identity import claim
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+from checks import check
 from faulty_mounts import WAIT_SECONDS, FaultyVolume, wait_for
 from store_contract import BLOCK_BYTES, key, payload
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.loop import Loop
 from kvtier_connector.store.blockstore import BlockStore, Stored
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 
 

@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from checks import check
 from faulty_mounts import WAIT_SECONDS, Background, FaultyVolume, wait_for
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, key, pages, payload
 
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Stored, StoreFault
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.health import Breaker, BreakerLimits, CircuitState, Direction
 from kvtier_connector.store.identity import claim

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checks import check
 from plain_engine import PlainEngine
 from planted import clear
 from store_contract import BLOCK_BYTES, key, pages, payload
@@ -20,7 +21,6 @@ from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.fs import LOCAL
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
 from kvtier_connector.store.scan import LeftoverKind

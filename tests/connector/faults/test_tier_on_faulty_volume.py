@@ -26,7 +26,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from rig import DIGEST, Rig, Rigs, key, keys, wait_until
 
-from kvtier_connector.store.fsck import check
+from checks import check
+
 from kvtier_connector.store.health import Breaker, BreakerLimits
 
 DEADLINE_SECONDS = 0.5

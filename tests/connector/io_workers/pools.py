@@ -22,7 +22,7 @@ from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
-from kvtier_connector.store.permit import PERMIT_FILE, Permit, StorePermit, VolumeClock, encode_permit
+from kvtier_connector.store.permit import PERMIT_FILE, Permit, StorePermit, encode_permit
 
 ROW_BYTES = 16384
 ROWS = 32
@@ -75,7 +75,7 @@ class PoolUnderTest:
     ) -> None:
         self.blocks = BlockStore(root)
         path = root.parent / PERMIT_FILE
-        self.permit = StorePermit(str(path), VolumeClock())
+        self.permit = StorePermit(str(path))
         self.permit.is_needed = max_bytes > 0
         for number in ("one", "two") if max_bytes else ():
             path.write_bytes(encode_permit(Permit(number, 60.0, max_bytes)))

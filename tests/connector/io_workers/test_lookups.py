@@ -200,7 +200,7 @@ def test_a_worker_that_hangs_and_cannot_be_killed_is_replaced_when_the_volume_an
     lookups: Lookups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(lookups_module, "_FIRST_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(lookups_module, "_BACKOFF_SECONDS", 0.0)
     lookups.write(0)
     worker = lookups.make(hangs=True, lookup_seconds=0.05)
     worker.submit(1, question(0))

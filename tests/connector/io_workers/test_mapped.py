@@ -79,7 +79,7 @@ def test_a_reader_that_takes_no_more_ends_the_read(root: Path, tmp_path: Path, i
     (keys_dir / "k").write_bytes(bytes(32))
     store = BlockStore(root, fs=WorkerFileSystem(), keys_dir=str(keys_dir) if is_encrypted else "")
     if store.keyring is not None:
-        store.keyring.activate("k")
+        store.keyring.active_name = "k"
     payload = memoryview(bytearray(os.urandom(SIZE)))
     store.put(KEY, payload)
     taken = bytearray()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checks import check
 from planted import KINDS, TOO_DEEP, plant
 from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
@@ -20,7 +21,6 @@ from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import LOCAL
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
 

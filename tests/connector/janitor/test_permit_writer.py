@@ -24,7 +24,6 @@ from kvtier_connector.store.permit import (
     UNLIMITED_BYTES,
     Permit,
     StorePermit,
-    VolumeClock,
     decode_permit,
 )
 
@@ -273,9 +272,8 @@ def test_an_engine_stores_as_much_as_the_permit_says_and_nothing_once_the_janito
     rig.engine().put(0)
     sweeper = rig.swept(max_bytes=82 * BLOCK_BYTES)
     path, now = rig.dir / PERMIT_FILE, lambda: rig.clock.seconds
-    clock = VolumeClock(now)
-    clock.set(path.stat().st_mtime_ns)
-    permit = StorePermit(str(path), clock, now=now)
+    permit = StorePermit(str(path), now=now)
+    permit.set_time(path.stat().st_mtime_ns)
     permit.refresh()
     granted = 0
     while permit.reserve(BLOCK_BYTES) is None:

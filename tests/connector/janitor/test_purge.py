@@ -116,7 +116,10 @@ class PurgesBeforeTheRename(FileSystem):
 
 def test_a_purge_between_the_look_and_the_rename_takes_the_partial_file(rig: Rig, engine: Engine) -> None:
     fs = PurgesBeforeTheRename(rig.dir)
-    assert BlockStore(engine.root, fs=fs, direct=False).put(key(1), payload(1)) is StoreFault.PURGED
+    assert (
+        BlockStore(engine.root, fs=fs, direct=False).put(key(1), payload(1), queued=time.monotonic())
+        is StoreFault.PURGED
+    )
     assert fs.purged == 1
     assert list(engine.root.rglob("*.kvb*")) == []
 

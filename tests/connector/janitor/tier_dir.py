@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from checks import check
 from store_faults import WatchedFs
 
 from kvtier_connector.contract.janitor import JanitorConfig
@@ -18,7 +19,6 @@ from kvtier_connector.contract.usage import Usage
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.blockstore import BlockStore, Stored
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import JournalWriter, Op

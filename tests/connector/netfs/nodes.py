@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from checks import check
 from waiting import until
 
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 from kvtier_netfs.volume import SharedVolume
 

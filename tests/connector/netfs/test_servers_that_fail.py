@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from checks import check
 from conftest import mounted
 from e2e.bench.stress import stress
 from nodes import Nodes, nodes_on, wait_until
@@ -23,7 +24,6 @@ from store_contract import key, pages, payload, remove
 from kvtier_connector.io_workers.pool import BREAKER, STUCK
 from kvtier_connector.io_workers.tasks import Ending
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored, StoreFault
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.layout import is_partial
 from kvtier_netfs.gluster import GlusterDistribute, GlusterReplica

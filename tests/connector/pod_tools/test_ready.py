@@ -15,17 +15,17 @@ import pytest
 
 import kvtier_connector
 from kvtier_connector.pod_tools import ready
-from kvtier_connector.pod_tools.ready import StartupReport
+from kvtier_connector.pod_tools.ready import Phase, StartupReport
 
 PACKAGES = Path(kvtier_connector.__path__[0]).parent
 
 SAYS_AND_DIES = """
 import os, sys
-from kvtier_connector.pod_tools.ready import StartupReport
+from kvtier_connector.pod_tools.ready import Phase, StartupReport
 report = StartupReport(sys.argv[1], "ns/tier")
 report.begin("the volume has not answered yet")
 if sys.argv[2] == "attach":
-    report.attach()
+    report.say(Phase.ATTACHED)
 os._exit(9)
 """
 
@@ -99,27 +99,27 @@ def test_an_engine_passes_once_it_has_its_volume(probe: Probe, state: Path) -> N
     code, words = probe()
     assert code == 1
     assert words == "1 of 1 disk tiers wait for the volume: ns/tier: the volume has not answered yet"
-    report.attach()
+    report.say(Phase.ATTACHED)
     assert probe() == (0, "ready")
 
 
 def test_all_engines_of_the_pod_are_waited_for_and_one_without_its_volume_passes(probe: Probe, state: Path) -> None:
     first, second = begun(state), begun(state)
-    first.attach()
+    first.say(Phase.ATTACHED)
     code, words = probe()
     assert code == 1
     assert words.startswith("1 of 2 disk tiers wait")
-    second.serve_without("another model")
+    second.say(Phase.WITHOUT, "another model")
     assert probe() == (0, "ready")
 
 
 def test_who_gives_up_waiting_takes_back_no_decision(probe: Probe, state: Path) -> None:
     attached, waiting = begun(state), begun(state)
-    attached.attach()
-    assert not attached.give_up("too late")
-    assert waiting.give_up("the volume hangs")
+    attached.say(Phase.ATTACHED)
+    assert not attached.say(Phase.WITHOUT, "too late", only_after=Phase.OPENING)
+    assert waiting.say(Phase.WITHOUT, "the volume hangs", only_after=Phase.OPENING)
     assert sorted(json.loads(path.read_text())["reason"] for path in state.iterdir()) == ["", "the volume hangs"]
-    waiting.attach()
+    waiting.say(Phase.ATTACHED)
     assert {json.loads(path.read_text())["phase"] for path in state.iterdir()} == {"attached"}
     assert probe() == (0, "ready")
 
@@ -134,7 +134,7 @@ def test_what_the_container_before_left_counts_for_nothing(probe: Probe, state: 
     said = json.loads(left.read_text())
     left.write_text(json.dumps({**said, "pid": 1}))
     assert probe() == (1, "no disk tier has begun to open its volume")
-    begun(state).attach()
+    begun(state).say(Phase.ATTACHED)
     assert probe() == (0, "ready")
     assert not left.exists()
 
@@ -147,20 +147,20 @@ def test_a_file_that_is_no_statement_counts_for_nothing_and_is_removed(
     foreign = state / "engine.json"
     foreign.write_bytes(content)
     assert probe() == (1, "no disk tier has begun to open its volume")
-    begun(state).attach()
+    begun(state).say(Phase.ATTACHED)
     assert not foreign.exists()
     assert probe() == (0, "ready")
 
 
 def test_a_tier_that_was_closed_says_nothing_more(probe: Probe, state: Path) -> None:
     report = begun(state)
-    report.attach()
+    report.say(Phase.ATTACHED)
     report.end()
     assert probe() == (1, "no disk tier has begun to open its volume")
 
 
 def test_an_engine_that_does_not_answer_is_held_back(probe: Probe, engine: Engine, state: Path) -> None:
-    begun(state).attach()
+    begun(state).say(Phase.ATTACHED)
     engine.status = 503
     code, words = probe()
     assert code == 1
@@ -173,7 +173,7 @@ def test_an_engine_that_does_not_answer_is_held_back(probe: Probe, engine: Engin
 
 
 def test_the_command_runs_as_in_a_container_and_imports_no_other_module_of_ours(engine: Engine, state: Path) -> None:
-    begun(state).attach()
+    begun(state).say(Phase.ATTACHED)
     options = [f"--state={state}", "--host=0.0.0.0", f"--port={engine.port}"]
     script = (
         "import runpy, sys\n"
@@ -202,6 +202,6 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     report = StartupReport("", "ns/tier")
     report.begin("the volume has not answered yet")
-    report.attach()
+    report.say(Phase.ATTACHED)
     report.end()
     assert list(tmp_path.iterdir()) == []

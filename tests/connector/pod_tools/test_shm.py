@@ -157,14 +157,14 @@ def test_who_opens_a_region_while_it_is_removed_ends_nobody() -> None:
 import os, sys, threading
 sys.path.insert(0, sys.argv[2])
 from kvtier_connector.pod_tools import shm
-remove = shm._remove
-def remove_while_somebody_opens(path, seen):
+unlink = shm.Path.unlink
+def unlink_while_somebody_opens(path):
     opener = threading.Thread(target=lambda: os.close(os.open(path, os.O_RDWR)))
     opener.start()
     opener.join(0.2)
     assert opener.is_alive()
-    return remove(path, seen)
-shm._remove = remove_while_somebody_opens
+    unlink(path)
+shm.Path.unlink = unlink_while_somebody_opens
 print(*shm.clear_stale_regions(sys.argv[1]), sep="\\n")
 """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
@@ -184,7 +184,7 @@ def test_without_leases_every_region_stays_and_the_log_says_why(
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     assert clear_stale_regions(directory) == []
     assert path.exists()
-    assert "gives no lease" in caplog.text
+    assert "cannot be opened, leased or removed" in caplog.text
 
 
 @functools.cache

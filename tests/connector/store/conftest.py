@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checks import check
 
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import claim
 
 sys.path.insert(0, str(Path(__file__).parent))

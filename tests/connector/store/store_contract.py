@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checks import check
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, checksum, encode_header
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Home, block_path

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checks import check
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, remove, whole_file
 from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, block_path

@@ -61,9 +61,9 @@ def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_mo
     tmp_path: Path, store: BlockStore, fs: Counting
 ) -> None:
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    # In vain, that of all blocks, and once more; the mark is looked for twice, made, and looked at.
+    # In vain, and once more; the mark is looked for, made, and looked at.
     made = ["open", *["open", "close"], *LOOK]
-    assert fs.calls == ["open", "open", "open", *["mkdir"] * 3, "open", *writes(tmp_path), "close", *made, "rename"]
+    assert fs.calls == ["open", "open", *["mkdir"] * 3, "open", *writes(tmp_path), "close", *made, "rename"]
     for number, made in ((0x220, ["open", "mkdir"]), (0x220, [])):
         remove(tmp_path, hashed(number))
         fs.calls.clear()

@@ -66,7 +66,7 @@ assert isinstance(store.put(of, payload), Stored)
 (root / "keys").mkdir()
 (root / "keys" / "k1").write_bytes(bytes(range(32)))
 store = BlockStore(root, direct=False, keys_dir=str(root / "keys"))
-store.keyring.activate("k1")
+store.keyring.active_name = "k1"
 assert store.get(of, into) is Fault.KEY_MISSING
 assert store.put(of, payload) is StoreFault.NO_KEY
 assert "cryptography" in store.keyring.problem

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import store_contract
+from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_engine import PlainEngine
@@ -24,7 +25,6 @@ from kvtier_connector.store import compression as codec
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
 from kvtier_connector.store.compression import PIECE_BYTES, Codec, pays
 from kvtier_connector.store.fs import LOCAL, PROFILE_FILE, FileSystem
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import (
     FLAG_PACKED,
     HEADER_BYTES,
@@ -88,7 +88,7 @@ def make(
 ) -> BlockStore:
     store = BlockStore(root, direct=direct, fs=fs, compression=compression, keys_dir=str(keys_dir or ""))
     if store.keyring is not None:
-        store.keyring.activate("k1")
+        store.keyring.active_name = "k1"
     return store
 
 

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from checks import check
 from planted import clear
 from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
 from store_faults import CrashError, CrashingFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path

@@ -62,7 +62,7 @@ def root(tmp_path: Path) -> Path:
 def make(root: Path, keys_dir: Path, active: str = "k1", direct: bool | None = None) -> BlockStore:
     store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(keys_dir))
     assert store.keyring is not None
-    store.keyring.activate(active)
+    store.keyring.active_name = active
     return store
 
 
@@ -305,7 +305,7 @@ def test_a_crash_at_any_step_leaves_no_block_or_one_that_can_be_decrypted(tmp_pa
         fs = CrashingFs(step, torn_bytes=10_000)
         store = BlockStore(root, fs=fs, keys_dir=str(keys_dir))
         assert store.keyring is not None
-        store.keyring.activate("k1")
+        store.keyring.active_name = "k1"
         with contextlib.suppress(CrashError):
             store.put(key(1), payload(1))
         outcome, content = stream(make(root, keys_dir), key(1))
@@ -334,7 +334,7 @@ class TestContractWithEncryption(BlockStoreContract):
     def make(self, root: Path, direct: bool | None) -> BlockStore:
         store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(root.parents[1] / "keys"))
         assert store.keyring is not None
-        store.keyring.activate("k1")
+        store.keyring.active_name = "k1"
         return store
 
     def whole_file(self, of: BlockKey, data: memoryview) -> bytes:

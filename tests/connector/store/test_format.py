@@ -9,13 +9,13 @@ import zlib
 from pathlib import Path
 
 import pytest
+from checks import check
 from hypothesis import given
 from hypothesis import strategies as st
 from store_contract import HOME, NOW_NS, key, pages, payload, whole_file
 
 from kvtier_connector.contract.engine import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.header import (
     ALIGNMENT,
     DEFAULT_ALGORITHM,

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import check
 from planted import KINDS, TOO_DEEP, plant
 from store_faults import FailingFs, WatchedFs
 
 from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
-from kvtier_connector.store.fsck import check
 from kvtier_connector.store.identity import RootClaim, RootState, claim, read
 from kvtier_connector.store.layout import TIER_FILE
 

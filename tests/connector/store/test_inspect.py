@@ -130,7 +130,6 @@ def test_inspect_shows_generations_sizes_ages_and_what_is_left_over(
     assert first["oldestSeconds"] > 86_400
     assert first["leftovers"]["partial"] == {"files": 1, "bytes": 4}
     assert first["leftovers"]["quarantined"] == {"files": 1, "bytes": 5}
-    assert first["journals"]["files"] == 1
     assert third["blocks"]["files"] == 1
 
 
@@ -142,7 +141,6 @@ def test_inspect_is_readable_for_people(volume: Path, capsys: pytest.CaptureFixt
     assert lines[1].startswith("volume: ")
     assert "  blocks       1 block, 68.0 KiB" in lines
     assert "    up to 1 h  1 block, 68.0 KiB" in lines
-    assert "  journals     1 file, 256 B" in lines
 
 
 def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_the_active_key_is_found_in_a_mounted_secret(mount: SecretMount) -> None
     mount.put(k1=SECRET, k2=OTHER.hex().encode())
     ring = Keyring(str(mount.path), seconds=0)
     assert ring.active() is None
-    ring.activate("k2")
+    ring.active_name = "k2"
     key = ring.active()
     assert key is not None
     assert key.secret == OTHER
@@ -131,7 +131,7 @@ def test_the_directory_is_looked_at_now_and_then_only(mount: SecretMount) -> Non
 def test_keys_stay_good_while_the_directory_cannot_be_read(mount: SecretMount) -> None:
     mount.put(k1=SECRET)
     ring = Keyring(str(mount.path), seconds=0)
-    ring.activate("k1")
+    ring.active_name = "k1"
     assert ring.active() is not None
     shutil.rmtree(mount.path)
     assert ring.active() is not None
@@ -142,19 +142,19 @@ def test_what_is_wrong_is_said_with_a_remedy(mount: SecretMount) -> None:
     mount.put(k1=SECRET[:16], k2=OTHER)
     ring = Keyring(str(mount.path), seconds=0)
     assert "spec.disk.encryption.activeKey" in ring.problem
-    ring.activate("k1")
+    ring.active_name = "k1"
     assert ring.active() is None
     assert not ring.is_usable
     assert "k1 in" in ring.problem
     assert "32 bytes" in ring.problem
-    ring.activate("k2")
+    ring.active_name = "k2"
     assert ring.active() is not None
     assert "not a key" in ring.problem
 
 
 def test_a_directory_that_is_not_there_is_no_key_and_no_crash(tmp_path: Path) -> None:
     ring = Keyring(str(tmp_path / "nothing"), seconds=0)
-    ring.activate("k1")
+    ring.active_name = "k1"
     assert ring.active() is None
     assert "add it to the Secret first" in ring.problem
 
@@ -162,7 +162,7 @@ def test_a_directory_that_is_not_there_is_no_key_and_no_crash(tmp_path: Path) ->
 def test_no_key_is_ever_shown(mount: SecretMount) -> None:
     mount.put(k1=SECRET, broken=SECRET[:20])
     ring = Keyring(str(mount.path), seconds=0)
-    ring.activate("k1")
+    ring.active_name = "k1"
     key = ring.active()
     shown = f"{key!r} {key} {ring!r} {ring.problem} {[key]}"
     for form in (SECRET.hex(), repr(SECRET)[2:-1], base64.b64encode(SECRET).decode(), SECRET[:20].hex()):

@@ -18,7 +18,6 @@ from kvtier_connector.store.permit import (
     PERMIT_FILE,
     Permit,
     StorePermit,
-    VolumeClock,
     decode_permit,
     encode_permit,
 )
@@ -39,10 +38,10 @@ class Volume:
         self.engine = self.start_engine()
 
     def start_engine(self, *, knows_time: bool = True) -> StorePermit:
-        volume_clock = VolumeClock(self.clock)
+        permit = StorePermit(str(self.path), now=self.clock)
         if knows_time:
-            volume_clock.set(int(self.time() * 1e9))
-        return StorePermit(str(self.path), volume_clock, now=self.clock)
+            permit.set_time(int(self.time() * 1e9))
+        return permit
 
     def time(self) -> float:
         return NOON + self.clock() - self._began

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,43 +85,6 @@ def test_whoever_takes_no_more_ends_the_read_and_the_block_stays(tmp_path: Path)
     BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
     assert stream(tmp_path, key(1), Taker(most=1)) is None
     assert isinstance(stream(tmp_path, key(1), Taker()), Hit)
-
-
-def cut(to: int) -> Callable[[Path], None]:
-    return lambda file: file.write_bytes(file.read_bytes()[:to])
-
-
-def flip(at: int) -> Callable[[Path], None]:
-    def damage(file: Path) -> None:
-        content = bytearray(file.read_bytes())
-        content[at] ^= 1
-        file.write_bytes(content)
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("damage", "fault"),
-    [
-        (cut(0), Fault.EMPTY),
-        (cut(100), Fault.TRUNCATED),
-        (cut(HEADER_BYTES), Fault.TRUNCATED),
-        (cut(HEADER_BYTES + PIECE_BYTES + 5), Fault.TRUNCATED),
-        (flip(0), Fault.MAGIC),
-        (flip(HEADER_BYTES), Fault.CHECKSUM),
-        (flip(HEADER_BYTES + 2 * PIECE_BYTES), Fault.CHECKSUM),
-        (flip(HEADER_BYTES + SIZE - 1), Fault.CHECKSUM),
-    ],
-)
-def test_damage_is_the_fault_that_get_would_name_and_the_file_is_moved_away(
-    tmp_path: Path, damage: Callable[[Path], None], fault: Fault
-) -> None:
-    store = BlockStore(tmp_path, direct=False)
-    store.put(key(1), payload(1, SIZE))
-    damage(tmp_path / block_path(key(1)))
-
-    assert stream(tmp_path, key(1), Taker()) is fault
-    assert store.get(key(1), pages(size=SIZE)) == Miss()
 
 
 def test_a_block_of_another_key_or_length_is_refused_before_anything_is_taken(tmp_path: Path) -> None:

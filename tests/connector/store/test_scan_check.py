@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checks import check
 from store_contract import BLOCK_BYTES, key, payload
 from store_faults import FailingFs, WatchedFs
 
@@ -18,7 +19,7 @@ from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store import fsck as check_module
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.fsck import EXPLAINED, FsckProblem, FsckReport, check, check_all
+from kvtier_connector.store.fsck import FsckProblem, FsckReport, check_all
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path, partial_path
@@ -223,10 +224,6 @@ def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
     document = json.loads(text)
     assert (status, len(document["problems"]), document["problemsByKind"]) == (1, 2, {"empty": 3})
     assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
-
-
-def test_every_fault_is_explained() -> None:
-    assert set(EXPLAINED) == set(Fault)
 
 
 def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -29,7 +29,7 @@ from kvtier_connector.io_workers.buffers import Region
 from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.health import Breaker
-from kvtier_connector.store.permit import PERMIT_FILE, StorePermit, VolumeClock
+from kvtier_connector.store.permit import PERMIT_FILE, StorePermit
 
 
 def workers() -> list[int]:
@@ -155,7 +155,7 @@ def make_pool(settings: PoolSettings, rigs: Rigs, view: memoryview, fd: int) -> 
     try:
         made = WorkerPool(
             settings,
-            permit=StorePermit(str(rigs.root.parent / PERMIT_FILE), VolumeClock()),
+            permit=StorePermit(str(rigs.root.parent / PERMIT_FILE)),
             breaker=Breaker(),
             rows=view,
             regions=[Region(fd, 0, view.nbytes // ROW_BYTES)],
