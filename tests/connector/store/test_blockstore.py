@@ -27,6 +27,7 @@ from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, block_path
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
+KIT = Path(__file__).parents[2] / "kit"
 
 
 class TestStoreThatAsksTheVolume(BlockStoreContract):
@@ -292,7 +293,7 @@ print("done", flush=True)
 
 def start_writer(root: Path, turns: int) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(root), str(turns), str(CONNECTOR), str(Path(__file__).parent)],
+        [sys.executable, "-c", WRITER, str(root), str(turns), str(CONNECTOR), str(Path(__file__).parent), str(KIT)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -22,6 +22,7 @@ from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
+KIT = Path(__file__).parents[2] / "kit"
 
 
 def clean(root: Path) -> None:
@@ -127,7 +128,7 @@ class Stops(FileSystem):
 BlockStore(Path(sys.argv[1]), fs=Stops(), direct=False).put(key(1), payload(1))
 """
     with subprocess.Popen(
-        [sys.executable, "-c", stopped, str(root), str(CONNECTOR), str(Path(__file__).parent)],
+        [sys.executable, "-c", stopped, str(root), str(CONNECTOR), str(Path(__file__).parent), str(KIT)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rig import IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
+from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
 from slow_fs import GatedFs
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
@@ -166,6 +166,15 @@ def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs) -> None:
     assert rig.find_prefix(keys(2), context) == 0
     rig.finish(context)
     fs.open_gate()
+
+
+def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    rig = rigs.make(root=str(tmp_path / "file" / DIGEST))
+
+    assert rig.serve(keys(2)).hit_blocks == 0
+    rig.offload(keys(2))
+    assert rig.metric("vllm:kvtier_disk_active") == 0
 
 
 def test_an_engine_that_may_only_read_shows_on_the_volume_that_it_is_there(rigs: Rigs, tmp_path: Path) -> None:
