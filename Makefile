@@ -10,7 +10,7 @@ GUEST_NETFS ?= nfs nfs3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs dashboards test test-all test-slow test-localcluster durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator test-gpu lock clean
+.PHONY: help venv demo docs test test-all test-slow test-localcluster durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator test-gpu lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,10 +123,6 @@ golden: venv ## rewrite the golden manifests and plans; review the diff
 
 docs: venv ## the documentation as a site in .kvtier/site; a dead link is an error
 	.venv/bin/python .ci/site.py
-
-dashboards: venv ## run the demo under a real Prometheus anew, keep what it scraped, and draw every dashboard (about 8 minutes)
-	$(RUN) kvtier_monitoring.record tests/monitoring/demo.om.xz --data "$(DATA)/recording"
-	$(RUN) kvtier_monitoring.pictures docs/pictures
 
 cluster: venv ## an embedded cluster in the foreground: export KUBECONFIG as it says
 	exec $(RUN) kvtier_localcluster up --data "$(DATA)/cluster"
