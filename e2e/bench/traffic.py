@@ -254,7 +254,7 @@ class Traffic:
             is_cpu_build=settings.is_cpu_build,
             kvtier=settings.kvtier,
         )
-        arguments = dict(settings.engine)
+        arguments = backends.BACKENDS[self._backend].get("engine", {}) | settings.engine
         if stage.gpu_tokens:
             block_tokens = settings.block_tokens if settings.is_cpu_build else GPU_BLOCK_TOKENS
             arguments["num_gpu_blocks_override"] = stage.gpu_tokens // block_tokens

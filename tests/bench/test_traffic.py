@@ -11,6 +11,7 @@ from e2e.bench import report
 from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
 from e2e.bench.workloads import TINY_SIZES
 from e2e.engines.process import EngineEnded
+from e2e.matrix import rendering
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 512
@@ -21,13 +22,14 @@ class FakeEngine:
 
     def __init__(self, settings: Mapping[str, Any], fails_at: int) -> None:
         self.facts = {"seconds": 1.0, "gpu_blocks": settings["engine"].get("num_gpu_blocks_override", 0)}
+        self.arguments = settings["engine"]
         self.asked: list[list[Mapping[str, Any]]] = []
         self.calls: list[str] = []
         self.is_closed = False
         self._fails_at = fails_at
         transfer = settings["transfer"]
         tiers = transfer["kv_connector_extra_config"].get("secondary_tiers", []) if transfer else []
-        self._store = next((Path(tier["root_dir"]) for tier in tiers), None)
+        self._store = next((Path(tier["root_dir"]) for tier in tiers if "root_dir" in tier), None)
 
     def run(self, requests: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
         if len(self.asked) == self._fails_at:
@@ -156,6 +158,20 @@ def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, stage: str, blocks: i
     rig = Rig(tmp_path)
     rig.traffic.play("none", stage, ["C"])
     assert rig.records("engine")[0]["gpu_blocks"] == blocks
+
+
+@pytest.mark.parametrize(("backend", "disk"), [("kvtier", {}), ("kvtier-whole", {"splitHits": "Off"})])
+def test_an_engine_has_the_scheduler_that_the_operator_gives_a_tier(
+    tmp_path: Path, backend: str, disk: dict[str, str]
+) -> None:
+    model = {"name": "meta-llama/Llama-3.1-8B-Instruct"}
+    tier = {"model": model, "cpu": {"size": "1Gi"}, "volume": {"existingClaim": "blocks"}, "disk": disk}
+    container, _ = rendering.engine_of(rendering.body_of("bench", tier))
+    rig = Rig(tmp_path)
+    rig.traffic.play(backend, "restart", ["D"])
+    given = rig.engines[0].arguments.get("scheduler_cls")
+    flags = [word for word in container["args"] if word.startswith("--scheduler-cls")]
+    assert flags == ([f"--scheduler-cls={given}"] if given else [])
 
 
 def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
