@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from e2e.engines import weights
@@ -82,15 +83,17 @@ def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dic
         time.sleep(ADAPTER_AGE_SECONDS)
     # Blocks of the last prompts have the least time to reach the volume.
     rounds = {"cold": prompts, "pair": [first], "gpu": prompts, "twins": twins}
+    # Of prompts in one step, vLLM's CPU build gives those without an adapter another one's.
+    at_once = {} if model.loras and device == "cpu" else {"cold": AT_ONCE_COLD}
     try:
-        made = _run(writer, rounds, directory / "writer.log")
+        made = _run(writer, rounds, directory / "writer.log", at_once=at_once)
     except EngineEnded as error:
         return _without(writer, prompts, directory, message=str(error))
     stored = [path.stat().st_size for path in (directory / "volume").rglob("*.kvb")]
     rounds = {"strangers": _strangers(model, first), "disk": prompts, "pair": later}
-    tokens = model.reader_tokens or ANSWER_TOKENS
+    tokens, at_once = model.reader_tokens or ANSWER_TOKENS, dict.fromkeys(rounds, model.at_once)
     try:
-        read = _run(reader, rounds, directory / "reader.log", at_once=model.at_once, answer_tokens=tokens)
+        read = _run(reader, rounds, directory / "reader.log", at_once=at_once, answer_tokens=tokens)
     except EngineEnded as error:
         return {"verdict": "failed", "by": "the second engine", "message": str(error)}
     row = judge(model, made, read)
@@ -108,13 +111,13 @@ def _run(
     rounds: Mapping[str, Sequence[Request]],
     log: Path,
     *,
-    at_once: int = 1,
+    at_once: Mapping[str, int] = MappingProxyType({}),
     answer_tokens: int = ANSWER_TOKENS,
 ) -> dict[str, Round]:
     """Ask an engine of its own round after round, until all lies on the volume; raise EngineEnded if it ends."""
     with ForkedEngine(rendered, log, limit_seconds=LIMIT_SECONDS) as engine:
         found = {
-            name: engine.ask(requests, at_once=AT_ONCE_COLD if name == "cold" else at_once, answer_tokens=answer_tokens)
+            name: engine.ask(requests, at_once=at_once.get(name, 1), answer_tokens=answer_tokens)
             for name, requests in rounds.items()
         }
         engine.settle()
@@ -164,7 +167,7 @@ def judge_rewritten(before: Sequence[ScoredAnswer], found: Round, computed: Sequ
 def _without(writer: Rendered, prompts: Sequence[Request], directory: Path, *, message: str) -> dict[str, Any]:
     """Say whose fault it is that the first engine ended: run it once more without the tier."""
     try:
-        _run(writer.without_tier(), {"cold": prompts}, directory / "without.log")
+        _run(writer.without_tier(), {"cold": prompts}, directory / "without.log", at_once={"cold": AT_ONCE_COLD})
     except EngineEnded as error:
         return {"verdict": "refused", "by": "vLLM, without kvtier too", "message": str(error)}
     return {"verdict": "failed", "by": "kvtier", "message": message}
