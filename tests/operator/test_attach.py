@@ -120,6 +120,16 @@ def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out() -> No
     assert detach_document(attached) == original
 
 
+def test_defaults_that_the_api_server_fills_in_go_with_what_they_belong_to() -> None:
+    original = read("deployment")
+    _, attached, _ = attach_document(copy.deepcopy(original), plan())
+    pod, engine, _ = engine_of(attached)
+    engine["startupProbe"] |= {"successThreshold": 1, "terminationGracePeriodSeconds": 30}
+    pod["initContainers"][0] |= {"imagePullPolicy": "IfNotPresent", "terminationMessagePath": "/dev/termination-log"}
+    step_into(pod, ("volumes", ("name", "kvtier-config"), "configMap"))["defaultMode"] = 420
+    assert detach_document(attached) == original
+
+
 def test_room_that_is_there_is_kept_and_room_that_lacks_is_made() -> None:
     _, document, _ = attach_document(read("deployment"), plan())
     pod, engine, _ = engine_of(document)

@@ -309,6 +309,8 @@ def _records(tree: Any) -> Iterator[str]:
 
 
 _KEYS: Final = {"volumeMounts": "mountPath", "extraVolumeMounts": "mountPath"}
+_WHOLE: Final = frozenset({"startupProbe", "initContainer"})
+"""Objects that nothing of the owner's is put into later; the API server adds defaults to them."""
 _NAMED: Final = frozenset({"containers", "initContainers", "volumes", "env", "modelSpec", "extraVolumes"})
 
 
@@ -317,12 +319,13 @@ def _differences(before: Any, after: Any, path: Path) -> Iterator[tuple[Any, ...
     if isinstance(after, Mapping):
         for key, value in after.items():
             old = before.get(key)
-            if old is None and isinstance(value, (Mapping, list)) and value:
+            if old is None and (key in _WHOLE or not isinstance(value, (Mapping, list))):
+                yield "add", (*path, key)
+                continue
+            if old is None and value:
                 yield "new", (*path, key)
                 old = type(value)()
-            if key not in before and not isinstance(value, (Mapping, list)):
-                yield "add", (*path, key)
-            else:
+            if old != value:
                 yield from _differences(old, value, (*path, key))
     elif isinstance(after, list) and path[-1] in {*_KEYS, *_NAMED}:
         key = _KEYS.get(str(path[-1]), "name")
@@ -331,13 +334,16 @@ def _differences(before: Any, after: Any, path: Path) -> Iterator[tuple[Any, ...
             old = step_into(before, (step,))
             yield from [("add", (*path, step))] if old is None else _differences(old, item, (*path, step))
     elif before != after:
-        is_longer = type(before) is type(after) and isinstance(after, (str, list))
-        if is_longer and after[: len(before)] == before:
-            yield "end", path, after[len(before) :]
-        elif isinstance(after, str) and isinstance(before, str) and after.endswith(before):
-            yield "begin", path, after.removesuffix(before)
-        else:
-            yield "set", path, before
+        yield _change(before, after, path)
+
+
+def _change(before: Any, after: Any, path: Path) -> tuple[Any, ...]:
+    is_longer = type(before) is type(after) and isinstance(after, (str, list))
+    if is_longer and after[: len(before)] == before:
+        return "end", path, after[len(before) :]
+    if isinstance(after, str) and isinstance(before, str) and after.endswith(before):
+        return "begin", path, after.removesuffix(before)
+    return "set", path, before
 
 
 def _undo(tree: Any, operation: str, path: Path, kept: Any = None) -> None:

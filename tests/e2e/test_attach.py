@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of another owner: attached by the command, they share the blocks of a tier with engines of kvtier."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from typing import Any
+
+import pytest
+import yaml
+from light_cluster import Tier
+from pods import Bench, fetch
+from waiting import until
+
+from kvtier_localcluster import kinds
+
+PROMPT = "The whole of this prompt was computed by an engine of another owner, and read by one of ours. " * 4
+
+
+def foreign(bench: Bench, name: str) -> dict[str, Any]:
+    """Create a Deployment as its owner would, before anything is attached: no pod of it could start."""
+    args = ["--model=org/model", "--host=0.0.0.0", "--port=8000", "--revision=main"]
+    engine = {
+        "name": "server",
+        "image": "vllm/vllm-openai:v0.32.0",
+        "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
+        "args": args,
+        "ports": [{"containerPort": 8000}],
+        # A container has a /tmp of its own; here, where containers are processes, only a volume is.
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    pod = {"containers": [engine], "volumes": [{"name": "tmp", "emptyDir": {}}], "terminationGracePeriodSeconds": 2}
+    labels = {"app": name}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    body = {"replicas": 0, "selector": {"matchLabels": labels}, "template": template}
+    return bench.create(kinds.DEPLOYMENT, {"metadata": {"name": name}, "spec": body})
+
+
+def attach(bench: Bench, *words: str) -> dict[str, Any]:
+    """Return what the command prints."""
+    environment = {**os.environ, "KUBECONFIG": str(bench.cluster.kubeconfig)}
+    command = [sys.executable, "-m", "kvtier_cli", "attach", *words, "-n", "default"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = yaml.safe_load(done.stdout)
+    return found
+
+
+def run(bench: Bench, name: str, document: dict[str, Any]) -> None:
+    """Apply what was printed, and ask for one pod."""
+    bench.patch(kinds.DEPLOYMENT, name, {"spec": {**document["spec"], "replicas": 1}})
+
+
+def address(bench: Bench, name: str) -> str:
+    """Return where the pod of a foreign Deployment answers, when it does."""
+
+    def found() -> str | None:
+        pods = [pod for pod in bench.list(kinds.POD) if pod["metadata"].get("labels", {}).get("app") == name]
+        addresses = (pod["status"].get("podIP") for pod in pods if "deletionTimestamp" not in pod["metadata"])
+        return next((each for each in addresses if each and fetch(f"http://{each}:8000/health")), None)
+
+    return str(until(found))
+
+
+def complete(host: str) -> list[int]:
+    """Return the tokens that answer the prompt."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True}).encode()
+    with urllib.request.urlopen(f"http://{host}:8000/v1/completions", data=body, timeout=60) as answer:
+        first = answer.read().decode().split("\n\n")[0].removeprefix("data: ")
+    tokens: list[int] = json.loads(first)["choices"][0]["token_ids"]
+    return tokens
+
+
+def read_from_disk(host: str) -> float:
+    """Return the tokens that an engine has read from the volume."""
+    page = str(fetch(f"http://{host}:8000/metrics")).splitlines()
+    return sum(float(line.split()[-1]) for line in page if 'source="disk"' in line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_engine_of_ours_reads_what_an_attached_one_computed(bench: Bench) -> None:
+    ours = Tier(bench, "both")
+    ours.reaches("Ready", "True")
+    foreign(bench, "guest")
+    run(bench, "guest", attach(bench, "both", "deployment/guest"))
+    guest = address(bench, "guest")
+    answer = complete(guest)
+    # The first blocks wait for the janitor's permit.
+    until(lambda: complete(guest) and read_from_disk(guest) > 0)
+    (pod,) = ours.pods()
+    mine = pod["status"]["podIP"]
+    assert read_from_disk(mine) == 0
+    assert complete(mine) == answer
+    assert read_from_disk(mine) >= len(PROMPT) // 64 * 64
+    assert ours.reaches("Ready", "True")["reason"] == "Ready"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_are_attached(bench: Bench) -> None:
+    engine = {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"}
+    external = {"external": {"selector": {"matchLabels": {"app": "alone"}}}}
+    tier = Tier(bench, "alone", engine={**engine, **external}, disk={"budget": {"maxBytes": "1Gi"}})
+    tier.reaches("EnginesReady", "False", "NoPods")
+    before = foreign(bench, "alone")
+    attached = attach(bench, "alone", "deployment/alone")
+    poor = json.loads(json.dumps(attached))
+    engine_container = poor["spec"]["template"]["spec"]["containers"][0]
+    engine_container["env"] = [each for each in engine_container["env"] if each["name"] != "PYTHONHASHSEED"]
+    run(bench, "alone", poor)
+    message = tier.reaches("EnginesReady", "False", "NotAttached")["message"]
+    assert "container server of pod alone-" in message
+    assert "env[PYTHONHASHSEED]" in message
+    assert "`kvtier attach alone -n default deployment/alone`" in message
+
+    run(bench, "alone", attach(bench, "alone", "deployment/alone"))
+    tier.reaches("Ready", "True")
+    host = address(bench, "alone")
+    until(lambda: complete(host) and read_from_disk(host) > 0)
+    until(lambda: tier.disk().get("usedBytes"))
+
+    bench.patch(kinds.DEPLOYMENT, "alone", {"spec": {"replicas": 0}})
+    removed = attach(bench, "alone", "deployment/alone", "--remove")
+    assert removed["spec"]["template"]["spec"] == before["spec"]["template"]["spec"]
+    tier.reaches("EnginesReady", "False", "NoPods")
