@@ -26,6 +26,7 @@ ADDED = frozenset(
     {
         "connector/kvtier_connector/cascade/rates.py",
         "connector/kvtier_connector/cascade/split.py",
+        "connector/kvtier_connector/vllm_adapter/request_log.py",
         "connector/kvtier_connector/vllm_adapter/split_scheduler.py",
         "operator/kvtier_cli/attach.py",
         "operator/kvtier_cli/trace.py",

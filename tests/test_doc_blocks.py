@@ -40,7 +40,7 @@ SEPARATORS = {"&&", "||", "|", ";", "|&"}
 METRIC = re.compile(r"(?:sum|max|min|rate|increase|kvtier_|vllm:)")
 OUTPUT = (
     *("CONDITIONS", "ENGINES", "SIZES AND USE", "HITS", "NEXT", "MODEL ", "TIER ", "PASS  ", "POD", "- nodes: "),
-    *("serving/llm: ", "/var/lib/kvtier/", "status:", "SERVED BY ", "Volume of "),
+    *("serving/llm: ", "/var/lib/kvtier/", "status:", "SERVED BY ", "Volume of ", "Found request="),
 )
 """How blocks begin that show what a command prints, below a line that is empty, or what lies on a volume."""
 SPEC = crd.definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]

@@ -275,22 +275,22 @@ class Fetches:
 
     def take(self, landed: Iterable[Landed]) -> None:
         """Take in which chunks were read, and which could not be."""
-        for key, is_read, _ in landed:
+        for key, cause, _ in landed:
             fetch = self._fetches.get(key)
             if fetch is None or not fetch.has_row:
                 continue
             del self._fetches[key]
-            if not is_read:
+            if cause is not None:
                 self._primary.complete_write([key], fetch.context, success=False)
-                self._fail(key, fetch)
+                self._fail(key, fetch, cause)
             else:
                 self._primary.complete_write([key], fetch.context)
                 self._arrive(key, fetch)
 
-    def give_up_first(self) -> None:
+    def give_up_first(self, cause: str) -> None:
         """Have the first in the line do without its chunk."""
         key, _ = self._line.popitem(last=False)
-        self._fail(key, self._fetches.pop(key))
+        self._fail(key, self._fetches.pop(key), cause)
 
     def clear(self) -> None:
         """Forget everything: the CPU tier was emptied, every load and lease has ended."""
@@ -351,14 +351,14 @@ class Fetches:
         if fetch.lessee is not None:
             self._primary.prepare_read([key], fetch.lessee)
 
-    def _fail(self, key: OffloadKey, fetch: _Fetch) -> None:
+    def _fail(self, key: OffloadKey, fetch: _Fetch, cause: str) -> None:
         """Tell everybody who waits for a chunk that it does not come, nor when they ask again."""
         for load, number in fetch.loads:
             load.failed.add(number)
-            self._request_of(load.context).missing.add(key)
+            self._request_of(load.context).missing[key] = cause
         if fetch.lessee is not None:
             request = self._request_of(fetch.lessee)
-            request.missing.add(key)
+            request.missing[key] = cause
             request.leased.discard(key)
 
     def _drop_unwanted(self, key: OffloadKey, fetch: _Fetch) -> None:

@@ -123,8 +123,8 @@ class TierRequest:
         """Since when nothing but a lookup keeps it from its turn."""
         self.on_volume: set[OffloadKey] = set()
         """Chunks that the last look-up found on the volume and not in the CPU tier."""
-        self.missing: set[OffloadKey] = set()
-        """Chunks that this request does without: they could not be read, or a lookup was late."""
+        self.missing: dict[OffloadKey, str] = {}
+        """Chunks that were to be read and that this request does without, by chunk with the cause."""
         self.leased: set[OffloadKey] = set()
         """Chunks that were fetched for it before it was scheduled, and stay in the CPU tier for it."""
         self.causes: set[str] = set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -82,8 +82,8 @@ class Landed(NamedTuple):
     """One chunk of a load has ended."""
 
     key: OffloadKey
-    is_read: bool
-    """Whether its row holds it now, verified."""
+    cause: str | None
+    """Why its row does not hold it; None if it does, verified."""
     seconds: float
     """Time that a worker spent on it."""
 
@@ -145,6 +145,8 @@ class Transfers:
         self.loading = 0
         """Chunks of loads that have not ended."""
         self.storing = 0
+        self.on_skipped: Callable[[str, str], None] | None = None
+        """Told of each chunk that is not written: its request, and the cause."""
 
     def __len__(self) -> int:
         """Return how many transfers have not ended."""
@@ -298,14 +300,15 @@ class Transfers:
         self._stats.count(metrics.READ_SECONDS, done.seconds)
         name = self._requests.of(transfer.order.req_context).block_key(key)
         self._remember_load(name, outcome)
+        cause = None if isinstance(outcome, Hit) else self._cause_of(done)
         if isinstance(outcome, Hit):
             transfer.done.append(key)
             self._stats.count(metrics.READ_BLOCKS)
             self._stats.count(metrics.READ_BYTES, outcome.bytes_read)
             self._stats.count(metrics.LOADED_BLOCK_BYTES, self._row_bytes)
         else:
-            self._stats.count(metrics.MISSES, cause=self._cause_of(done))
-        self._landed.append(Landed(key, isinstance(outcome, Hit), done.seconds))
+            self._stats.count(metrics.MISSES, cause=cause)
+        self._landed.append(Landed(key, cause, done.seconds))
 
     def _remember_load(self, name: BlockKey, outcome: Answer | Refused | Ending) -> None:
         memory = self._attachment.memory
@@ -350,6 +353,8 @@ class Transfers:
         if not transfer.is_retry:
             # Once for each chunk, however often it is tried.
             self._stats.count(metrics.SKIPPED_STORES, cause=cause)
+            if self.on_skipped is not None:
+                self.on_skipped(transfer.order.req_context.req_id, cause)
             self._retry_at = max(self._retry_at, time.monotonic() + RETRY_SECONDS)
 
     def _close(self, transfer: _Transfer) -> None:

@@ -243,7 +243,7 @@ class KVTierManager(TieringOffloadingManager):
             if load.rows[number] == NO_ROW and number not in load.failed:
                 self.fetches.leave(key, load)
                 load.failed.add(number)
-                missing.add(key)
+                missing[key] = metrics.SLOWER
 
     def _order_backwards(self, split: Split) -> None:
         request, window = self.request(split.context), self.splits.window_chunks(split)
@@ -317,7 +317,7 @@ class KVTierManager(TieringOffloadingManager):
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
         super()._process_finished_jobs(*args, **kwargs)
         landed = self.tier.transfers.take_landed()
-        reads = [each.seconds for each in landed if each.is_read]
+        reads = [each.seconds for each in landed if each.cause is None]
         tokens = self.tier.requests.tokens[0] * len(reads)
         self.tier.rates.note_landed(tokens, reads=reads, is_reading=self.tier.transfers.loading > 0)
         if landed:
@@ -382,7 +382,7 @@ class KVTierManager(TieringOffloadingManager):
             # Every row is pinned by those that wait like the first: it does without, and they go on.
             self._metrics.on_promotion_allocation_failure()
             self.tier.count_computed(metrics.BUDGET, 1)
-            self.fetches.give_up_first()
+            self.fetches.give_up_first(metrics.BUDGET)
 
     def _is_anything_under_way(self) -> bool:
         """Say whether rows become free by themselves."""

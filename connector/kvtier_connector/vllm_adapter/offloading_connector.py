@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.manager import KVTierManager
+from kvtier_connector.vllm_adapter.request_log import scheduler_class
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
 from kvtier_connector.vllm_adapter.spec import KVTierSpec
 from kvtier_connector.vllm_adapter.worker import KVTierWorker
@@ -51,7 +52,7 @@ class KVTierConnector(OffloadingConnector):
             recompute_failed_loads(vllm_config)
             if not isinstance(spec.get_manager(), KVTierManager):
                 raise ConfigInvalid("KVTierConnector needs KVTierSpec and one SharedVolumeTier in secondary_tiers")
-            self.connector_scheduler = KVTierScheduler(spec, vllm_config, kv_cache_config)
+            self.connector_scheduler = scheduler_class()(spec, vllm_config, kv_cache_config)
         elif role is KVConnectorRole.WORKER:
             self.connector_worker = KVTierWorker(spec, vllm_config, kv_cache_config)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -94,13 +96,22 @@ def second_engine(
     return second
 
 
-def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(engines: Engines, fs: PacedFs) -> None:
+def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(
+    engines: Engines, fs: PacedFs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "vllm.kvtier.request")
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt)
     second.add("reads", prompt)
     run_paced(second, fs, "reads")
     assert 0 < second.computed["reads"] < len(prompt)
     assert second.metric("vllm:kvtier_disk_split_joins") == 1
+    lookup, end = [text for text in caplog.messages if " request=reads " in text]
+    assert f" volume={CHUNKS * BLOCK_TOKENS} way=split " in lookup
+    joined = re.search(r" loaded=(\d+) computed=(\d+) joined=(\d+)@", end)
+    assert joined is not None
+    head = second.computed["reads"] - (len(prompt) - CHUNKS * BLOCK_TOKENS)
+    assert joined.groups() == (str(CHUNKS * BLOCK_TOKENS - head), str(second.computed["reads"]), str(head))
     second.close()
 
 
