@@ -25,6 +25,7 @@ LINES = {"connector": 18_500, "operator": 20_000, "e2e": 16_000}
 ADDED = frozenset(
     {
         "connector/kvtier_connector/cascade/rates.py",
+        "connector/kvtier_connector/cascade/reuse_sample.py",
         "connector/kvtier_connector/cascade/split.py",
         "connector/kvtier_connector/vllm_adapter/request_log.py",
         "connector/kvtier_connector/vllm_adapter/split_scheduler.py",

@@ -23,6 +23,7 @@ from kvtier_connector.cascade.attach import Attachment
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.memory import keep_last
 from kvtier_connector.cascade.requests import TierRequests
+from kvtier_connector.cascade.reuse_sample import REMEMBERED_CHUNKS, ReuseSample
 from kvtier_connector.io_workers.tasks import Answer, Done, Ending, Lane, Refused, Task
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.header import HEADER_BYTES, Fault
@@ -42,9 +43,6 @@ _NEVER_AGAIN = _KEPT_OFF | {metrics.NEW_WEIGHTS, metrics.SHUTDOWN}
 _UNWANTED = _KEPT_OFF | {metrics.BYPASSED, metrics.INERT}
 """Causes for which the end of the engine loses no chunk."""
 
-REMEMBERED_CHUNKS = 1 << 17
-"""Chunks asked for last whose counts are kept; about 40 MB."""
-
 
 class ReuseFilter:
     """Counts the requests that ask for a chunk, so that one that only a single request has is not written.
@@ -55,7 +53,10 @@ class ReuseFilter:
     """
 
     def __init__(self, min_reuse: int, *, remembered: int = REMEMBERED_CHUNKS) -> None:
-        """Store the settings; chunks are written for their `min_reuse`-th request, 1 writes all and counts nothing."""
+        """Store the settings; chunks are written for their `min_reuse`-th request, 1 writes all and counts nothing.
+
+        The counts of `remembered` chunks are kept, about 40 MB by default.
+        """
         self._min_reuse = min_reuse
         self._remembered = remembered
         self._counts: OrderedDict[OffloadKey, int] = OrderedDict()
@@ -128,6 +129,7 @@ class Transfers:
         """Store the parts; `row_bytes` is the length of a chunk."""
         self._attachment, self._requests = attachment, requests
         self._reuse, self._stats, self._drain, self._row_bytes = reuse, stats, drain, row_bytes
+        self._sample = ReuseSample(stats)
         self._transfers: dict[int, _Transfer] = {}
         self._tasks: dict[int, _Transfer] = {}
         self._stores_of: Counter[str] = Counter()
@@ -215,8 +217,9 @@ class Transfers:
                 self.end(Done(number, Refused(refusal), 0.0))
         self._attachment.workers.submit(tasks)
 
-    def note_request(self, keys: Iterable[OffloadKey]) -> None:
+    def note_request(self, keys: Collection[OffloadKey]) -> None:
         """Count a request that asks for chunks; those that enough have asked for by now are written soon."""
+        self._sample.note_request(keys)
         for key in self._reuse.note_request(keys):
             if (block := self._unreused.pop(key, None)) is not None:
                 keep_last(self._deferred, key, block, most=MOST_DEFERRED)

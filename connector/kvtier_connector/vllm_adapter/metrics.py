@@ -158,6 +158,13 @@ FIRST_TOKEN_PROMPTS = Metric(
     "vllm:kvtier_first_token_prompt_tokens", "Tokens of the prompts of these requests, summed.", ("found",)
 )
 
+ASKED_BLOCKS = Metric(
+    "vllm:kvtier_asked_blocks",
+    "Blocks that requests asked for, wherever they were found, by how many requests asked for them before: 0 to 4, or "
+    "5+. Estimated from one block of 16, of the last 131,072 that were asked for.",
+    ("before",),
+)
+
 HINTS = Metric(
     "vllm:kvtier_request_hints",
     "Requests that asked something of the cache, by what: no_load, no_store, kv.retain.",
@@ -199,6 +206,8 @@ SHORT = "min_tokens"
 
 DISK, MEMORY, NOTHING = "disk", "memory", "nothing"
 """Where the beginning of a prompt came from: the volume, at least in part; the CPU tier or the GPU; or nowhere."""
+
+ASKED_BEFORE = ("0", "1", "2", "3", "4", "5+")
 
 MOST_TENANTS = 200
 OTHERS = "(other)"

@@ -408,7 +408,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Ask the volume for the chunks of a request that has just arrived."""
         status.update_offload_keys()
         context = status.req_context
-        self.manager.tier.transfers.note_request(key for state in status.group_states for key in state.offload_keys)
+        self.manager.tier.transfers.note_request([key for state in status.group_states for key in state.offload_keys])
         if self.is_one_prefix and status.max_load_tokens is None:
             self._read_ahead(status)
             if len(self._req_status) == 1 and self.manager.tier.lookups.wait():

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rig import Rigs, key, keys, wait_until
 
+from kvtier_connector.cascade.reuse_sample import SAMPLED_OF, ReuseSample
 from kvtier_connector.cascade.transfers import ReuseFilter
+from kvtier_connector.vllm_adapter import metrics
 
 
 def test_every_block_is_due_unless_configured_otherwise() -> None:
@@ -58,3 +62,58 @@ def test_chunks_that_the_cpu_tier_lost_are_written_when_they_are_computed_again(
     rig.tier.transfers.note_request(keys(3))
     rig.offload(keys(3), "second")
     assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
+
+
+def asked(stats: metrics.Stats) -> dict[str, float]:
+    """Return how many blocks were asked for since the last call, by how often before."""
+    values = stats.take().data["data"].get(metrics.ASKED_BLOCKS.name, {})
+    return {before: count for (before,), count in values.items()}
+
+
+def test_blocks_asked_for_are_counted_by_how_often_before() -> None:
+    sample = ReuseSample(stats := metrics.Stats())
+    prompt = keys(4000)
+    found = []
+    for _ in range(7):
+        sample.note_request(prompt)
+        found.append(asked(stats))
+    assert [list(each) for each in found] == [["0"], ["1"], ["2"], ["3"], ["4"], ["5+"], ["5+"]]
+    counts = {count for each in found for count in each.values()}
+    assert len(counts) == 1
+    # Of 4,000 blocks with hashes, one of sixteen is 250 give or take 60.
+    assert abs(counts.pop() - len(prompt)) < 60 * SAMPLED_OF
+    sample.note_request(keys(4000, first=2000))
+    assert list(asked(stats)) == ["5+", "0"]
+
+
+def test_blocks_of_the_sample_that_were_asked_for_long_ago_count_as_new() -> None:
+    sample = ReuseSample(stats := metrics.Stats(), remembered=1000)
+    sample.note_request(keys(500))
+    sample.note_request(keys(4000, first=500))
+    asked(stats)
+    sample.note_request(keys(500))
+    assert list(asked(stats)) == ["0"]
+
+
+def test_the_counts_predict_what_the_filter_writes() -> None:
+    requests = [keys(300, first=200 * number) for number in range(6)] + [keys(300), keys(100), keys(100)]
+    before: Counter[str] = Counter()
+    written: Counter[int] = Counter()
+    for min_reuse in (2, 3):
+        reuse = ReuseFilter(min_reuse)
+        for each in requests:
+            written[min_reuse] += sum(not of[0] % SAMPLED_OF for of in reuse.note_request(each)) * SAMPLED_OF
+    sample = ReuseSample(stats := metrics.Stats())
+    for each in requests:
+        sample.note_request(each)
+        before.update(asked(stats))
+    assert written == {2: before["1"], 3: before["2"]}
+    assert before["1"] > before["2"] > 0
+
+
+def test_an_engine_reports_the_blocks_that_its_requests_ask_for(rigs: Rigs) -> None:
+    rig = rigs.make()
+    sampled = next(number for number in range(1000) if not key(number)[0] % SAMPLED_OF)
+    for _ in range(2):
+        rig.tier.transfers.note_request([key(sampled)])
+    assert [rig.metric(metrics.ASKED_BLOCKS.name, before) for before in ("0", "1", "2")] == [16, 16, 0]
