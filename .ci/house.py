@@ -37,6 +37,7 @@ ADDED = frozenset(
         "operator/kvtier_operator/parts/external/checks.py",
         "operator/kvtier_operator/parts/external/pods.py",
         "operator/kvtier_operator/parts/external/templates.py",
+        "operator/kvtier_operator/plan/model_families.py",
     }
 )
 """Modules of features that those limits do not count, because they came after the limits were set."""

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_operator.plan import engine_args, models
-from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, make_model_layout
+from kvtier_operator.plan.model_families import make_family_layout
+from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout
 
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -22,7 +23,7 @@ DENSE: dict[str, Any] = {
 
 
 def kv(config: dict[str, Any], layout: EngineLayout | None = None) -> ModelLayout:
-    found = make_model_layout(config, layout or EngineLayout())
+    found = make_family_layout(config, layout or EngineLayout())
     assert isinstance(found, ModelLayout), found
     return found
 
@@ -159,20 +160,23 @@ def test_states_make_blocks_large() -> None:
         (without(layer_types=[None] * 32), "it has layers of type None"),
         (without(hybrid_override_pattern="?" * 32), "hybrid_override_pattern has layers of type '?'"),
         (without(layer_types=["mamba"] * 32), "none of its layers is an attention layer"),
-        (without(index_topk=2048), "sparse attention"),
-        (without(swa_head_dim=64), "heads of another size"),
+        (without(index_topk=2048), "it keeps an index beside heads (index_topk)"),
+        (without(block_configs=[{}]), "its layers differ one by one (block_configs): the engine measures it"),
+        (without(model_type="deepseek_v4"), "it compresses the KV of some layers (model_type deepseek_v4)"),
+        (without(per_layer_config={"0": {"head_dim": 64}}), "its layers differ one by one (per_layer_config)"),
+        (without(model_type="falcon_mamba"), "none of its layers is an attention layer (model_type falcon_mamba)"),
         (without(torch_dtype="int3"), "dtype 'int3' is not known here"),
     ],
 )
 def test_what_cannot_be_told_is_told_so(config: dict[str, Any], why: str) -> None:
-    found = make_model_layout(config, EngineLayout())
+    found = make_family_layout(config, EngineLayout())
     assert why in found.why
 
 
 @pytest.mark.parametrize("name", ["turboquant_k8v4", "int8_per_token_head", "nonsense"])
 def test_packed_kv_of_unknown_layout_is_not_guessed(name: str) -> None:
     assert isinstance(
-        make_model_layout(DENSE, EngineLayout(args=engine_args.read([f"--kv-cache-dtype={name}"]))), KvUnknown
+        make_family_layout(DENSE, EngineLayout(args=engine_args.read([f"--kv-cache-dtype={name}"]))), KvUnknown
     )
 
 
@@ -208,6 +212,16 @@ FIELDS = (
     "hybrid_override_pattern",
     "mamba_n_heads",
     "num_kv_shared_layers",
+    "index_topk",
+    "index_topk_pattern",
+    "sparse_attention_config",
+    "per_layer_config",
+    "global_head_dim",
+    "swa_num_key_value_heads",
+    "attention_other_setting",
+    "attn_config",
+    "layers_block_type",
+    "model_type",
     "max_window_layers",
     "use_sliding_window",
     "quantization_config",
@@ -219,7 +233,7 @@ ANY = SCALARS | st.lists(SCALARS, max_size=4) | st.dictionaries(st.sampled_from(
 @settings(max_examples=300)
 @given(config=st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=6), base=st.booleans(), tp=st.integers(1, 64))
 def test_no_config_is_too_strange_to_answer(config: dict[str, Any], base: bool, tp: int) -> None:
-    found = make_model_layout({**(DENSE if base else {}), **config}, EngineLayout(tensor_parallel=tp))
+    found = make_family_layout({**(DENSE if base else {}), **config}, EngineLayout(tensor_parallel=tp))
     assert isinstance(found, KvUnknown) or found.token_bytes >= 1
 
 

@@ -26,7 +26,8 @@ from kvtier_operator.api.parse import document
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.plan import chunks, digest, engine_args, models
 from kvtier_operator.plan.chunks import Checkpoints, Chunking
-from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, language_config, make_model_layout
+from kvtier_operator.plan.model_families import make_family_layout
+from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, language_config
 
 _VERSION: Final = 1
 
@@ -120,7 +121,7 @@ def _layout(name: str, config: str | None, args: tuple[str, ...], **engine: Any)
             why=f"{name} is not in the table of known models: paste its config.json, or the fields about "
             "layers and heads, into spec.model.config"
         )
-    return make_model_layout(found, EngineLayout(args=engine_args.read(args), **engine))
+    return make_family_layout(found, EngineLayout(args=engine_args.read(args), **engine))
 
 
 def checkpoints_of(spec: TierSpec, chunking: Chunking) -> Checkpoints:

@@ -39,24 +39,11 @@ _KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "moe": (NONE,),
 }
 
-_NESTED: Final = ("text_config", "llm_config", "language_config")
+NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 # Full attention comes every Nth layer; the families whose config.json may leave N out.
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
-
-_UNEVEN: Final[Mapping[str, str]] = {
-    "swa_num_key_value_heads": "its sliding-window layers have heads of another number",
-    "swa_head_dim": "its sliding-window layers have heads of another size",
-    "global_head_dim": "its full-attention layers have heads of another size",
-    "block_configs": "its layers differ one by one",
-    "per_layer_config": "its layers differ one by one",
-    "compress_ratios": "it compresses the KV of some layers",
-    "index_topk": "it keeps an index beside the KV (sparse attention)",
-    "cross_attention_layers": "it has cross-attention layers",
-}
-"""Fields of models whose layers differ in ways that are not computed here, and which way."""
-
 
 _MOST_LAYERS: Final = 4096
 _LARGEST: Final = 1 << 17
@@ -80,12 +67,11 @@ class Layers:
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part about the language model: multimodal models keep it one or two levels down."""
-    thinker = config.get("thinker_config")
-    if isinstance(thinker, Mapping):
-        return language_config(thinker)
-    for name in _NESTED:
+    if isinstance(config.get("thinker_config"), Mapping):
+        return language_config(config["thinker_config"])
+    for name in NESTED:
         nested = config.get(name)
-        if isinstance(nested, Mapping) and any(count in nested for count in _LAYER_COUNTS):
+        if isinstance(nested, Mapping) and any(count in nested for count in (*_LAYER_COUNTS, "layers_block_type")):
             # The outer part also describes the inner one (the type of the numbers, quantization).
             return {**config, **nested}
     return config
@@ -111,9 +97,6 @@ def number(config: Mapping[str, Any], *names: str, default: int | None = None) -
 
 def read_layers(config: Mapping[str, Any]) -> Layers:
     """Count the layers of the language model."""
-    for field, why in _UNEVEN.items():
-        if config.get(field):
-            raise ConfigUnclear(f"{why} ({field})")
     count = number(config, *_LAYER_COUNTS)
     if count > _MOST_LAYERS:
         raise ConfigUnclear(f"it has {count} layers, more than any model")
@@ -291,11 +274,13 @@ class ModelLayout:
     """How often the devices hold what a tier holds once."""
     formula: str
     """How `layer_bytes` came about, for people."""
+    extra_bytes: int = 0
+    """Bytes of one token in one chunk beside those of the layers."""
 
     @property
     def group_bytes(self) -> int:
         """Return the bytes of one token in one chunk."""
-        return self.layers_per_group * self.layer_bytes
+        return self.layers_per_group * self.layer_bytes + self.extra_bytes
 
     @property
     def token_bytes(self) -> int:

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every architecture that vLLM registers is sized as vLLM does, or refused, or left to the engine, with the reason."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.models.auto import configuration_auto, modeling_auto
+    from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+    from vllm.model_executor.models import registry
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY as CONFIGS
+    from vllm.transformers_utils.config import get_hf_text_config
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        MODEL_ARCH_CONFIG_CONVERTORS,
+        ModelArchConfigConvertorBase,
+    )
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        SparseCacheRole,
+        get_kv_quant_mode,
+    )
+
+    # Where vLLM 0.33 plans; 0.32 does it among its utilities.
+    planning = importlib.import_module(
+        f"vllm.v1.core.{'kv_cache_planning' if find_spec('vllm.v1.core.kv_cache_planning') else 'kv_cache_utils'}"
+    )
+
+from kvtier_operator.plan import engine_args
+from kvtier_operator.plan.model_families import MEASURED, make_family_layout
+from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout
+
+DENSE = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+LATENT = {"num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+WINDOWS = {**DENSE, "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 16}
+MIMO_V2 = {
+    "model_type": "mimo_v2",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "attention_chunk_size": 128,
+    "sliding_window": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *(([1] * 5 + [0]) * 7)],
+}
+NEMOTRON_H = {**DENSE, "model_type": "nemotron_h", "layers_block_type": ["mamba", "mlp", "attention", "moe"]}
+DELTA_NET = {
+    **DENSE,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+QWEN_3 = {**DENSE, "model_type": "qwen3"}
+
+
+def each(architectures: tuple[str, ...], fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {architecture: dict(fields) for architecture in architectures}
+
+
+BY_HAND: dict[str, dict[str, Any]] = {
+    "BailingMoeV2_5ForCausalLM": {**LATENT, "num_hidden_layers": 32, "layer_group_size": 8},
+    "BailingMoeV3ForCausalLM": {**LATENT, "num_hidden_layers": 20, "layer_group_size": 5},
+    "DeepseekV32ForCausalLM": {**LATENT, "model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 128},
+    "KimiK3ForConditionalGeneration": {
+        "text_config": {**LATENT, "linear_attn_config": {"full_attn_layers": list(range(4, 28, 4))}}
+    },
+    "KimiLinearForCausalLM": {**LATENT, "linear_attn_config": {"full_attn_layers": list(range(4, 28, 4))}},
+    "LongcatFlashNgramForCausalLM": {**LATENT, "num_layers": 14, "model_type": "longcat_flash_ngram"},
+    "MiMoV2ForCausalLM": MIMO_V2,
+    "MiMoV2FlashForCausalLM": MIMO_V2,
+    "MiMoV2OmniForCausalLM": MIMO_V2,
+    "MiniMaxM3SparseForCausalLM": {
+        **DENSE,
+        "sparse_attention_config": {"sparse_attention_freq": [0, *[1] * 31], "sparse_index_dim": 128},
+    },
+    "MistralLarge3ForCausalLM": {**LATENT, "model_type": "deepseek_v3"},
+    "PanguUltraMoEForCausalLM": {**LATENT, "model_type": "pangu_ultra_moe"},
+    "Rnj1ForCausalLM": WINDOWS,
+    **each(
+        (
+            *("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "ExaoneForCausalLM", "InternLM2ForCausalLM"),
+            *("MiMoForCausalLM", "MiniCPMForCausalLM", "OrionForCausalLM", "PanguEmbeddedForCausalLM"),
+            *("Param2MoEForCausalLM", "SarvamMoEForCausalLM", "SolarForCausalLM", "Step1ForCausalLM"),
+            *("TeleChat2ForCausalLM", "TeleFLMForCausalLM", "DotsOCRForCausalLM", "KeyeForConditionalGeneration"),
+            *("KeyeVL1_5ForConditionalGeneration", "MiniCPMO", "MiniCPMV", "MolmoForCausalLM"),
+            *("MoonshotKimiaForCausalLM", "Phi3VForCausalLM", "Phi4ForCausalLMV", "Phi4MMForCausalLM"),
+            *("DomynEdgeForCausalLM",),
+        ),
+        DENSE,
+    ),
+    **each(
+        (
+            *("BeeForConditionalGeneration", "Cosmos3ForConditionalGeneration", "Eagle2_5_VLForConditionalGeneration"),
+            *("FireRedASR2ForConditionalGeneration", "FunASRForConditionalGeneration", "H2OVLChatModel"),
+            *("InternS1ForConditionalGeneration", "InternS1ProForConditionalGeneration"),
+            "KananaVForConditionalGeneration",
+            *(
+                "LightOnOCRForConditionalGeneration",
+                "Llama_Nemotron_Nano_VL",
+                "LlavaOnevision2ForConditionalGeneration",
+            ),
+            *("Molmo2ForConditionalGeneration", "MossAudioModel", "NVLM_D", "OpenCUAForConditionalGeneration"),
+            *("OpenPanguVLForConditionalGeneration", "Ovis", "Ovis2_5", "Ovis2_6ForCausalLM", "Ovis2_6_MoeForCausalLM"),
+            *("Qwen3ASRRealtimeGeneration", "RForConditionalGeneration", "SkyworkR1VChatModel"),
+            *("StepVLForConditionalGeneration", "UltravoxModel", "Alpamayo2Super"),
+            "MiniCPMOcrForConditionalGeneration",
+        ),
+        {"text_config": QWEN_3},
+    ),
+    **each(("DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM"), {"language_config": LATENT}),
+    **each(
+        ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Super_Omni_Reasoning_V3"),
+        {"llm_config": NEMOTRON_H},
+    ),
+    **each(
+        ("InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration"),
+        {"text_config": DELTA_NET},
+    ),
+    "GraniteMoeHybridForCausalLM": {**DENSE, "layer_types": ["mamba", "attention"] * 16},
+}
+"""The fields of architectures whose config class is not here, or gives no model of the family by default."""
+
+LEFT_TO_THE_ENGINE: dict[str, dict[str, Any]] = {
+    "DeciLMForCausalLM": {**DENSE, "block_configs": [{}]},
+    "PanguProMoEV2ForCausalLM": {**DENSE, "param_sink_number": 128},
+    "Plamo3ForCausalLM": {**DENSE, "interleaved_sliding_window": [2048, None]},
+    **{
+        architecture: {**DENSE, "model_type": model_type}
+        for architecture, model_type in {
+            "AliceAIForCausalLM": "alice_ai",
+            "BeamForCausalLM": "beam",
+            "DoryForCausalLM": "dory",
+            "FlintForCausalLM": "flint",
+            "Glm5NextForCausalLM": "glm5_next_text",
+            "IQuestLoopCoderForCausalLM": "iquestloopcoder",
+            "K2HorizonForCausalLM": "k2_horizon",
+            "MuseSparkForConditionalGeneration": "muse_spark",
+            "SarvamMLAForCausalLM": "sarvam_mla",
+            "Step5ForCausalLM": "step5",
+            "Step5ForConditionalGeneration": "step5_vl",
+        }.items()
+    },
+    **each(
+        (
+            *("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM"),
+            *("DiffusionGemmaForBlockDiffusion", "Dots3NoteForCausalLM", "Glm5NextForConditionalGeneration"),
+            *("HYV4ForCausalLM", "HrmTextForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration"),
+            *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration", "UnlimitedOCRForCausalLM"),
+            "VoxtralRealtimeGeneration",
+        ),
+        {},
+    ),
+}
+"""The engine measures their KV: with the fields that say so, where the config class does not give them."""
+
+NOTHING_TO_KEEP = {
+    "CohereAsrForConditionalGeneration": "is_encoder_decoder",
+    "NemotronParseForConditionalGeneration": "is_encoder_decoder",
+    "RadioMBartPrefixForCausalLM": "is_encoder_decoder",
+    "WhisperForConditionalGeneration": "is_encoder_decoder",
+    "FalconMambaForCausalLM": "none of its layers is an attention layer",
+    "Mamba2ForCausalLM": "none of its layers is an attention layer",
+    "MambaForCausalLM": "none of its layers is an attention layer",
+}
+
+ARCHITECTURES = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
+LAYOUT = EngineLayout(args=engine_args.read(["--kv-cache-dtype=bfloat16"]))
+
+
+def model_type_of(architecture: str) -> str | None:
+    module, cls = ARCHITECTURES[architecture]
+    of_class = {
+        name: model_type
+        for table in vars(modeling_auto)
+        if table.startswith("MODEL_") and table.endswith("MAPPING_NAMES")
+        for model_type, names in getattr(modeling_auto, table).items()
+        for name in ((names,) if isinstance(names, str) else names)
+    }
+    last = module.rsplit(".", 1)[-1]
+    known = last if last in CONFIGS or last in configuration_auto.CONFIG_MAPPING_NAMES else None
+    return of_class.get(architecture) or of_class.get(cls) or known
+
+
+def config_of(architecture: str) -> tuple[dict[str, Any], Any]:
+    """Return a config.json of the architecture, and its config class's value."""
+    fields = BY_HAND.get(architecture) or LEFT_TO_THE_ENGINE.get(architecture)
+    if not fields and architecture in NOTHING_TO_KEEP and model_type_of(architecture) is None:
+        fields = {"is_encoder_decoder": True, **DENSE}
+    if fields:
+        text = next(
+            (fields[name] for name in ("text_config", "llm_config", "language_config") if name in fields), fields
+        )
+        hf = PreTrainedConfig(**{name: value for name, value in text.items() if name != "per_layer_config"})
+        hf.model_type = text.get("model_type", "llama")
+        return fields, hf
+    model_type = model_type_of(architecture)
+    assert model_type is not None, f"{architecture} has no config here: give one in BY_HAND, or say what becomes of it"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf = CONFIGS[model_type]() if model_type in CONFIGS else AutoConfig.for_model(model_type)
+    return json.loads(hf.to_json_string(use_diff=False)), hf
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_architecture_is_sized_as_vllm_does_or_the_reason_is_said(architecture: str) -> None:
+    config, hf = config_of(architecture)
+    found = make_family_layout(config, LAYOUT)
+    if architecture in NOTHING_TO_KEEP:
+        assert isinstance(found, KvUnknown)
+        assert NOTHING_TO_KEEP[architecture] in found.why
+    elif architecture in LEFT_TO_THE_ENGINE:
+        assert isinstance(found, KvUnknown)
+        assert found.why.endswith(MEASURED)
+    else:
+        assert isinstance(found, ModelLayout), found
+        compare_with_vllm(found, hf)
+
+
+def compare_with_vllm(found: ModelLayout, hf: Any) -> None:
+    """Compare with the heads and layers that vLLM reads from the same config."""
+    inner = getattr(hf, "llm_config", None)
+    text = inner if isinstance(inner, PreTrainedConfig) else get_hf_text_config(hf)
+    if getattr(text, "per_layer_config", None):
+        # Their heads are compared below, in blocks.
+        return
+    convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(text.model_type, ModelArchConfigConvertorBase)(hf, text)
+    if convertor.is_deepseek_mla():
+        assert found.layer_bytes == 2 * convertor.get_head_size()
+    elif not getattr(text, "kv_lora_rank", None) and not getattr(text, "v_head_dim", None):
+        assert found.layer_bytes == 2 * 2 * convertor.get_total_num_kv_heads() * convertor.get_head_size()
+    if not found.has_states and not any(
+        getattr(text, name, None) for name in ("layers_block_type", "num_kv_shared_layers")
+    ):
+        times = (
+            2 if text.model_type.startswith("longcat") and convertor.get_num_hidden_layers() == text.num_layers else 1
+        )
+        assert found.layers.full + found.layers.sliding == times * convertor.get_num_hidden_layers()
+
+
+def latents(count: int, block: int, dtype: torch.dtype, kind: str) -> dict[str, KVCacheSpec]:
+    packed = {"fp8_ds_mla": 656}.get(kind)
+    spec = MLAAttentionSpec(
+        block_size=block,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=dtype,
+        cache_dtype_str=kind,
+        kv_quant_mode=get_kv_quant_mode(kind),
+        state_content_bytes=packed,
+    )
+    return {f"layers.{layer}": FlashMLASparseBackend.customize_spec(spec) for layer in range(count)}
+
+
+def index(layers: list[int], block: int, head: int, dtype: torch.dtype) -> dict[str, KVCacheSpec]:
+    spec = MLAAttentionSpec(
+        block_size=block, num_kv_heads=1, head_size=head, dtype=dtype, cache_role=SparseCacheRole.INDEXER
+    )
+    return {f"layers.{layer}.index": spec for layer in layers}
+
+
+def heads(layers: list[int], window: int | None, heads: int, size: int, values: int | None = None) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "block_size": 16,
+        "num_kv_heads": heads,
+        "head_size": size,
+        "head_size_v": values or size,
+        "dtype": torch.bfloat16,
+    }
+    spec = FullAttentionSpec(**fields) if window is None else SlidingWindowSpec(**fields, sliding_window=window)
+    return {f"layers.{layer}": spec for layer in layers}
+
+
+def assert_as_vllm_packs(found: ModelLayout | KvUnknown, specs: dict[str, KVCacheSpec], ranks: int = 1) -> None:
+    config = VllmConfig(cache_config=CacheConfig(block_size=16), device_config=DeviceConfig("cpu"))
+    # What the connector asks for on accelerators.
+    config.cache_config.kv_cache_layout = "BLHNC"
+    groups = planning.get_kv_cache_groups(config, specs)
+    allocated = planning.get_kv_cache_config_from_groups(config, groups, 64 << 30)
+    assert isinstance(found, ModelLayout), found
+    assert found.block_tokens == {group.kv_cache_spec.block_size for group in groups}.pop()
+    block = allocated.kv_cache_tensors[0].size // allocated.num_blocks * ranks
+    assert (found.group_bytes * found.block_tokens, found.attention_groups) == (block, len(groups))
+
+
+DEEPSEEK_32 = {**LATENT, "model_type": "deepseek_v32", "num_hidden_layers": 61, "index_topk": 2048}
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    ("fields", "indexed"),
+    [
+        ({}, list(range(61))),
+        ({"index_topk_freq": 4}, [0, 1, *range(5, 61, 4)]),
+        ({"index_topk_pattern": "FSSS" * 15 + "F"}, list(range(0, 61, 4))),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["full"] * 61}, list(range(61))),
+    ],
+)
+def test_an_index_counts_for_the_layers_that_have_one(kind: str, fields: dict[str, Any], indexed: list[int]) -> None:
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.uint8
+    specs = {**latents(61, 64, dtype, kind), **index(indexed, 64, 132, torch.uint8)}
+    layout = EngineLayout(tensor_parallel=8, args=engine_args.read([f"--kv-cache-dtype={kind}"]))
+    assert_as_vllm_packs(make_family_layout({**DEEPSEEK_32, **fields}, layout), specs)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_keys_of_minimax_m3_are_on_every_rank(tp: int) -> None:
+    config = {
+        **DENSE,
+        "sparse_attention_config": {"sparse_attention_freq": [0, 0, *[1] * 30], "sparse_index_dim": 128},
+    }
+    main = FullAttentionSpec(block_size=128, num_kv_heads=8 // tp, head_size=128, dtype=torch.bfloat16)
+    specs = {
+        **{f"layers.{layer}": main for layer in range(32)},
+        **index(list(range(2, 32)), 128, 128, torch.bfloat16),
+    }
+    assert_as_vllm_packs(make_family_layout(config, EngineLayout(tensor_parallel=tp)), specs, ranks=tp)
+
+
+GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+}
+EVERY_SIXTH, OTHERS = [5, 11, 17, 23, 29], [layer for layer in range(30) if layer % 6 != 5]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_heads_of_two_sizes_share_blocks_of_one_size(tp: int) -> None:
+    specs = {
+        **heads(EVERY_SIXTH, None, max(1, 4 // tp), 512),
+        **heads(OTHERS, 1024, max(1, 16 // tp), 256),
+    }
+    assert_as_vllm_packs(make_family_layout(GEMMA_4, EngineLayout(tensor_parallel=tp)), specs, ranks=tp)
+
+
+def test_layers_that_are_written_one_by_one_are_the_same() -> None:
+    short = {name: value for name, value in GEMMA_4.items() if "global" not in name}
+    by_layer = {f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 4} for layer in EVERY_SIXTH}
+    assert make_family_layout({**short, "per_layer_config": by_layer}, EngineLayout()) == make_family_layout(
+        GEMMA_4, EngineLayout()
+    )
+
+
+def test_windows_with_more_heads_share_blocks_too() -> None:
+    pattern = MIMO_V2["hybrid_layer_pattern"]
+    assert isinstance(pattern, list)
+    full = [layer for layer, mark in enumerate(pattern) if mark == 0]
+    windowed = [layer for layer, mark in enumerate(pattern) if mark == 1]
+    specs = {**heads(full, None, 4, 192, 128), **heads(windowed, 128, 8, 192, 128)}
+    assert_as_vllm_packs(make_family_layout(MIMO_V2, EngineLayout()), specs)
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "engine", "why"),
+    [
+        (DEEPSEEK_32, ["--kv-cache-dtype=fp8"], {}, "write --kv-cache-dtype=fp8_ds_mla in spec.engine.args"),
+        ({**DEEPSEEK_32, "model_type": "glm_moe_dsa"}, [], {}, "write --kv-cache-dtype=bfloat16 or fp8_ds_mla"),
+        ({**DEEPSEEK_32, "indexer_types": ["full", *["shared"] * 60]}, [], {}, "layers share an index (indexer_types)"),
+        (DEEPSEEK_32, ["--block-size=128"], {}, "--block-size is not 64"),
+        (DEEPSEEK_32, ["-pp=2"], {}, "pipeline stages hold different numbers of it"),
+        (GEMMA_4, [], {"is_cpu_build": True}, "the CPU build makes blocks of both kinds equally large"),
+        (GEMMA_4, [], {"is_canonical": True}, "spec.disk.canonicalLayout"),
+        (
+            {**DENSE, "is_encoder_decoder": True},
+            [],
+            {},
+            "for which vLLM has no prefix cache: serve it without a KVCacheTier",
+        ),
+    ],
+)
+def test_what_decides_elsewhere_is_named(
+    config: dict[str, Any], args: list[str], engine: dict[str, bool], why: str
+) -> None:
+    found = make_family_layout(config, EngineLayout(args=engine_args.read(args), **engine))
+    assert isinstance(found, KvUnknown)
+    assert why in found.why
