@@ -283,7 +283,7 @@ def _indexed_layers(text: Mapping[str, Any], count: int) -> int:
         return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(count))
     if not isinstance(pattern, str | list):
         raise ConfigUnclear("index_topk_pattern is not a letter for each layer")
-    return count - sum(letter == "S" for letter in pattern[:count])
+    return count - list(pattern[:count]).count("S")
 
 
 def _with_key_index(found: ModelLayout, text: Mapping[str, Any], layout: EngineLayout) -> ModelLayout:
