@@ -27,6 +27,7 @@ from kvtier_operator import names
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.names import ObjectKey
 from kvtier_operator.observe.pod_reports import samples
+from kvtier_operator.parts.external.pods import attached_pods, external_of
 
 Document = dict[str, Any]
 SOURCES: Final = {"device": "GPU", "host": "CPU", "disk": "disk", "p2p": "peers"}
@@ -48,12 +49,14 @@ def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Do
     body = where.client.tier(namespace, tier)
     status = body.get("status") or {}
     pods = where.client.pods(namespace, tier, names.COMPONENT_ENGINE)
+    if external := external_of(body):
+        pods = attached_pods(where.client.cluster, namespace, external)
     document: Document = {
         "tier": f"{namespace}/{tier}",
         "model": (body["spec"].get("model") or {}).get("name", ""),
         "mode": (body["spec"].get("disk") or {}).get("mode", "ReadWrite"),
         "engines": [_engine(each) for each in sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))],
-        "wanted": body["spec"].get("replicas", 1),
+        "wanted": len(pods) if external else body["spec"].get("replicas", 1),
         "conditions": [
             {name: each.get(name, "") for name in ("type", "status", "reason", "message")}
             for each in status.get("conditions", ())
@@ -61,7 +64,7 @@ def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Do
         **{name: status.get(name) for name in ("sizing", "storage", "generation", "generations", "tiers")},
     }
     if asks_pods:
-        document |= _ask(where, namespace, tier, pods)
+        document |= _ask(where, namespace, tier, [] if external else pods)  # whose containers have any name
     return document
 
 

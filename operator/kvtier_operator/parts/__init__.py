@@ -7,7 +7,7 @@ it, and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kvtier_operator import names
@@ -17,7 +17,7 @@ from kvtier_operator.parts import claim, engine_checks, engine_config, janitor, 
 from kvtier_operator.parts.connectors import stores
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
 from kvtier_operator.parts.external import checks as attached
-from kvtier_operator.parts.external.checks import by_owner
+from kvtier_operator.parts.external.checks import by_owner, of_our_engines
 from kvtier_operator.parts.part import Part, Work
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import Snapshot
@@ -37,11 +37,6 @@ _BUDGET: Final = ("policy/v1", "PodDisruptionBudget")
 _ROLE: Final = (names.RBAC, "Role")
 _BINDING: Final = (names.RBAC, "RoleBinding")
 _LEASE: Final = (names.COORDINATION, names.LEASE_KIND)
-
-
-def _of_our_engines(wants: Callable[[Work], tuple[Manifest, ...]]) -> Callable[[Work], tuple[Manifest, ...]]:
-    """Return what a part wants unless another owner makes the engines."""
-    return lambda work: wants(work) if work.plan.spec.engine.external is None else ()
 
 
 PARTS: Final = (
@@ -68,13 +63,13 @@ PARTS: Final = (
     Part(
         name="service",
         keys=lambda tier: _keys(names.engine(tier), _SERVICE),
-        wants=_of_our_engines(lambda work: (routing.service(work.plan),)),
+        wants=of_our_engines(lambda work: (routing.service(work.plan),)),
         conditions=(routing.AVAILABLE,),
     ),
     Part(
         name="disruption budget",
         keys=lambda tier: _keys(names.engine(tier), _BUDGET),
-        wants=_of_our_engines(lambda work: (routing.disruption_budget(work.plan),)),
+        wants=of_our_engines(lambda work: (routing.disruption_budget(work.plan),)),
     ),
     # Engines connect to them when they start.
     Part(
@@ -96,7 +91,7 @@ PARTS: Final = (
     Part(
         name="engine",
         keys=lambda tier: (names.engine_key(tier),),
-        wants=_of_our_engines(lambda work: (deployment(work.plan),)),
+        wants=of_our_engines(lambda work: (deployment(work.plan),)),
         waits=lambda work: not preflight.lets_engines_start(work),
         needs=(claim.PART, engine_config.PART, "account"),
         conditions=(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -11,9 +11,11 @@ from kvtier_connector.contract.engine import SUPPORTED_VLLM
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, Status, checked, listed, met
+from kvtier_operator.names import Manifest
 from kvtier_operator.parts.engine import release_of
 from kvtier_operator.parts.engine_checks import connector_is_installed, volumes_are_mounted
 from kvtier_operator.parts.external.attach import CONFIG_VARIABLE, AttachRefused, Target, find_engine, lacks
+from kvtier_operator.parts.part import Work
 from kvtier_operator.snapshot import Pod
 
 _OWNERS: Final = {
@@ -33,6 +35,11 @@ def by_owner(
         return (ours if stage.spec.engine.external is None else external).judge(stage, previous)
 
     return replace(ours, judge=judge)
+
+
+def of_our_engines(wants: Callable[[Work], tuple[Manifest, ...]]) -> Callable[[Work], tuple[Manifest, ...]]:
+    """Return what a part wants unless another owner makes the engines."""
+    return lambda work: wants(work) if work.plan.spec.engine.external is None else ()
 
 
 def _alive(stage: PlannedStage) -> list[Pod]:

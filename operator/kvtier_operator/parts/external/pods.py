@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvtier_operator import names
+from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.snapshot import Engines, Pod
 
@@ -20,6 +21,12 @@ def external_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     selector = external.get("selector") if isinstance(external, Mapping) else None
     labels = selector.get("matchLabels") if isinstance(selector, Mapping) else None
     return external if isinstance(external, Mapping) and isinstance(labels, Mapping) and labels else None
+
+
+def attached_pods(cluster: Cluster, namespace: str, external: Mapping[str, Any]) -> list[Manifest]:
+    """Return the pods that a selector finds."""
+    selector = ",".join(f"{key}={value}" for key, value in external["selector"]["matchLabels"].items())
+    return cluster.list("v1", "Pod", namespace=namespace, selector=selector)
 
 
 class PodClaims:
