@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from engine_fleet import Engines
+from engine_parts import PAGE_BYTES, Shape
+from prompts import PROMPT, finish, restart
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 from kvtier_connector.vllm_adapter import metrics
@@ -34,3 +39,22 @@ def test_statistics_are_taken_once() -> None:
 
     assert stats.take().reduce() == {f"{metrics.MISSES.name}:('absent',)": 3, metrics.ACTIVE.name: 1}
     assert stats.take().is_empty()
+
+
+COPIES = {f"vllm:kv_offload_{way}_{what}" for way in ("load", "store") for what in ("bytes", "time")}
+
+
+def test_vllm_counts_bytes_and_seconds_of_copies_by_direction(engines: Engines) -> None:
+    for way, other in (("store", "load"), ("load", "store")):
+        engine = restart(engines, Shape(log_stats=True))
+        engine.ask(way, PROMPT)
+        finish(engine)
+        counted: Counter[str] = Counter()
+        for told in engine.told:
+            if told.scheduler_stats and (stats := told.scheduler_stats.kv_connector_stats):
+                values = stats["data"].items()
+                counted.update({name: of[()] for name, of in values if name in COPIES})
+        assert counted[f"vllm:kv_offload_{way}_bytes"] >= 20 * PAGE_BYTES
+        assert counted[f"vllm:kv_offload_{way}_time"] > 0
+        assert f"vllm:kv_offload_{other}_bytes" not in counted
+        engine.close()
