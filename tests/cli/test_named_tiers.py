@@ -19,7 +19,7 @@ from definition import tier_definition
 from kubernetes import client
 from typing_extensions import override
 
-from kvtier_cli import doctor, tiers, volume
+from kvtier_cli import doctor, status, volume
 from kvtier_cli.app import main
 from kvtier_connector.contract.engine import encode_live
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
@@ -213,7 +213,7 @@ def make_live_settings(api: ApiServerThread, tier: str, mode: str) -> None:
 def test_a_mode_is_affirmed_only_once_the_operator_has_passed_it_on(
     api: ApiServerThread, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "FOLLOW_SECONDS", 0.0)
+    monkeypatch.setattr(status, "FOLLOW_SECONDS", 0.0)
     make_tier(api, "stuck")
     told = answer(capsys, "mode", "stuck", "Bypass", code=1)
     assert told["waits"].startswith("the operator has not made ConfigMap/stuck-connector; the tier has no status")

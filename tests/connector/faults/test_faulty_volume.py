@@ -131,7 +131,8 @@ print("hanging", flush=True)
 def test_the_end_of_a_process_does_not_wait_for_its_threads_that_hang(faulty_volume: FaultyVolume) -> None:
     """The kernel keeps a thread inside FUSE until the server answers, so what is left of the process waits for that."""
     tier(faulty_volume)
-    command = [sys.executable, "-c", EXITS, str(faulty_volume.path / "d1gest"), str(CONNECTOR), str(STORE_TESTS)]
+    paths = [str(CONNECTOR), str(STORE_TESTS), str(STORE_TESTS.parents[1] / "kit")]
+    command = [sys.executable, "-c", EXITS, str(faulty_volume.path / "d1gest"), *paths]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         with faulty_volume.hanging("read"):
             lines = Background(lambda: [process.stdout.readline() for _ in range(2)] if process.stdout else [])

@@ -26,7 +26,7 @@ from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
 from kvtier_connector.store.scan import LeftoverKind
 
 CONNECTOR = Path(blockstore.__file__ or "").parents[2]
-PATHS = [str(CONNECTOR), str(Path(__file__).parents[1] / "store")]
+PATHS = [str(CONNECTOR), str(Path(__file__).parents[1] / "store"), str(Path(__file__).parents[2] / "kit")]
 
 DIES = """
 import os, signal, sys

@@ -243,7 +243,7 @@ def test_every_verb_is_listed_before_anything_is_imported() -> None:
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("prune", "prune is unknown; did you mean"), ("xyz", "xyz is unknown; there are bench, check, ")],
+    [("prune", "prune is unknown; did you mean"), ("xyz", "xyz is unknown; there are attach, bench, check, ")],
 )
 def test_a_word_that_is_no_verb_is_refused_with_those_that_are_like_it(
     capsys: pytest.CaptureFixture[str], word: str, said: str

@@ -76,7 +76,7 @@ def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
         engine.step()
         wait_until(lambda ended=ended: fs.ended > ended or fs.begun == fs.ended, "a block has been read")
         # Until the engine may be told of it.
-        threading.Event().wait(0.002)
+        threading.Event().wait(0.02)
     fs.give_all()
 
 
