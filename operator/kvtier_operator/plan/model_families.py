@@ -74,7 +74,8 @@ def make_family_layout(config: Mapping[str, Any], layout: EngineLayout) -> Model
     try:
         for part in (config, text):
             _refuse(part)
-        return _with_the_rest(_plain(text), layout)
+        is_narrow = layout.args.kv_dtype == "nvfp4" or (layout.args.kv_dtype == "auto" and _is_narrow_checkpoint(text))
+        return (_in_four_bits if is_narrow else _with_the_rest)(_plain(text), layout)
     except ConfigUnclear as error:
         return KvUnknown(why=str(error))
 
@@ -94,6 +95,32 @@ def _with_the_rest(plain: Mapping[str, Any], layout: EngineLayout) -> ModelLayou
     if full != windowed and found.layers.sliding:
         return _uneven(found, make_model_layout({**plain, **windowed}, layout), layout)
     return found
+
+
+def _is_narrow_checkpoint(text: Mapping[str, Any]) -> bool:
+    quantization = text.get("quantization_config")
+    return isinstance(quantization, Mapping) and str(quantization.get("kv_cache_quant_algo")).lower() == "nvfp4"
+
+
+def _in_four_bits(plain: Mapping[str, Any], layout: EngineLayout) -> ModelLayout | KvUnknown:
+    """Size an NVFP4 cache: 16 numbers take 8 bytes, and 1 for their scale."""
+    wide = dataclasses.replace(layout, args=dataclasses.replace(layout.args, kv_dtype="fp8"))
+    found = _with_the_rest(plain, wide)
+    if isinstance(found, KvUnknown):
+        return found
+    full, windowed = _heads_by_kind(plain)
+    obstacles = (
+        (bool(plain.get("kv_lora_rank")), "the model keeps a latent: write --kv-cache-dtype=nvfp4_ds_mla"),
+        (layout.is_canonical, f"spec.disk.canonicalLayout takes heads one by one: {MEASURED}"),
+        (layout.args.has("kv-cache-dtype-skip-layers"), f"--kv-cache-dtype-skip-layers leaves layers out: {MEASURED}"),
+        (found.has_states or found.extra_bytes > 0 or full != windowed, f"its layers are of several kinds: {MEASURED}"),
+        (bool(plain.get("v_head_dim")) or found.layer_bytes % 32 > 0, f"its heads are of an odd size: {MEASURED}"),
+    )
+    for is_there, why in obstacles:
+        if is_there:
+            raise ConfigUnclear(f"its KV is packed into 4 bits (NVFP4), and {why}")
+    formula = f"{found.formula} x 9 / 16 (4 bits, and a scale for 16 numbers)"
+    return dataclasses.replace(found, layer_bytes=found.layer_bytes * 9 // 16, formula=formula)
 
 
 def _refuse(part: Mapping[str, Any]) -> None:

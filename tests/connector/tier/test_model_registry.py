@@ -24,6 +24,7 @@ with warnings.catch_warnings():
         MODEL_ARCH_CONFIG_CONVERTORS,
         ModelArchConfigConvertorBase,
     )
+    from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
     from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -376,11 +377,38 @@ def test_windows_with_more_heads_share_blocks_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "args"),
+    [
+        (DENSE, ["--kv-cache-dtype=nvfp4"]),
+        ({**DENSE, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, []),
+    ],
+)
+@pytest.mark.parametrize("tp", [1, 16])
+def test_four_bits_come_with_scales(config: dict[str, Any], args: list[str], tp: int) -> None:
+    spec = FullAttentionSpec(
+        block_size=16,
+        num_kv_heads=max(1, 8 // tp),
+        head_size=128,
+        dtype=torch.uint8,
+        kv_quant_mode=get_kv_quant_mode("nvfp4"),
+        # As FlashInfer's backend packs it, which is not installed for CPUs.
+        num_head_slots=2 * max(1, 8 // tp),
+        state_content_bytes=nvfp4_kv_cache_full_dim(128),
+    )
+    layout = EngineLayout(tensor_parallel=tp, args=engine_args.read(args))
+    assert_as_vllm_packs(make_family_layout(config, layout), {f"layers.{layer}": spec for layer in range(32)}, tp)
+
+
+@pytest.mark.parametrize(
     ("config", "args", "engine", "why"),
     [
         (DEEPSEEK_32, ["--kv-cache-dtype=fp8"], {}, "write --kv-cache-dtype=fp8_ds_mla in spec.engine.args"),
         ({**DEEPSEEK_32, "model_type": "glm_moe_dsa"}, [], {}, "write --kv-cache-dtype=bfloat16 or fp8_ds_mla"),
         ({**DEEPSEEK_32, "indexer_types": ["full", *["shared"] * 60]}, [], {}, "layers share an index (indexer_types)"),
+        (LATENT, ["--kv-cache-dtype=nvfp4"], {}, "write --kv-cache-dtype=nvfp4_ds_mla"),
+        (GEMMA_4, ["--kv-cache-dtype=nvfp4"], {}, "its layers are of several kinds"),
+        (DENSE, ["--kv-cache-dtype=nvfp4", "--kv-cache-dtype-skip-layers=0"], {}, "leaves layers out"),
+        (DENSE, ["--kv-cache-dtype=turboquant_k8v4"], {}, "packs its numbers in a way that is not known here"),
         (DEEPSEEK_32, ["--block-size=128"], {}, "--block-size is not 64"),
         (DEEPSEEK_32, ["-pp=2"], {}, "pipeline stages hold different numbers of it"),
         (GEMMA_4, [], {"is_cpu_build": True}, "the CPU build makes blocks of both kinds equally large"),
