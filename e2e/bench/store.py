@@ -301,7 +301,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="for store.jsonl, the tables and the charts")
+    parser.add_argument("--out", type=Path, required=True, help="for store.jsonl and the tables")
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="a directory on the disk to measure (default: .)")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a directory in a tmpfs")
     parser.add_argument("--volumes", type=lambda text: text.split(","), default=["tmpfs", "disk"])

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that the demo accepts as proof, its table and picture, and the stages that it shows while it waits."""
+"""Answers that the demo accepts as proof, and its table."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from kvtier_demo import report
 from kvtier_demo.client import Answer
 from kvtier_demo.report import Row
 from kvtier_demo.scenario import problems
-from kvtier_demo.stack import stages
 
 COMPUTED = Answer(
     seconds_to_first_token=3.0,
@@ -74,24 +72,3 @@ def test_the_table_shows_the_median_of_every_row_and_flags_other_tokens() -> Non
     assert lines[1].startswith("computed")
     assert "600 ms" in lines[2]
     assert lines[2].endswith("NO")
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    report.chart(rows(), tmp_path / "table.png")
-    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("text", "stage"),
-    [
-        ("", "importing torch and vLLM"),
-        ("INFO Initializing a V1 LLM engine (v0.32.0)", "starting the engine"),
-        ("Initializing a V1 LLM engine\nLoading weights took 0.1 s", "loading the model"),
-        ("Loading weights\nINFO: Application startup complete.", "serving; its startup probe follows"),
-    ],
-)
-def test_the_log_of_an_engine_shows_its_stage(text: str, stage: str, tmp_path: Path) -> None:
-    log = tmp_path / "demo-engine-1-abcde" / "engine.log"
-    log.parent.mkdir()
-    log.write_text(text)
-    assert stages(tmp_path) == f"…abcde is {stage}"

@@ -88,7 +88,7 @@ def running_cluster(image: Path, data: Path) -> Iterator[tuple[Bench, Operator]]
     profile = ImageProfile(prefix="example.org/light", environment={"PYTHONPATH": str(image)})
     settings = ClusterSettings(
         data=data,
-        node=NodeSettings(images=[*default_images(), profile], stop_grace_seconds=2, isolates_memory=False),
+        node=NodeSettings(images=[*default_images(), profile], stop_grace_seconds=2),
         allocatable={"cpu": "64", "memory": "256Gi", "nvidia.com/gpu": "8"},
     )
     with ClusterThread(settings) as cluster:

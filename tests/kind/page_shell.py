@@ -150,7 +150,7 @@ def running(folder: Path, images: Mapping[str, str]) -> Iterator[Shell]:
     known = [replace(profiles[kind], prefix=prefix) for prefix, kind in images.items()]
     settings = ClusterSettings(
         data=folder / "cluster",
-        node=NodeSettings(images=[*known, *default_images()], stop_grace_seconds=2, isolates_memory=False),
+        node=NodeSettings(images=[*known, *default_images()], stop_grace_seconds=2),
         allocatable={"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": "8"},
     )
     checkout = folder / "checkout"

@@ -22,7 +22,7 @@ from kvtier_demo.model import make_model
 from kvtier_demo.preflight import CannotStart, check_machine, sole_use
 from kvtier_demo.progress import Progress
 from kvtier_demo.scenario import Scenario, problems
-from kvtier_demo.stack import Stack, place_model, running_stack, stages, tail
+from kvtier_demo.stack import Stack, place_model, running_stack, tail
 
 ROOT = Path(__file__).resolve().parents[3]
 API = "kvtier.dev/v1alpha1"
@@ -72,13 +72,7 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
     progress.say(kube.apply(ROOT / "e2e/demo/models.yaml"))
     place_model(stack.data / "model" / "tiny", stack.claim_directory("models"))
     progress.say(kube.apply(_sample(stack.data, replicas)))
-    logs = stack.data / "cluster" / "logs" / "default"
-    progress.wait(
-        "KVCacheTier demo to be Ready",
-        lambda: is_ready(stack, progress),
-        seconds=_READY_SECONDS,
-        doing=lambda: stages(logs),
-    )
+    progress.wait("KVCacheTier demo to be Ready", lambda: is_ready(stack, progress), seconds=_READY_SECONDS)
     if replicas > 1:
         progress.wait("the operator's canary prompt", lambda: is_proven(stack, progress), seconds=_PROVEN_SECONDS)
     tier: dict[str, Any] = kube.get(API, "KVCacheTier", TIER) or {}
@@ -104,7 +98,6 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
     rows = scenario.run()
     text = report.table(rows)
     (stack.data / "table.txt").write_text(text)
-    report.chart(rows, stack.data / "table.png")
     print(f"\n{text}", flush=True)
     wrong = problems(rows)
     for problem in wrong:
@@ -113,7 +106,6 @@ def demonstrate(stack: Stack, progress: Progress, *, replicas: int) -> int:
         proof.write_text(json.dumps(rows[-1].token_ids))
         who = "replica A had computed" if replicas > 1 else "the engines of an earlier run had computed"
         progress.say(f"proved: replica {engines[-1].name} read from the volume what {who}, with the same tokens")
-    progress.say(f"the table as a picture: {stack.data / 'table.png'}")
     clean_up(stack, progress)
     if not wrong:
         progress.say("next: make cluster starts an embedded Kubernetes for tiers of your own: crds/samples")

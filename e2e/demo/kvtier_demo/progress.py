@@ -30,16 +30,13 @@ class Progress:
             self._said[subject] = text
             self.say(f"{subject}: {text}")
 
-    def wait(
-        self, what: str, is_done: Callable[[], bool], *, seconds: float, doing: Callable[[], str] = lambda: ""
-    ) -> None:
-        """Wait until ``is_done``, printing ``doing`` meanwhile; raise TimeoutError naming ``what`` after the time."""
+    def wait(self, what: str, is_done: Callable[[], bool], *, seconds: float) -> None:
+        """Wait until ``is_done``; raise TimeoutError naming ``what`` after the time."""
         deadline = time.monotonic() + seconds
         while not is_done():
             now = time.monotonic()
             if now > deadline:
                 raise TimeoutError(f"{what}: not so after {seconds:.0f} s")
             if now - self._last > _HEARTBEAT_SECONDS:
-                detail = doing()
-                self.say(f"waiting for {what}{f': {detail}' if detail else ''}")
+                self.say(f"waiting for {what}")
             time.sleep(_POLL_SECONDS)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof as a table and as a picture."""
+"""The proof as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvtier_cli.output import columns
 from kvtier_demo.client import Answer
@@ -60,38 +59,3 @@ def table(rows: Sequence[Row]) -> str:
             )
         )
     return columns(cells)
-
-
-_COLORS = {"": "#b9543b", "device": "#3b6ea5", "host": "#4c9a6a", "disk": "#8a6fb0"}
-
-
-def chart(rows: Sequence[Row], file: Path) -> None:
-    """Write the times to the first token as a bar chart (PNG), titled with what the last row proves."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.7 * len(rows) + 1.9))
-    times = [row.median.seconds_to_first_token * 1000 for row in rows]
-    bars = axes.barh([f"{row.what} ({row.engine})" for row in rows], times, color=[_COLORS[row.source] for row in rows])
-    for bar, row, milliseconds in zip(bars, rows, times, strict=True):
-        answer = row.median
-        facts = [f" {milliseconds:.0f} ms", f"{answer.cached_tokens} of {answer.prompt_tokens} tokens cached"]
-        facts += [f"{answer.disk_bytes / 2**20:.0f} MiB read"] if row.source == "disk" else []
-        facts += [f"same tokens {'✓' if row.is_identical else '✗'}"] if row.references else []
-        axes.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, ", ".join(facts), va="center", fontsize=9)
-    proved = rows[-1]
-    who = (
-        f"{proved.engine} read from the volume what A computed"
-        if proved.engine != "A"
-        else "A read what it computed before"
-    )
-    axes.set_title(f"{who}: {times[0] / times[-1]:.1f} times as soon", loc="left", fontsize=12, fontweight="bold")
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(times) * 2.1)  # room for the text beside the longest bar
-    axes.set_xlabel(f"time to first token, ms, median of {len(proved.answers)} (vLLM's CPU build, a tiny model)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)

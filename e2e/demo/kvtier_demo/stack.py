@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -65,26 +64,6 @@ def running_stack(root: Path, data: Path, progress: Progress) -> Iterator[Stack]
         operator = stack.enter_context(_process("operator", operator_command, logs, KUBECONFIG=str(kubeconfig)))
         progress.say("operator started")
         yield Stack(kube=kube, data=data, processes={"cluster": cluster, "operator": operator})
-
-
-_STAGES = (
-    ("Application startup complete", "serving; its startup probe follows"),
-    ("Initializing KV cache|GPU KV cache size|CPU KV cache|Setting .*KV", "allocating the KV cache"),
-    ("Loading weights|Starting to load model|Loading safetensors", "loading the model"),
-    ("Initializing a V1 LLM engine|EngineCore", "starting the engine"),
-    ("API server version|args:", "reading its configuration"),
-)
-"""Words of vLLM's log, the latest stage first, and the stage that they show."""
-
-
-def stages(logs: Path) -> str:
-    """Return what each engine does, by its log."""
-    found = []
-    for log in sorted(logs.glob("*engine*/engine.log")):
-        text = log.read_text(errors="replace")
-        stage = next((stage for pattern, stage in _STAGES if re.search(pattern, text)), "importing torch and vLLM")
-        found.append(f"…{log.parent.name[-5:]} is {stage}")
-    return ", ".join(found)
 
 
 def tail(file: Path, lines: int = 15) -> str:

@@ -220,7 +220,6 @@ class LocalCluster:
             )
             self._agent = NodeAgent(services)
             self.server.pod_exec = self._agent.execute
-            await asyncio.to_thread(self._agent.announce)
         await registration.register(client, {**offered, **self._settings.allocatable})
         await informers.start()
         running = [each.run() for each in self._controllers]

@@ -11,7 +11,6 @@ from kvtier_localcluster import kinds
 from kvtier_localcluster.informers import Change
 from kvtier_localcluster.kinds import Json
 from kvtier_localcluster.node.pod import PodRunner, grace_seconds_of
-from kvtier_localcluster.node.processes import namespace_prefix
 from kvtier_localcluster.node.services import NODE_NAME, NodeServices
 
 _LOG = logging.getLogger(__name__)
@@ -32,15 +31,6 @@ class NodeAgent:
         informers[kinds.POD].listen(self._notice_pod)
         for kind in (kinds.CONFIG_MAP, kinds.SECRET, kinds.PERSISTENT_VOLUME_CLAIM):
             informers[kind].listen(self._notice_source)
-
-    def announce(self) -> None:
-        """Say in the log what this machine does not allow."""
-        if not self._services.settings.isolates_memory:
-            _LOG.info("every pod uses the machine's /dev/shm, as asked for")
-        elif namespace_prefix() is None:
-            _LOG.warning("every pod uses the machine's /dev/shm: `unshare` cannot give a process its own mounts here")
-        else:
-            _LOG.info("each pod has a /dev/shm of its own, mounted by `%s`", " ".join(namespace_prefix() or ()))
 
     async def stop(self) -> None:
         """End every pod; when this returns, none of their processes is left."""

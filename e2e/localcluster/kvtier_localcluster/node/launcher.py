@@ -25,11 +25,10 @@ END_NOW = signal.SIGUSR1
 _CANNOT_START = 127
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_MS_BIND = 4096
 _LENGTH_DIGITS = 8
 _HANDLED = (signal.SIGCHLD, signal.SIGTERM, END_NOW)
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 def main() -> int:
@@ -40,10 +39,6 @@ def main() -> int:
     _libc.prctl(_PR_SET_PDEATHSIG, END_NOW, 0, 0, 0)
     if os.getppid() != order["parent"]:
         return _CANNOT_START  # the node died before the kernel knew that we want to hear of it
-    for source, target in order["binds"]:
-        if _libc.mount(source.encode(), target.encode(), None, _MS_BIND, None) != 0:
-            _complain(f"cannot mount {source} at {target}: {os.strerror(ctypes.get_errno())}")
-            return _CANNOT_START
     main_pid = os.fork()
     if main_pid == 0:
         _become_container(order)

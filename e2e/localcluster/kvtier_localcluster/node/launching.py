@@ -7,10 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from kvtier_localcluster.datadir import SHARED_MEMORY
 from kvtier_localcluster.kinds import Json
 from kvtier_localcluster.node.environment import PathMap, declared, expand, profile_for, with_address
-from kvtier_localcluster.node.processes import Launch, namespace_prefix
+from kvtier_localcluster.node.processes import Launch
 from kvtier_localcluster.node.services import PodServices
 from kvtier_localcluster.node.volumes import Mounts
 
@@ -42,12 +41,10 @@ def make_launch(container: Json, services: PodServices, command: list[str] | Non
     environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment["PATH"]))
     if command is None:
         command = [*(container.get("command") or profile.entrypoint), *(container.get("args") or [])]
-    is_isolated = services.node.settings.isolates_memory and namespace_prefix() is not None
     return Launch(
         command=[real(expand(word, {**profile.environment, **variables})) for word in command],
         environment=environment,
         directory=services.volumes.working_directory(container),
-        binds={SHARED_MEMORY: mounts.shared_memory} if is_isolated else {},
     )
 
 

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kvtier_localcluster.datadir import SHARED_MEMORY
 from kvtier_localcluster.errors import StartFailed
 from kvtier_localcluster.node import launcher
 
-_NAMESPACES = (("--mount", "--propagation", "private"), ("-Urm",))
-_PROBE_SECONDS = 10
 _LEFTOVER_SECONDS = 5
 _CHUNK_BYTES = 1 << 16
 
@@ -38,8 +33,6 @@ class Launch:
     command: Sequence[str]
     environment: Mapping[str, str]
     directory: Path
-    binds: Mapping[Path, Path] = field(default_factory=dict)
-    """Directories to mount over others, target to source; needs a namespace."""
 
     def program(self) -> str:
         """Return the file to execute; `python3` is the interpreter that we run in.
@@ -57,20 +50,6 @@ class Launch:
             where = "no such file or directory" if "/" in name else "executable file not found in $PATH"
             raise StartFailed(f'exec: "{name}": {where}')
         return found
-
-
-@functools.cache
-def namespace_prefix() -> tuple[str, ...] | None:
-    """Return the command that gives a process mounts of its own, or None where the machine does not let us."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return None
-    for options in _NAMESPACES:
-        trial = [unshare, *options, "mount", "--bind", str(SHARED_MEMORY), str(SHARED_MEMORY)]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            if subprocess.run(trial, check=False, capture_output=True, timeout=_PROBE_SECONDS).returncode == 0:
-                return (unshare, *options)
-    return None
 
 
 class ContainerProcess:
@@ -100,11 +79,9 @@ class ContainerProcess:
             "environment": dict(launch.environment),
             "directory": str(launch.directory),
             "input": has_input,
-            "binds": [(str(source), str(target)) for target, source in launch.binds.items()],
         }
-        prefix = (namespace_prefix() or ()) if launch.binds else ()
         process = await asyncio.create_subprocess_exec(
-            *(*prefix, sys.executable, "-I", "-S", launcher.__file__),
+            *(sys.executable, "-I", "-S", launcher.__file__),
             stdin=asyncio.subprocess.PIPE,
             stdout=output,
             stderr=errors,

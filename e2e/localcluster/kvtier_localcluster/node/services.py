@@ -104,8 +104,6 @@ class NodeSettings:
     restarts: Restarts = field(default_factory=Restarts)
     stop_grace_seconds: float = 5.0
     """How long pods may take to end when the whole cluster stops."""
-    isolates_memory: bool = True
-    """Give each pod a /dev/shm of its own where the machine allows it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,6 @@ class Mounts:
     paths: PathMap
     temporary: Path
     """Where TMPDIR points: the container's /tmp, or a directory of the pod."""
-    shared_memory: Path
-    """The directory behind /dev/shm, where the pod can have its own."""
 
 
 class PodVolumes:
@@ -70,15 +68,13 @@ class PodVolumes:
         mounts = [(mount["mountPath"], self._volumes[mount["name"]]) for mount in container.get("volumeMounts") or []]
         for path, volume in mounts:
             directories[path.rstrip("/")] = self._directory(container, volume)
-        memory = directories.get(str(SHARED_MEMORY)) or self._memory / "shm"
-        directories.pop(str(SHARED_MEMORY), None)  # libraries name it without asking, so it is mounted, never rewritten
-        self._made_shared(memory)
+        directories.pop(str(SHARED_MEMORY), None)  # libraries name it without asking, so it stays the machine's
         paths = PathMap({path: str(directory) for path, directory in directories.items()})
         temporary = directories.get("/tmp") or self._made_shared(self._root / "tmp")  # noqa: S108 - the container's
         for _, volume in mounts:
             if any(kind in volume for kind in _FROM_OBJECTS):
                 _write_files(self._directory(container, volume), self._read(volume), paths)
-        return Mounts(paths=paths, temporary=temporary, shared_memory=memory)
+        return Mounts(paths=paths, temporary=temporary)
 
     def check(self) -> None:
         """Look whether each volume of the pod can be set up, as a kubelet does before it starts any container.

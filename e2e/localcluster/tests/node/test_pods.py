@@ -14,7 +14,6 @@ from pods import Bench, claim, fetch, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
-from kvtier_localcluster.node.processes import namespace_prefix
 
 ENOUGH_SECONDS = 6
 """For a hook and for a signal, each of which starts Python or finds it busy."""
@@ -163,22 +162,6 @@ def test_pods_with_the_same_port_answer_at_their_own_address(bench: Bench) -> No
         until(lambda name=name: bench.is_ready(name))
         assert bench.ask(name, "/name") == name
     assert bench.status("one")["podIP"] != bench.status("two")["podIP"]
-
-
-@pytest.mark.skipif(namespace_prefix() is None, reason="this machine gives processes no mounts of their own")
-def test_each_pod_has_shared_memory_of_its_own_that_outlives_a_restarted_container(bench: Bench) -> None:
-    volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
-    leave = script("open('/dev/shm/segment', 'x').write('of the pod')", "leave", volumeMounts=mounts)
-    bench.pod("one", server(volumeMounts=mounts), volumes=volumes, initContainers=[leave])
-    bench.pod("two", server(volumeMounts=mounts), volumes=volumes)
-    until(lambda: bench.is_ready("one") and bench.is_ready("two"))
-    assert bench.ask("one", "/file/dev/shm/segment") == "of the pod"
-    assert fetch(bench.url("two", "/file/dev/shm/segment")) is None
-    assert not Path("/dev/shm/segment").exists()
-    fetch(bench.url("one", "/exit"))
-    until(lambda: bench.container("one")["restartCount"] == 1 and bench.is_ready("one"))
-    assert bench.ask("one", "/file/dev/shm/segment") == "of the pod"
 
 
 def test_readiness_follows_its_probe(bench: Bench) -> None:
