@@ -16,14 +16,14 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from e2e.bench import processes, report
-from e2e.bench.processes import MeasuredProcess, until
+from e2e.bench import report
+from e2e.bench.processes import MeasuredProcess, running, until
 
 from kvtier_connector.contract import janitor
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -69,14 +69,6 @@ def tier(name: str, **spec: Any) -> Json:
             **spec,
         },
     }
-
-
-def running(
-    folder: Path, kubeconfig: Path, *arguments: str, **environment: str
-) -> AbstractContextManager[MeasuredProcess]:
-    """Run an operator as `kvtier run` starts it, in a folder."""
-    log = folder / f"operator-{time.monotonic_ns()}.log"
-    return processes.running(log, "kvtier_cli", "run", *arguments, KUBECONFIG=str(kubeconfig), **environment)
 
 
 def node(number: int) -> Json:
@@ -147,9 +139,10 @@ def _settings(config: Json) -> str:
 @contextmanager
 def operator(kubeconfig: Path, code: Path, **settings: str) -> Iterator[tuple[MeasuredProcess, int]]:
     """Run an operator of some checkout for all namespaces, and return the port of its metrics."""
-    path, port = f"{code / 'operator'}:{code / 'connector'}", free_port()
-    with running(kubeconfig.parent, kubeconfig, "-A", PYTHONPATH=path, KVTIER_METRICS_PORT=str(port), **settings) as it:
-        yield it, port
+    port, log = free_port(), kubeconfig.with_name(f"operator-{time.monotonic_ns()}.log")
+    settings |= {"PYTHONPATH": f"{code / 'operator'}:{code / 'connector'}", "KVTIER_METRICS_PORT": str(port)}
+    with running(log, "kvtier_cli", "run", "-A", KUBECONFIG=str(kubeconfig), **settings) as process:
+        yield process, port
 
 
 def passes(port: int) -> float:

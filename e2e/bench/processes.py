@@ -44,13 +44,8 @@ class MeasuredProcess:
 
     def memory_bytes(self, which: str = "VmRSS") -> int:
         """Return the memory that it holds now, or with `VmHWM` the most that it held."""
-        return 1024 * kernel_number(self.process.pid, which)
-
-
-def kernel_number(pid: int | str, field: str) -> int:
-    """Return a number of /proc about a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(f"{which}:")).split()[1])
 
 
 @contextmanager

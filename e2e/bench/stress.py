@@ -46,8 +46,8 @@ from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey, Lineage, block_path
 from kvtier_connector.store.permit import PERMIT_FILE, StorePermit
+from kvtier_netfs import KINDS
 from kvtier_netfs.gluster import GlusterDistribute
-from kvtier_netfs.kinds import KINDS
 from kvtier_netfs.volume import UnavailableError
 
 LOCAL = "local"

@@ -30,7 +30,6 @@ from e2e.engines.process import EngineEnded
 from e2e.engines.weights import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
-GIB = 1 << 30
 GPU_BLOCK_TOKENS = 16
 CELL_LIMIT_SECONDS = 150.0
 STORE_LIMIT_SECONDS = 40.0
@@ -283,11 +282,8 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     log = report.Journal(options.out / "traffic.jsonl")
     log.write(report.describe_run(runs=options.runs, kvtier=options.kvtier, variant=options.variant))
-    if options.device != "cpu":
-        volumes.enlarge_shared_memory(60 * GIB, log.say)
-    size = GIB if options.device == "cpu" else 90 * GIB
-    with nullcontext(options.volume) if options.volume else volumes.tmpfs(work / "tmpfs", size) as volume:
-        traffic = Traffic(_settings(options, work, volume), log)
+    with nullcontext(options.volume) if options.volume else tempfile.TemporaryDirectory(dir="/dev/shm") as volume:
+        traffic = Traffic(_settings(options, work, Path(volume)), log)
         try:
             for run in options.runs:
                 backend, stage, *cells = run.split(":")
@@ -360,8 +356,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="BACKEND:STAGE[:CELL...], with a stage of " + ", ".join(STAGES))
     parser.add_argument("--out", type=Path, required=True, help="for traffic.jsonl, which is continued, and the report")
-    parser.add_argument("--work", type=Path, help="for the model, logs and the mounted tmpfs (default: in /tmp)")
-    parser.add_argument("--volume", type=Path, help="directory for the blocks (default: a tmpfs, mounted for it)")
+    parser.add_argument("--work", type=Path, help="for the model and logs (default: in /tmp)")
+    parser.add_argument("--volume", type=Path, help="directory for the blocks (default: in /dev/shm)")
     parser.add_argument("--kvtier", type=json.loads, default={}, help="fields of ConnectorConfig as JSON")
     parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's engine arguments as JSON")
     parser.add_argument("--variant", default="", help="name of what is special about this run")

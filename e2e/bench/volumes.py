@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,30 +70,3 @@ def _forget(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-
-
-def enlarge_shared_memory(wanted_bytes: int, say: Callable[[str], None]) -> None:
-    """Let /dev/shm hold so much; a machine whose memory grows as it is used starts with a small one."""
-    status = os.statvfs("/dev/shm")
-    if status.f_blocks * status.f_frsize >= wanted_bytes:
-        return
-    command = ["mount", "-o", f"remount,size={wanted_bytes}", "/dev/shm"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    say(f"shared memory enlarged to {wanted_bytes >> 30} GiB" if result.returncode == 0 else result.stderr.strip())
-
-
-@contextlib.contextmanager
-def tmpfs(directory: Path, size_bytes: int) -> Iterator[Path]:
-    """Mount a tmpfs there, or make a directory in /dev/shm where that is not allowed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "tmpfs", str(directory)]
-    is_mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    place = directory if is_mounted else Path("/dev/shm/kvtier-bench")
-    place.mkdir(exist_ok=True)
-    try:
-        yield place
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", str(directory)], capture_output=True, check=False)
-        else:
-            shutil.rmtree(place, ignore_errors=True)

@@ -21,7 +21,6 @@ from kvtier_localcluster.errors import ClusterUnavailable
 from kvtier_localcluster.kinds import Key
 
 SHORT = Path("/tmp")  # noqa: S108 - TMPDIR may be long; `prepare` checks the owner
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the real one; each pod gets a directory of its own in it
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,7 @@ class DataDirectory:
 
     def pod(self, uid: str) -> Path:
         """Return the directory of a pod."""
-        return self.pods / _short(uid)
-
-    def shared_memory(self, uid: str) -> Path:
-        """Return the directory in memory of a pod."""
-        return SHARED_MEMORY / f"kvtier-{_short(uid)}"
+        return self.pods / uid.replace("-", "")[:12]
 
     def prepare(self) -> None:
         """Make the directories.
@@ -96,12 +91,5 @@ class DataDirectory:
 
     def discard_pods(self) -> None:
         """Remove what pods of an earlier run left; call it when none of their processes is alive."""
-        if self.pods.exists():
-            for pod in self.pods.iterdir():
-                shutil.rmtree(self.shared_memory(pod.name), ignore_errors=True)
         for directory in (self.pods, self.logs, self.root / "discarded"):
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _short(uid: str) -> str:
-    return uid.replace("-", "")[:12]

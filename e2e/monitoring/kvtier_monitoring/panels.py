@@ -193,7 +193,7 @@ class _Marked(builder.Builder[models.AnnotationQuery]):
         return self._marks
 
 
-def board(uid: str, title: str, about: str, *, where: str, since: str = "now-6h") -> dashboards.Dashboard:
+def board(uid: str, title: str, about: str, *, where: str) -> dashboards.Dashboard:
     """Return an empty dashboard with a choice of data source, and marks for alerts and rollouts.
 
     Args:
@@ -201,7 +201,6 @@ def board(uid: str, title: str, about: str, *, where: str, since: str = "now-6h"
         title: shown above it.
         about: description.
         where: label matchers of the tiers whose alerts and rollouts are marked; empty for all.
-        since: start of the time range.
     """
     comma = ", " if where else ""
     alerts = f'ALERTS{{alertname=~"KVTier.*", alertstate="firing"{comma}{where}}}'
@@ -215,7 +214,7 @@ def board(uid: str, title: str, about: str, *, where: str, since: str = "now-6h"
         .tags(["kvtier"])
         .readonly()
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .time(since, "now")
+        .time("now-6h", "now")
         .refresh("30s")
         .timezone("browser")
         .annotation(_Marked(_Marks("Alerts", alerts, title="{{alertname}} {{namespace}}/{{tier}}", color="red")))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a command with a network file system mounted, and take it down afterwards, however the command ends.
 
-``python -m kvtier_netfs glusterfs-distribute -- ls {a} {b}``: ``{a}`` and ``{b}`` are the two mounts, and the
-word ``{all}`` stands for those of all ``--nodes``. With ``--list`` say which file systems this machine can have.
+``python -m kvtier_netfs glusterfs-distribute -- ls {a} {b}``: ``{a}`` and ``{b}`` are the two mounts. With ``--list``
+say which file systems this machine can have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvtier_netfs.kinds import KINDS
+from kvtier_netfs import KINDS
 from kvtier_netfs.volume import UnavailableError
 
 _SKIPPED = 77
@@ -28,8 +28,6 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     parser.add_argument("--list", action="store_true", help="say what can be had here, and why not the rest")
     parser.add_argument("--options", default="", help="more options of the mounts")
-    parser.add_argument("--nodes", type=int, default=2, help="how often it is mounted")
-    parser.add_argument("--disk-mib", type=int, default=0, help="room of each server's disk")
     given = parser.parse_args()
     if given.list or given.kind is None:
         for name, kind in KINDS.items():
@@ -39,15 +37,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvtier-netfs-") as base:
         try:
-            chosen = KINDS[given.kind](Path(base) / "volume", options=given.options, nodes=given.nodes)
-            chosen.disk_mib = given.disk_mib or chosen.disk_mib
-            with chosen as volume:
+            with KINDS[given.kind](Path(base) / "volume", options=given.options) as volume:
                 words = given.command[1:] if given.command[:1] == ["--"] else given.command
-                mounts = [str(mount) for mount in volume.mounts]
-                words = [each for word in words for each in (mounts if word == "{all}" else [word])]
-                places = {"{a}": str(volume.a), "{b}": str(volume.b)}
-                for name, place in places.items():
-                    words = [word.replace(name, place) for word in words]
+                words = [word.replace("{a}", str(volume.a)).replace("{b}", str(volume.b)) for word in words]
                 return subprocess.run(words, check=False).returncode
         except UnavailableError as error:
             print(f"{given.kind}: {error}", file=sys.stderr)

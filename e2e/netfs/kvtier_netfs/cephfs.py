@@ -106,10 +106,6 @@ class CephFs(SharedVolume):
         command = ["ceph-fuse", "-f", *self._conf, "-n", "client.admin", *options, str(directory)]
         self._mount(f"client-{directory.name}", directory, command)
 
-    def set_quota(self, directory: Path, limit_bytes: int) -> None:
-        """Let the files below a directory take no more, as far as clients see to it themselves."""
-        os.setxattr(directory, "ceph.quota.max_bytes", str(limit_bytes).encode())
-
     def _start(self, name: str, program: str, number: str) -> None:
         self._serve(name, [program, "-f", *self._conf, "-i", number])
 

@@ -67,12 +67,11 @@ class GlusterDistribute(SharedVolume):
             self._image(f"disk{number}", mib=self.disk_mib)
             # The directory of bookkeeping, which glusterd makes.
             (self.brick(number) / ".glusterfs").mkdir(parents=True)
-            self._serve(
-                server, self._command("glusterfsd", server, _BRICK.format(directory=self.brick(number), **at(port)))
-            )
+            settings = _BRICK.format(directory=self.brick(number), address=ADDRESS, port=port)
+            self._serve(server, self._command("glusterfsd", server, settings))
         wait_for(lambda: all(self.servers.listens(port) for port in _PORTS), "the bricks listen")
         remotes = "".join(
-            _REMOTE.format(number=number, ping_seconds=self.ping_seconds, **at(port))
+            _REMOTE.format(number=number, ping_seconds=self.ping_seconds, address=ADDRESS, port=port)
             for number, port in enumerate(_PORTS)
         )
         for directory in self.mounts:
@@ -95,8 +94,3 @@ class GlusterReplica(GlusterDistribute):
     ping_seconds: ClassVar[int] = 2
     """A brick that hangs is left out soon, so that a test of it is soon over."""
     _spread: ClassVar[str] = _REPLICATE
-
-
-def at(port: int) -> dict[str, object]:
-    """Return how the settings name a port."""
-    return {"address": ADDRESS, "port": port}

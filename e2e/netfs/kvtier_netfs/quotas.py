@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local file systems whose quotas are the kernel's own, seen at two places of one node: for a real EDQUOT."""
+"""A local file system whose quotas are the kernel's own, seen at two places of one node: for a real EDQUOT."""
 
 from __future__ import annotations
 
@@ -33,23 +33,3 @@ class XfsQuota(SharedVolume):
             raise UnavailableError("this kernel has no quotas of xfs (CONFIG_XFS_QUOTA)") from error
         for directory in self.mounts:
             self._bind(disk, directory)
-
-
-class BtrfsQuota(SharedVolume):
-    """btrfs with a quota of a subvolume; it frees what was removed with its next commit."""
-
-    name = "btrfs-quota"
-    commands: ClassVar[dict[str, str]] = {"mkfs.btrfs": "btrfs-progs", "btrfs": "btrfs-progs"}
-    serving: ClassVar[tuple[str, ...]] = ()
-    disk_mib = 1024
-
-    def set_quota(self, directory: Path, limit_bytes: int) -> None:  # noqa: ARG002 - it is of all that is there
-        """Let the files take no more, those of other directories too."""
-        run("btrfs", "qgroup", "limit", str(limit_bytes), str(self.base / "disk/files"))
-
-    def _up(self) -> None:
-        disk = self._image("disk", mib=self.disk_mib, options="commit=1", format_with=("mkfs.btrfs", "-q"))
-        run("btrfs", "quota", "enable", str(disk))
-        run("btrfs", "subvolume", "create", str(disk / "files"))
-        for directory in self.mounts:
-            self._bind(disk / "files", directory)

@@ -105,7 +105,7 @@ class Servers:
 
 
 class SharedVolume(ABC):
-    """One file system, mounted as by several nodes. Use it as a context; what it started ends with the context."""
+    """One file system, mounted as by two nodes. Use it as a context; what it started ends with the context."""
 
     name: ClassVar[str]
     commands: ClassVar[dict[str, str]]
@@ -115,17 +115,16 @@ class SharedVolume(ABC):
     disk_mib: int = 4096
     """Of each server's disk, an image that takes what is written to it."""
 
-    def __init__(self, base: Path, *, options: str = "", nodes: int = 2) -> None:
+    def __init__(self, base: Path, *, options: str = "") -> None:
         """Store the settings.
 
         Args:
             base: An empty directory of its own, on a local disk.
             options: More options of the mounts, as after ``-o``.
-            nodes: How often it is mounted, twice at least.
         """
         self.base = base
         self.a, self.b = base / "a", base / "b"
-        self.mounts = (self.a, self.b, *(base / f"mount{number}" for number in range(3, nodes + 1)))
+        self.mounts = (self.a, self.b)
         self.options = options
         self.servers = Servers(base)
         self._undo = contextlib.ExitStack()
@@ -163,15 +162,13 @@ class SharedVolume(ABC):
     def _up(self) -> None:
         """Start servers and mount; note how each step is undone."""
 
-    def _image(
-        self, name: str, *, mib: int, options: str = "", format_with: Sequence[str] = ("mkfs.xfs", "-q", "-f")
-    ) -> Path:
-        """Mount a file system of its own, xfs unless another is made, on a loop device."""
+    def _image(self, name: str, *, mib: int, options: str = "") -> Path:
+        """Mount an xfs of its own on a loop device."""
         image, directory = self.base / f"{name}.img", self.base / name
         directory.mkdir()
         with image.open("wb") as file:
             file.truncate(mib << 20)
-        run(*format_with, str(image))
+        run("mkfs.xfs", "-q", "-f", str(image))
         run("mount", "-o", ",".join(part for part in ("loop", "noatime", options) if part), str(image), str(directory))
         self._undo.callback(unmount, directory)
         return directory

@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parent), *(str(SUITES / each) for each in ("s
 
 from nodes import Nodes, nodes_on  # noqa: E402 - as above
 
-from kvtier_netfs.kinds import KINDS  # noqa: E402 - found through the lines above
+from kvtier_netfs import KINDS  # noqa: E402 - found through the lines above
 from kvtier_netfs.volume import SharedVolume, UnavailableError  # noqa: E402 - as above
 
 QUICKEST = "glusterfs-distribute"

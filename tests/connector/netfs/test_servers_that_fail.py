@@ -28,7 +28,7 @@ from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.layout import is_partial
 from kvtier_netfs.gluster import GlusterDistribute, GlusterReplica
 from kvtier_netfs.moosefs import MooseFs
-from kvtier_netfs.quotas import BtrfsQuota, XfsQuota
+from kvtier_netfs.quotas import XfsQuota
 from kvtier_netfs.volume import SharedVolume, UnavailableError
 
 MIB = 1 << 20
@@ -222,10 +222,8 @@ def test_a_volume_that_says_only_at_the_close_that_it_is_full_keeps_what_it_took
         assert_kept(nodes, stored)
 
 
-@pytest.mark.parametrize("kind", [MooseFs, XfsQuota, BtrfsQuota])
-def test_a_quota_that_is_used_up_keeps_what_was_stored(
-    tmp_path: Path, kind: type[MooseFs | XfsQuota | BtrfsQuota]
-) -> None:
+@pytest.mark.parametrize("kind", [MooseFs, XfsQuota])
+def test_a_quota_that_is_used_up_keeps_what_was_stored(tmp_path: Path, kind: type[MooseFs | XfsQuota]) -> None:
     with mounted(kind, tmp_path / "volume") as volume, nodes_on(volume, "tier") as nodes:
         volume.set_quota(nodes.a, 40 * MIB)
         stored = fill(BlockStore(nodes.a), 100)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier_localcluster.datadir import SHARED_MEMORY, DataDirectory
+from kvtier_localcluster.datadir import DataDirectory
 from kvtier_localcluster.errors import ConfigMissing, VolumeMissing
 from kvtier_localcluster.kinds import Json, Key
 from kvtier_localcluster.node.environment import PathMap, Sources, texts_of
@@ -22,6 +22,7 @@ _CURRENT = "..data"
 """The link that the kubelet swaps when the object behind a volume changes."""
 
 _FROM_OBJECTS = ("configMap", "secret")
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the machine's
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class PodVolumes:
         self._uid = pod["metadata"]["uid"]
         self._namespace = pod["metadata"]["namespace"]
         self._root = data.pod(self._uid)
-        self._memory = data.shared_memory(self._uid)
         self._volumes: Mapping[str, Json] = {volume["name"]: volume for volume in pod["spec"].get("volumes") or []}
 
     def working_directory(self, container: Json) -> Path:
@@ -68,7 +68,7 @@ class PodVolumes:
         mounts = [(mount["mountPath"], self._volumes[mount["name"]]) for mount in container.get("volumeMounts") or []]
         for path, volume in mounts:
             directories[path.rstrip("/")] = self._directory(container, volume)
-        directories.pop(str(SHARED_MEMORY), None)  # libraries name it without asking, so it stays the machine's
+        directories.pop(_SHARED_MEMORY, None)  # libraries name it without asking, so it stays the machine's
         paths = PathMap({path: str(directory) for path, directory in directories.items()})
         temporary = directories.get("/tmp") or self._made_shared(self._root / "tmp")  # noqa: S108 - the container's
         for _, volume in mounts:
@@ -91,7 +91,6 @@ class PodVolumes:
     def remove(self) -> None:
         """Remove everything but claims."""
         shutil.rmtree(self._root, ignore_errors=True)
-        shutil.rmtree(self._memory, ignore_errors=True)
 
     def _directory(self, container: Json, volume: Json) -> Path:
         name = volume["name"]
@@ -100,8 +99,6 @@ class PodVolumes:
         if any(kind in volume for kind in _FROM_OBJECTS):
             return self._made(self._root / "containers" / container["name"] / "volumes" / name)
         if "emptyDir" in volume:
-            if (volume["emptyDir"] or {}).get("medium") == "Memory" and SHARED_MEMORY.is_dir():
-                return self._made_shared(self._memory / name)
             return self._made_shared(self._root / "volumes" / name)
         raise VolumeMissing(f'volume "{name}" is of a type that the local cluster does not emulate')
 
