@@ -29,6 +29,8 @@ from kvtier_connector.store.layout import (
     NO_LINEAGE,
     BlockKey,
     Lineage,
+    find_home,
+    is_tenant,
 )
 
 CATALOG_FILE = "janitor.catalog"
@@ -426,8 +428,10 @@ def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | N
         saved = SavedCatalog(*rest)
         offsets = [offset for places in saved.places.values() for offset in places.values()]
         is_known = version == _VERSION and tenants[0] == "" and saved.is_counted in {True, False}
-        is_sound = all(type(each) is str for each in [*generations, *tenants]) and all(
-            type(each) is int and 0 <= each <= MAX_TIME_NS for each in [saved.taken_ns, *offsets]
+        is_sound = (
+            all(each == "" or find_home(each) for each in generations)
+            and all(map(is_tenant, tenants[1:]))
+            and all(type(each) is int and 0 <= each <= MAX_TIME_NS for each in [saved.taken_ns, *offsets])
         )
         if not (is_known and is_sound and _are_in_range(rows, len(generations), len(tenants))):
             return None
@@ -436,7 +440,7 @@ def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | N
         return None
     finally:
         fs.close(fd)
-    catalog.restore(rows, generations, tenants)
+    catalog.restore(rows, [*generations], [*tenants])
     return saved
 
 

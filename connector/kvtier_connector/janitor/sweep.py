@@ -232,7 +232,7 @@ class Sweeper(TierSweeper):
         with self._problems.trying("space"):
             self._look_at_space()
 
-    def _read_journals(self, has_time: Callable[[], bool] = lambda: True) -> None:
+    def _read_journals(self, has_time: Callable[[], bool]) -> None:
         for digest, records in self._journals.read(self._cleanup.digests, has_time):
             self._scrub.apply(digest, records)
         self._problems.state("journals", self._journals.problem)
@@ -241,7 +241,8 @@ class Sweeper(TierSweeper):
 
     def _walk(self, has_time: Callable[[], bool]) -> None:
         """Walk on, once all journals were read: a block that a journal names need not be opened for its header."""
-        if not self._journals.has_read_all or "volume" in self._problems:
+        is_due = self._now() >= self._scrub.next_at
+        if not is_due or not self._journals.has_read_all or "volume" in self._problems:
             return
         with self._problems.trying("walk"):
             age_seconds = min(self.config.partial_age_seconds, self.config.ttl_seconds or math.inf)
@@ -324,7 +325,7 @@ class Sweeper(TierSweeper):
         with self._problems.trying("remove"):
             while not eviction.is_done and may_go_on():
                 eviction.step()
-                self._read_journals()
+                self._read_journals(may_go_on)
         if eviction.is_done or "remove" in self._problems or not self._may_act():
             self._tallies.evicted_blocks += eviction.removed
             self._tallies.evicted_bytes += eviction.freed_bytes

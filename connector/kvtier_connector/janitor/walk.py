@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
@@ -347,11 +346,9 @@ class Scrub:
     ) -> None:
         """Look at the due pieces; raise OSError if hardly any can be read, and begin anew later.
 
-        Partial files of that age are removed.
+        For calls at `next_at` or later. Partial files of that age are removed.
         """
         self._partials_age_seconds = partials_age_seconds
-        if self._now() < self.next_at:
-            return
         if not self._is_walking:
             self._begin(digests, verify_seconds)
         while self._pieces and self._now() >= self.next_at and may_go_on():
@@ -393,7 +390,9 @@ class Scrub:
         self.unread = self._failures
         self._is_hurried |= bool(self.unread)
         self.next_at = max(self.next_at, self._now() + (self._retry_pause if self.unread else self._pause))
-        self._retry_pause = min(2 * self._retry_pause, _LONGEST_RETRY_SECONDS) if self.unread else _RETRY_SECONDS
+        # Engines wait for the first count.
+        longest = _LONGEST_RETRY_SECONDS if self.is_counted else _RETRY_SECONDS
+        self._retry_pause = min(2 * self._retry_pause, longest) if self.unread else _RETRY_SECONDS
         self._rested_at = self._now() + _HURRY_REST * (self._now() - self._began_at)
         if len(self.unread) > self._read:
             raise next(iter(self.unread.values()))
@@ -452,13 +451,17 @@ class Scrub:
 
     def _is_unread(self, digest: str, key: BlockKey) -> bool:
         """Return whether a block lies below an unreadable directory: then it is not known whether it is gone."""
-        above = PurePosixPath(block_path(key)).parents
-        return any(BlockDirectory(digest, str(path)) in self._failures for path in above)
+        path = block_path(key)
+        while path := path.rpartition("/")[0]:
+            if (digest, path) in self._failures:
+                return True
+        return False
 
     def _look_later(self, place: Place, named: _Named) -> None:
         if len(self._named) < _MOST_NAMED:
-            used_ns = max(named.used_ns, self._named[place].used_ns if place in self._named else 0)
-            self._named[place] = named._replace(used_ns=used_ns)
+            before = self._named.get(place, named)
+            used_ns, size = max(named.used_ns, before.used_ns), max(named.size, before.size)
+            self._named[place] = named._replace(used_ns=used_ns, size=size)
 
     def _look_at(self, lineages: Mapping[Place, Lineage | None]) -> Iterator[tuple[Place, Looked]]:
         """Look at several blocks at once, a bundle a thread, since handing over work takes time, too."""

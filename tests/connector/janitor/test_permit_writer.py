@@ -105,6 +105,9 @@ def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig, e
     sweeper = rig.swept(fs, max_bytes=11 * BLOCK_BYTES, high_watermark=1.0)
     fs.calls = ("stat", "open")
     engine.put(*range(1, 9))
+    rig.work(sweeper, 1)
+    for number in range(1, 9):
+        engine.use(number)
     rig.work(sweeper, 20)
     assert permit_of(rig).bytes == BLOCK_BYTES
     assert "look: 8 blocks" in sweeper.report.problems["look"]

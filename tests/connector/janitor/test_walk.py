@@ -6,10 +6,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
+from dataclasses import replace
 
 import pytest
 from store_faults import WatchedFs
-from tier_dir import BLOCK_BYTES, Engine, Rig, key
+from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 
 from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.store.journal import Purge
@@ -108,6 +110,47 @@ def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig, engine: E
     sweeper = rig.swept(Counted(f"{engine.root}/tenants/alice/blocks/030"))
     rig.work(sweeper, 2 * 360)
     assert 5 <= len(tried) <= 10
+
+
+def test_a_volume_that_cannot_be_read_is_tried_each_minute_until_it_is_counted(rig: Rig, engine: Engine) -> None:
+    engine.put(*range(20))
+    fs = Unreadable(f"{engine.root}/blocks")
+    sweeper = rig.sweeper(fs)
+    for _ in range(1000):
+        pause = sweeper.step()
+        # Nobody waits for nothing at full speed.
+        assert pause > 0
+        assert any(problem.startswith("walk:") for problem in sweeper.report.usage.problems)
+        rig.clock.move(pause)
+    fs.path = ""
+    rig.work(sweeper, 8)
+    assert sweeper.report.usage.is_counted
+
+
+def test_looks_that_fail_slowly_end_with_the_step(rig: Rig, engine: Engine) -> None:
+    engine.put(*range(10))
+
+    class Slow(Refusing):
+        looks = 0
+
+        def before(self, call: str, path: str | None) -> None:
+            if call == "unlink" and not self.looks:
+                rig.clock.move(6)
+                engine.put(*range(100, 400), tenant="slow")
+            elif call in self.calls and self.path in (path or ""):
+                self.looks += 1
+                assert self.looks < 1000
+                time.sleep(0.001)
+                rig.clock.move(1)
+            super().before(call, path)
+
+    fs = Slow("/tenants/slow/", "stat", "open")
+    sweeper = rig.swept(fs)
+    rig.clock.move(10)
+    sweeper.configure(replace(sweeper.config, max_bytes=10 * BLOCK_BYTES))
+    for _ in range(2):
+        sweeper.step()
+    assert 300 <= fs.looks <= 600
 
 
 def test_a_generation_that_cannot_be_read_keeps_no_other_from_being_kept(rig: Rig) -> None:
