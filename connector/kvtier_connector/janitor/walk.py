@@ -393,7 +393,8 @@ class Scrub:
         # Engines wait for the first count.
         longest = _LONGEST_RETRY_SECONDS if self.is_counted else _RETRY_SECONDS
         self._retry_pause = min(2 * self._retry_pause, longest) if self.unread else _RETRY_SECONDS
-        self._rested_at = self._now() + _HURRY_REST * (self._now() - self._began_at)
+        hurried_seconds = 0.0 if self._pause else self._now() - self._began_at
+        self._rested_at = self._now() + _HURRY_REST * hurried_seconds
         if len(self.unread) > self._read:
             raise next(iter(self.unread.values()))
         self._catalog.end_walk(self._is_unread)

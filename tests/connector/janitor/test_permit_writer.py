@@ -180,6 +180,19 @@ def test_while_a_journal_cannot_be_read_permits_go_on_from_walks(rig: Rig) -> No
     assert sweeper.report.problems == {}
 
 
+def test_a_journal_that_becomes_unreadable_during_a_slow_walk_holds_up_no_permit(rig: Rig, engine: Engine) -> None:
+    engine.put(*range(200))
+    fs = Refusing("/journal/")
+    sweeper = rig.swept(fs, max_bytes=1000 * BLOCK_BYTES)
+    # In the middle of the second walk.
+    rig.work(sweeper, 540)
+    fs.calls = ("open", "stat")
+    rig.work(sweeper, 10)
+    number = permit_of(rig).number
+    rig.work(sweeper, 6)
+    assert permit_of(rig).number != number
+
+
 def test_an_unreadable_journal_is_forgotten_with_its_generation_whoever_removes_that(rig: Rig) -> None:
     rig.engine().put(1)
     old = rig.engine("bb")
