@@ -177,6 +177,7 @@ class Sweeper(TierSweeper):
         while (self.step() == 0 or not self.is_idle) and not self._cannot_walk:
             removed = 0.0 if self._eviction is None else self._eviction.share
             on_progress((self._scrub.share + removed) / 2, self.catalog.total.blocks, self.catalog.total.bytes)
+        self._publish(is_time=True)
 
     def step(self) -> float:
         """Work for about a second; return after how many seconds there is something to do again."""

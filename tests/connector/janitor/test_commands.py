@@ -168,6 +168,10 @@ def test_a_sweep_by_hand_keeps_the_limits_given(engine: Engine, rig: Rig, capsys
     assert run_json(capsys, "gc", rig.dir, *limits, "--yes")["evicted"] == {"budget": 3}
     assert engine.there(range(6)) == [0, 1, 2]
     assert not (rig.dir / PERMIT_FILE).exists()
+    # More than half of it, so every file is looked at first.
+    limits = ("--max-bytes", str(3 * BLOCK_BYTES), "--low", "1%")
+    swept = run_json(capsys, "gc", rig.dir, *limits, "--yes")
+    assert (swept["evicted"], swept["blocks"]) == ({"budget": 3}, 0)
 
 
 def test_a_sweep_without_limits_removes_no_block(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
