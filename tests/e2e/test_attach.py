@@ -201,7 +201,7 @@ def test_a_real_engine_of_ours_reads_what_an_attached_one_computed(tmp_path: Pat
             running.check()
             for pod in running.kube.list("v1", "Pod", labels=labels):
                 host = pod.get("status", {}).get("podIP")
-                if host and fetch(f"http://{host}:8000/health"):
+                if host and fetch(f"http://{host}:8000/health") is not None:
                     return client.Engine(pod["metadata"]["name"], f"http://{host}:8000")
             return None
 
