@@ -78,8 +78,10 @@ class LoggingScheduler(KVTierScheduler):
     ) -> tuple[int | None, bool]:
         is_joining = request.request_id in self._joined
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        entry = self._entries[request.request_id]
-        if tokens is not None and not is_joining and entry.looked_up != request.num_preemptions:
+        entry = self._entries.get(request.request_id)
+        if entry is None or tokens is None or is_joining:
+            return tokens, is_async
+        if entry.looked_up != request.num_preemptions:
             entry.looked_up, entry.gpu_tokens = request.num_preemptions, num_computed_tokens
             self._log_lookup(request, entry, tokens)
         return tokens, is_async
@@ -87,8 +89,7 @@ class LoggingScheduler(KVTierScheduler):
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens:
-            entry = self._entries[request.request_id]
+        if num_external_tokens and (entry := self._entries.get(request.request_id)) is not None:
             entry.loaded_tokens, entry.load_began_at = num_external_tokens, time.monotonic()
 
     def end_split(self, name: str, *, has_joined: bool) -> None:
