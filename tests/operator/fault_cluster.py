@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from definition import tier_definition
-from e2e.bench.operator_scale import NAMESPACE, running
-from e2e.bench.processes import MeasuredProcess
+from e2e.bench.operator_scale import NAMESPACE
+from e2e.bench.processes import MeasuredProcess, running
 from live import MERGE, Client, Controllers
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -63,5 +64,6 @@ def operator(
 ) -> AbstractContextManager[MeasuredProcess]:
     """Run an operator of this checkout for the namespace of the benchmark."""
     folder.mkdir(parents=True, exist_ok=True)
-    kubeconfig = cluster.api.write_kubeconfig(folder / "kubeconfig")
-    return running(folder, kubeconfig, "-n", NAMESPACE, *arguments, **environment)
+    environment["KUBECONFIG"] = str(cluster.api.write_kubeconfig(folder / "kubeconfig"))
+    log = folder / f"operator-{time.monotonic_ns()}.log"
+    return running(log, "kvtier_cli", "run", "-n", NAMESPACE, *arguments, **environment)
