@@ -15,11 +15,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checks import check
 from rig import Rig, Rigs, key, wait_until
 from slow_fs import FailingFs
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
-
-from kvtier_connector.store import fsck
 
 CHAINS, LONGEST, ENGINES, STEPS = 4, 24, 3, 60
 
@@ -141,4 +140,4 @@ def test_engines_find_what_is_there_on_a_volume_that_changes(
     wait_until(fuzz.are_written, "all blocks are written again")
     fuzz.wait_until_all_is_found()
     # Damaged files stay in quarantine for a person to look at.
-    assert [each for each in fsck.check(rigs.root) if not each.path.startswith("quarantine/")] == []
+    assert [each for each in check(rigs.root) if not each.path.startswith("quarantine/")] == []
