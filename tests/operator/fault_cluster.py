@@ -64,6 +64,12 @@ def operator(
 ) -> AbstractContextManager[MeasuredProcess]:
     """Run an operator of this checkout for the namespace of the benchmark."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment["KUBECONFIG"] = str(cluster.api.write_kubeconfig(folder / "kubeconfig"))
-    log = folder / f"operator-{time.monotonic_ns()}.log"
-    return running(log, "kvtier_cli", "run", "-n", NAMESPACE, *arguments, **environment)
+    return operator_process(
+        cluster.api.write_kubeconfig(folder / "kubeconfig"), "-n", NAMESPACE, *arguments, **environment
+    )
+
+
+def operator_process(kubeconfig: Path, *arguments: str, **environment: str) -> AbstractContextManager[MeasuredProcess]:
+    """Run an operator of this checkout, with its log beside its kubeconfig."""
+    log = kubeconfig.with_name(f"operator-{time.monotonic_ns()}.log")
+    return running(log, "kvtier_cli", "run", *arguments, KUBECONFIG=str(kubeconfig), **environment)

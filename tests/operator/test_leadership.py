@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.bench.operator_scale import running
+from fault_cluster import operator_process
 from live import APPS, NAMESPACE, Client, body
 from waiting import until
 
@@ -32,7 +32,7 @@ def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
     with ExitStack() as stack:
 
         def start() -> subprocess.Popen[bytes]:
-            started = running(tmp_path, tmp_path / "kubeconfig", *ARGUMENTS, KVTIER_LEASE_SECONDS="9")
+            started = operator_process(tmp_path / "kubeconfig", *ARGUMENTS, KVTIER_LEASE_SECONDS="9")
             return stack.enter_context(started).process
 
         yield start
