@@ -168,6 +168,10 @@ def attach(  # noqa: PLR0913 - options
         for field, text in refused.problems:
             click.echo(f"{field} {text}", err=True)
         return FOUND
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise click.ClickException(
+            "the object is not as the API server takes it: `kubectl apply --dry-run=server -f FILE` names the field"
+        ) from error
     for each in notes:
         click.echo(f"# {each}", err=True)
     found = _printed(before, after, others, output_format)

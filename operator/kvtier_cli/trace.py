@@ -123,12 +123,7 @@ class BlockCache:
     """As many blocks as fit. Those used longest ago are evicted first, ends of prompts before their beginnings."""
 
     def __init__(self, blocks: int, *, least_uses: int = 1) -> None:
-        """Start empty.
-
-        Args:
-            blocks: how many blocks fit.
-            least_uses: keep a block from this many-th use on.
-        """
+        """Start empty; a block is kept from its `least_uses`-th use on."""
         self._limit = blocks
         self._least = least_uses
         self._held: OrderedDict[Hashable, None] = OrderedDict()
@@ -170,9 +165,7 @@ class SimulatedTier:
 def read(file: Path, *, block_tokens: int) -> Trace:
     """Read a trace in Mooncake's format, or prompts as ``kvtier warm`` takes them.
 
-    Args:
-        file: one JSON value a line.
-        block_tokens: tokens of a block of prompts; Mooncake's format has its own.
+    The file has one JSON value a line. Blocks in Mooncake's format have a size of their own.
 
     Raises:
         UsageError: a line is neither; the message has its number and never its text.
@@ -191,28 +184,32 @@ def read(file: Path, *, block_tokens: int) -> Trace:
 
 
 def _mooncake(file: Path) -> Iterator[Request]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
-                tokens, names = int(found["input_length"]), found["hash_ids"]
-                seconds = float(found["timestamp"]) / 1000
-                blocks = tuple(names[: max(0, tokens - 1) // MOONCAKE_TOKENS])
-                hash(blocks)
-            except (ValueError, LookupError, TypeError) as error:
+                yield _of_row(json.loads(line))
+            except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
                 fields = "timestamp (ms), input_length (tokens) and hash_ids (a list of numbers)"
                 raise click.UsageError(f"{file}: line {number}: must have {fields} as Mooncake's traces do") from error
-            yield Request(seconds, tokens, blocks)
+
+
+def _of_row(found: Mapping[str, Any]) -> Request:
+    tokens, names, seconds = int(found["input_length"]), found["hash_ids"], float(found["timestamp"]) / 1000
+    if tokens < 1 or not isinstance(names, list) or not math.isfinite(seconds):
+        raise ValueError
+    blocks = tuple(names[: (tokens - 1) // MOONCAKE_TOKENS])
+    hash(blocks)
+    return Request(seconds, tokens, blocks)
 
 
 def _of_prompt(body: Mapping[str, Any], block_tokens: int) -> Request:
     content = body.get("messages") or body["prompt"]
     if isinstance(content, list) and all(isinstance(each, int) for each in content):
-        text, width = b"".join(each.to_bytes(8, "little", signed=True) for each in content), 8
+        text, width = b"".join((each % (1 << 64)).to_bytes(8, "little") for each in content), 8
     else:
-        text = (content if isinstance(content, str) else json.dumps(content)).encode()
+        text = (content if isinstance(content, str) else json.dumps(content)).encode(errors="surrogatepass")
         width = BYTES_PER_TOKEN
     size = block_tokens * width
     # The name of a block says all that is before it, as the engine's does.
@@ -279,14 +276,9 @@ class Pace:
 def paces(
     read: Sequence[int], token_bytes: int, *, seconds: float | None, rates: Iterable[float], prefill_rate: float | None
 ) -> list[Pace]:
-    """Return what rates of a volume make of the tokens that requests read from it.
+    """Return what rates of a volume (GB/s) make of the tokens that requests read from it.
 
-    Args:
-        read: tokens of each request that reads any.
-        token_bytes: KV of a token.
-        seconds: length of the trace, if it has times.
-        rates: GB/s of volumes.
-        prefill_rate: prompt tokens that an engine computes in a second, if that is known.
+    An engine computes `prefill_rate` prompt tokens in a second, if that is known.
     """
     if not read:
         return []

@@ -20,7 +20,7 @@ from kvtier_operator.observe.pod_reports import read_metrics, read_usage
 from kvtier_operator.observe.poller import Poller, PollTarget
 from kvtier_operator.parts import engine_config
 from kvtier_operator.parts.external.attach import find_engine
-from kvtier_operator.parts.external.pods import PodClaims, count_engines, external_of
+from kvtier_operator.parts.external.pods import PodClaims, count_engines, external_of, made_by_others
 from kvtier_operator.plan import engine_args
 from kvtier_operator.snapshot import (
     ContainerStatus,
@@ -118,7 +118,7 @@ def gather(
     )
     preflight_key = names.preflight_key(tier)
     external = external_of(body)
-    attached = [] if external is None else reader.pods(external["selector"]["matchLabels"])
+    attached = [] if external is None else made_by_others(reader.pods(external["selector"]["matchLabels"]))
     claimed = {} if claims is None else claims.note(tier, (each["metadata"]["uid"] for each in attached))
     container = None if external is None else external.get("container")
     read = [

@@ -30,7 +30,7 @@ from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller
 from kvtier_operator.observe.targets import make_observation_plan
 from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
-from kvtier_operator.parts.external.pods import PodClaims
+from kvtier_operator.parts.external.pods import PodClaims, live_settings
 from kvtier_operator.parts.preflight import ALWAYS
 from kvtier_operator.plan import decide, decisions, make_plan, nodes
 from kvtier_operator.plan.capacity import make_capacity
@@ -185,6 +185,8 @@ class _Attempt:
             self.changes.failures.append(error)
             return
         if spec is None and (spec := self._applicable(snapshot)) is None:
+            if (live := live_settings(self.body)) is not None and not self._as_asked(live).paused:
+                apply_live_settings(self.cluster, live, snapshot, self.changes)
             return
         snapshot = replace(snapshot, nodes=_read_nodes(self.inputs.inventory, spec, snapshot))
         self._reach(ReadStage(generation=self.progress.generation, spec=spec, snapshot=snapshot))

@@ -149,6 +149,17 @@ def test_the_page_names_each_tier_once_and_the_picture_is_drawn(
         ([asked(0, 1), {**asked(0, 1), "hash_ids": [[1], 2]}], "line 2: must have timestamp (ms)"),
         ([{"secret": "text"}], 'line 1: must have one of "messages" and "prompt"'),
         ([], "holds no request"),
+        *(
+            ([asked(0, 1), {**asked(0, 1), field: value}], "line 2: must have timestamp (ms)")
+            for field, value in (
+                ("timestamp", float("nan")),
+                ("timestamp", float("inf")),
+                ("input_length", float("inf")),
+                ("input_length", 0),
+                ("input_length", -1000),
+                ("hash_ids", "abc"),
+            )
+        ),
     ],
 )
 def test_what_is_no_trace_is_refused_by_line(
@@ -158,6 +169,19 @@ def test_what_is_no_trace_is_refused_by_line(
     error = capsys.readouterr().err
     assert message in error
     assert "text" not in error.replace("quoted text", "")
+
+
+@pytest.mark.parametrize("prompt", [[1 << 80, -1], "\ud800 half a character"])
+def test_odd_prompts_are_taken_as_they_are(prompt: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tier(tmp_path), "--trace", trace(tmp_path, [{"prompt": prompt}]), capsys=capsys)
+    assert found["trace"]["requests"] == 1 if isinstance(found["trace"], dict) else found["requests"] == 1
+
+
+def test_a_line_that_is_no_text_is_refused_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(trace(tmp_path, [asked(0, 1)] * 500))
+    file.write_bytes(file.read_bytes() + b"\xff\xfe\n" + b'{"hash_ids":' + b"[" * 100_000)
+    assert main(["plan", tier(tmp_path), "--trace", str(file)]) == 2
+    assert "line 501: must have timestamp (ms)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", [["--rate", "4"], ["--prefill-rate", "9"], ["--picture", "a.svg"]])

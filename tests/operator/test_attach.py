@@ -120,6 +120,35 @@ def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out() -> No
     assert detach_document(attached) == original
 
 
+def test_room_that_the_owner_makes_after_attaching_stays() -> None:
+    _, document, _ = attach_document(read("deployment"), plan())
+    _, engine, _ = engine_of(document)
+    engine["resources"]["requests"]["memory"] = "900Gi"
+    engine["resources"]["limits"]["memory"] = "900Gi"
+    _, again, _ = attach_document(document, plan())
+    for found in (again, detach_document(document)):
+        containers = found["spec"]["template"]["spec"]["containers"]
+        assert next(each for each in containers if each["name"] == engine["name"])["resources"] == engine["resources"]
+
+
+def test_an_object_that_is_none_of_kubernetes_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = read("deployment")
+    document["spec"]["template"]["spec"]["volumes"] = [{"emptyDir": {}}]
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump(document))
+    assert main(["attach", str(TIER), "-f", str(tmp_path / "odd.yaml")]) == 1
+    assert "kubectl apply --dry-run=server" in capsys.readouterr().err
+
+
+def test_a_variable_that_is_there_twice_is_refused() -> None:
+    document = read("deployment")
+    engine = document["spec"]["template"]["spec"]["containers"][0]
+    engine["env"] = [{"name": "PYTHONPATH", "value": "/a"}, {"name": "PYTHONPATH", "value": "/b"}]
+    with pytest.raises(AttachRefused, match=r"env\.PYTHONPATH: is there twice"):
+        attach_document(document, plan())
+
+
 def test_defaults_that_the_api_server_fills_in_go_with_what_they_belong_to() -> None:
     original = read("deployment")
     _, attached, _ = attach_document(copy.deepcopy(original), plan())

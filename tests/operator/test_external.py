@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -205,3 +206,72 @@ def test_what_was_decided_once_stands_in_the_config_map() -> None:
     config = world.cluster.look(CONFIG)
     assert config is not None
     assert names.ANNOTATION_DECISIONS in config["metadata"]["annotations"]
+
+
+KEY = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama")
+
+
+def _config(world: World) -> dict[str, Any]:
+    found = world.cluster.look(CONFIG)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("refused", [{"engine": {"memory": "12 gigs"}}, {"disk": {"blockTokens": 24}}])
+def test_a_refused_spec_still_takes_attached_engines_off_the_volume(refused: dict[str, Any]) -> None:
+    world = World()
+    world.condition("Ready")
+    before = _config(world)
+    world.cluster.edit(KEY, {"spec": merge(refused, {"disk": {"mode": "Bypass"}})})
+    assert world.condition("Ready")[0] == "False"
+    after = _config(world)
+    assert json.loads(after["data"]["live.json"])["mode"] == "Bypass"
+    assert after["data"]["connector.json"] == before["data"]["connector.json"]
+    assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
+
+
+def test_a_mode_that_is_refused_itself_leaves_the_mode_as_it_was() -> None:
+    world = World(external(disk={"mode": "Bypass"}))
+    world.condition("Ready")
+    world.cluster.edit(KEY, {"spec": {"disk": {"mode": "bypass"}}})
+    world.condition("Ready")
+    assert json.loads(_config(world)["data"]["live.json"])["mode"] == "Bypass"
+
+
+def test_the_janitor_of_a_volume_of_one_node_goes_beside_attached_engines() -> None:
+    world = World(external(volume={"claim": {"accessModes": ["ReadWriteOnce"]}}))
+    world.condition("Ready")
+    janitor = world.cluster.look(JANITOR)
+    assert janitor is not None
+    (term,) = janitor["spec"]["template"]["spec"]["affinity"]["podAffinity"].popitem()[1]
+    assert term["labelSelector"]["matchLabels"] == SELECTOR
+
+
+def test_pods_of_the_operator_are_no_engines_whatever_the_selector_is() -> None:
+    label = {names.LABEL_TIER: "llama"}
+    world = World(external(engine={"external": {"selector": {"matchLabels": {"app": None, **label}}}}))
+    world.add("one", attached(POD), labels=label)
+    world.add(
+        "janitor", {"containers": [{"name": "janitor"}]}, labels={**label, names.LABEL_MANAGED_BY: names.FIELD_MANAGER}
+    )
+    assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
+
+
+def test_a_deleted_claim_is_let_go_once_the_attached_engines_have_stopped() -> None:
+    world = World()
+    world.add("one", attached(POD))
+    world.condition("Ready")
+    (claim,) = [key for key in world.cluster.existing() if key.kind == names.CLAIM_KIND]
+    world.cluster.edit(claim, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    assert "engines of another owner are stopped there" in world.condition("VolumeBound")[2]
+    assert JANITOR in world.cluster.existing()
+    (pod,) = [key for key in world.cluster.existing() if key.kind == "Pod"]
+    world.cluster.remove(pod)
+    assert "are stopped for that" in world.condition("VolumeBound")[2]
+    janitor = world.cluster.look(JANITOR)
+    assert janitor is None or janitor["spec"]["replicas"] == 0
+
+
+def test_attached_engines_share_the_group_of_the_janitor() -> None:
+    body = external(engine={"podTemplate": {"securityContext": {"fsGroup": 2000}}})
+    assert attached(POD, body)["securityContext"]["fsGroup"] == 2000

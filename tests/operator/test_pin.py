@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, run
+from fake_cluster import FakeCluster, edited, run
 from tiers import CONFIG, DEPLOYMENT, TIER_KEY, tier
 
 from kvtier_operator import names
@@ -151,3 +151,14 @@ def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
     found = cluster.look(DEPLOYMENT)
     assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
     assert run(cluster, image=OLD).written == ()
+
+
+def test_a_second_replica_on_a_volume_of_one_node_is_not_made_from_a_template_that_leaves_the_node_open() -> None:
+    cluster = FakeCluster(tier(replicas=1, volume={"claim": {"accessModes": ["ReadWriteOnce"]}}))
+    run(cluster)
+    age(cluster, lambda document: document["template"]["spec"].pop("affinity"))
+    cluster.edit(DEPLOYMENT, {"spec": {"template": {"spec": {"affinity": None}}}})
+    run(cluster, image=NEW)
+    assert "affinity" not in template(cluster)["spec"]
+    edited(cluster, replicas=2)
+    assert names.LABEL_COMPONENT in str(template(cluster)["spec"]["affinity"])

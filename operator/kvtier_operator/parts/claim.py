@@ -129,7 +129,8 @@ def claim_exists(stage: PlannedStage) -> Problem | None:
             "the tier's own pods are stopped for that; `kubectl describe pvc "
             f"{name}` names others that use it (Used By)"
             if releases_claim(stage.spec, stage.snapshot)
-            else "back up what you need, then set spec.replicas to 0, which stops the janitor and the preflight, too"
+            else "back up what you need, then set spec.replicas to 0, which stops the janitor and the preflight, too; "
+            "engines of another owner are stopped there instead"
         )
         return Problem(
             Reason.CLAIM_TERMINATING, f"PersistentVolumeClaim/{name} was deleted and goes when no pod uses it: {remedy}"

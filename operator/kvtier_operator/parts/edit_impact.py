@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from kvtier_operator import names
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.parse import document, read_leniently, with_value
 from kvtier_operator.errors import SpecInvalid
@@ -26,6 +27,9 @@ def keep_pods(plan: TierPlan, snapshot: Snapshot) -> TierPlan:
     pods = decode_rendered(snapshot.engines.rendered)
     if pods is None or pods.restart != plan.restart:
         return plan
+    affinity = str(pods.template["spec"].get("affinity"))
+    if plan.is_on_one_node and plan.spec.replicas > 1 and names.LABEL_COMPONENT not in affinity:
+        return plan  # a second replica of them would wait on another node for the volume
     if pods.spec != document(plan.spec):
         made_from = read_leniently(pods.spec, instead={})
         kept = None if made_from is None else decide(made_from, plan.tier, snapshot, may_assume=True, is_running=True)

@@ -160,7 +160,7 @@ def _pod(plan: TierPlan) -> Manifest:
         **({"dnsPolicy": "ClusterFirstWithHostNet"} if template.host_network else {}),
         **template.pod_fields(),
         # The first replica may run on any node that the volume allows, the others beside it.
-        **({"affinity": pod_settings.beside_engines(plan.tier, template.affinity)} if plan.is_on_one_node else {}),
+        **({"affinity": pod_settings.beside_engines(plan, template.affinity)} if plan.is_on_one_node else {}),
     }
     beside = [pod_settings.of_user(each) for each in template.containers if each["name"] != pod_template.ENGINE]
     return {

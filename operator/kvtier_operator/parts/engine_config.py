@@ -60,10 +60,14 @@ def with_live_settings(live: Mapping[str, Any], spec: TierSpec, tier: TierRef) -
 
     Running pods were made for its other settings, and read them again when they are restarted.
     """
+    metadata = names.metadata(tier, names.config(tier), component=names.COMPONENT_ENGINE)
+    noted = live.get("metadata", {}).get("annotations") or {}
+    if kept := {key: noted[key] for key in (names.ANNOTATION_DECISIONS, names.ANNOTATION_IMAGE) if key in noted}:
+        metadata["annotations"] = kept
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": names.metadata(tier, names.config(tier), component=names.COMPONENT_ENGINE),
+        "metadata": metadata,
         "data": {**live.get("data", {}), engine.LIVE_FILE: live_text(spec)},
     }
 

@@ -116,7 +116,7 @@ def _pod(plan: TierPlan, janitor_plan: JanitorPlan) -> Manifest:
         # A node under disk pressure is where it is needed most. A cluster may have no nodes but those of the engines.
         "tolerations": [{"key": "node.kubernetes.io/disk-pressure", "operator": "Exists"}, *tolerated],
         # Elsewhere, it would take a volume of one node from the engines, or wait for it for ever.
-        **({"affinity": pods.beside_engines(plan.tier)} if plan.is_on_one_node else {}),
+        **({"affinity": pods.beside_engines(plan)} if plan.is_on_one_node else {}),
         **pods.pull_secrets(template),
         "containers": [_container(plan, janitor_plan)],
         "volumes": [

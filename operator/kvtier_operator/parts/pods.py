@@ -86,9 +86,11 @@ def security_context(template: PodTemplate, *, mounts_volume: bool = True) -> Ma
 _REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
-def beside_engines(tier: TierRef, affinity: Mapping[str, Any] | None = None) -> Manifest:
+def beside_engines(plan: TierPlan, affinity: Mapping[str, Any] | None = None) -> Manifest:
     """Return an affinity, besides what it says already, to the node of the tier's engines."""
-    term = {"labelSelector": {"matchLabels": names.selector(tier)}, "topologyKey": "kubernetes.io/hostname"}
+    external = plan.spec.engine.external
+    labels = names.selector(plan.tier) if external is None else dict(external.selector.match_labels)
+    term = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
     of_pods = (affinity or {}).get("podAffinity") or {}
     return {**(affinity or {}), "podAffinity": {**of_pods, _REQUIRED: [*(of_pods.get(_REQUIRED) or ()), term]}}
 

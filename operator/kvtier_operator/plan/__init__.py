@@ -110,7 +110,9 @@ def make_plan(  # noqa: PLR0913  each by its name
 
 def releases_claim(spec: TierSpec, snapshot: Snapshot) -> bool:
     """Tell whether the claim was deleted and the user has stopped the engines: then no pod of ours may hold it."""
-    return snapshot.claim is not None and snapshot.claim.is_terminating and spec.replicas == 0
+    is_empty = not snapshot.pods and "Pod" not in snapshot.unreadable
+    are_stopped = is_empty if spec.engine.external else spec.replicas == 0
+    return snapshot.claim is not None and snapshot.claim.is_terminating and are_stopped
 
 
 def make_kept_plan(plan: TierPlan, rendered: RenderedPods) -> TierPlan:

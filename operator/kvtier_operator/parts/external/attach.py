@@ -266,6 +266,7 @@ class _Theirs:
         """Return the tier as it were, had it this engine."""
         said = {"image": self.image, "tensor_parallel": self.tensor_parallel}
         accelerator = {} if self.accelerator is None else {"resource": self.accelerator}
+        security = spec.engine.pod_template.security_context
         engine = spec.engine.model_copy(
             update={
                 **{name: value for name, value in said.items() if value is not None},
@@ -273,7 +274,8 @@ class _Theirs:
                 "env": self.env,
                 "external": None,
                 "compile_cache": None,
-                "pod_template": PodTemplate(),
+                # The janitor is of the same group on the volume.
+                "pod_template": PodTemplate.model_validate({"securityContext": security}),
                 "accelerator": spec.engine.accelerator.model_copy(update=accelerator),
             }
         )
@@ -410,7 +412,11 @@ def _flag_problems(plan: TierPlan, target: Target, words: Sequence[str]) -> Iter
 
 
 def _variable_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
-    variables = {each["name"]: each for each in target.engine.get("env") or ()}
+    variables: Manifest = {}
+    for each in target.engine.get("env") or ():
+        if each["name"] in variables:
+            yield target.field("env", each["name"]), "is there twice, and the last one counts: remove the others"
+        variables[each["name"]] = each
     seed = variables.get("PYTHONHASHSEED")
     if seed is not None and seed.get("value") != plan.spec.hash.seed:
         yield (

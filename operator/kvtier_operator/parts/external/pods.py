@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvtier_operator import names
+from kvtier_operator.api import TierSpec
+from kvtier_operator.api.parse import document, read_leniently
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.snapshot import Engines, Pod
@@ -23,10 +25,24 @@ def external_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return external if isinstance(external, Mapping) and isinstance(labels, Mapping) and labels else None
 
 
+def live_settings(body: Mapping[str, Any]) -> TierSpec | None:
+    """Return what of a refused spec engines of another owner follow while they run; None where that is refused."""
+    stored = body.get("spec") or {}
+    if external_of(body) is None or (found := read_leniently(stored, instead={})) is None:
+        return None
+    asked, read = stored.get("disk") or {}, document(found).get("disk", {})
+    return found if all(asked.get(field) == read.get(field) for field in ("mode", "encryption")) else None
+
+
 def attached_pods(cluster: Cluster, namespace: str, external: Mapping[str, Any]) -> list[Manifest]:
     """Return the pods that a selector finds."""
     selector = ",".join(f"{key}={value}" for key, value in external["selector"]["matchLabels"].items())
-    return cluster.list("v1", "Pod", namespace=namespace, selector=selector)
+    return made_by_others(cluster.list("v1", "Pod", namespace=namespace, selector=selector))
+
+
+def made_by_others(pods: Iterable[Manifest]) -> list[Manifest]:
+    """Return the pods that are none of the operator's own, which a selector may find, too."""
+    return [each for each in pods if each["metadata"]["labels"].get(names.LABEL_MANAGED_BY) != names.FIELD_MANAGER]
 
 
 class PodClaims:
@@ -35,20 +51,20 @@ class PodClaims:
     def __init__(self) -> None:
         """Know of no pod."""
         self._lock = threading.Lock()
-        self._found: dict[TierRef, frozenset[str]] = {}
+        self._found: dict[str, dict[str, frozenset[str]]] = {}
+        """By namespace and name of the tier."""
 
     def note(self, tier: TierRef, uids: Iterable[str]) -> dict[str, str]:
         """Replace the pods of a tier, by uid; return those that another tier found, with its name."""
         mine = frozenset(uids)
         with self._lock:
-            self._found = {
-                each: found
-                for each, found in self._found.items()
-                if (each.namespace, each.name) != (tier.namespace, tier.name)
-            }
-            claimed = {uid: each.name for each, found in self._found.items() for uid in found & mine}
+            there = self._found.setdefault(tier.namespace, {})
+            there.pop(tier.name, None)
+            claimed = {uid: name for name, found in there.items() for uid in found & mine}
             if mine:
-                self._found[tier] = mine
+                there[tier.name] = mine
+            elif not there:
+                del self._found[tier.namespace]
         return claimed
 
 

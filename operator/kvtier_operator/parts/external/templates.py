@@ -253,10 +253,7 @@ def _put_into_values(document: Manifest, path: Path, pod: Mapping[str, Any]) -> 
 def attach_document(
     document: Manifest, plan: TierPlan, *, container: str | None = None
 ) -> tuple[Manifest, Manifest, tuple[str, ...]]:
-    """Put into an object what an engine of the tier needs.
-
-    Returns:
-        The object as its owner made it, the object with what was put in, and notes about it.
+    """Return an object as its owner made it, the same with what an engine of the tier needs, and notes about it.
 
     Raises:
         AttachRefused: its pods cannot become engines of the tier.
@@ -320,7 +317,7 @@ def _differences(before: Any, after: Any, path: Path) -> Iterator[tuple[Any, ...
         for key, value in after.items():
             old = before.get(key)
             if old is None and (key in _WHOLE or not isinstance(value, (Mapping, list))):
-                yield "add", (*path, key)
+                yield "add", (*path, key), *(() if isinstance(value, Mapping) or not value else (value,))
                 continue
             if old is None and value:
                 yield "new", (*path, key)
@@ -343,12 +340,13 @@ def _change(before: Any, after: Any, path: Path) -> tuple[Any, ...]:
         return "end", path, after[len(before) :]
     if isinstance(after, str) and isinstance(before, str) and after.endswith(before):
         return "begin", path, after.removesuffix(before)
-    return "set", path, before
+    return "set", path, before, after
 
 
-def _undo(tree: Any, operation: str, path: Path, kept: Any = None) -> None:
+def _undo(tree: Any, operation: str, path: Path, kept: Any = None, made: Any = None) -> None:
+    """Take a change back, unless the owner has written another value since."""
     parent, value = step_into(tree, path[:-1]), step_into(tree, path)
-    if value is None:
+    if value is None or (operation == "set" and value != made) or (operation == "add" and kept not in (None, value)):
         return
     if operation == "set":
         put(tree, path, kept)
