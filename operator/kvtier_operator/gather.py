@@ -137,7 +137,7 @@ def gather(
         tier=tier,
         claim=None if claim is None else read_claim(claim),
         engines=_engines(deployment)
-        if deployment is not None
+        if deployment is not None and (external is None or names.is_controlled(deployment, tier))
         else Engines()
         if external is None
         else count_engines(read, ours.get(engine_config.key_of(tier))),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster
-from tiers import CONFIG, JANITOR, NAMESPACE, NOON, RUNNING, made_by, merge, tier
+from tiers import CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, RUNNING, made_by, merge, tier
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
@@ -94,6 +94,16 @@ def test_engines_of_ours_go_when_a_tier_is_given_engines_of_another_owner() -> N
     world.cluster.edit(key, {"spec": external()["spec"] | {"replicas": None}})
     world.condition("Ready")
     assert ("Deployment", "llama-engine") not in {(key.kind, key.name) for key in world.cluster.existing()}
+
+
+def test_a_deployment_that_is_left_since_no_tier_controls_it_is_not_counted() -> None:
+    world = World(tier())
+    world.condition("Ready")
+    world.cluster.edit(DEPLOYMENT, {"metadata": {"ownerReferences": None}})
+    world.cluster.edit(KEY, {"spec": external()["spec"] | {"replicas": None}})
+    world.add("one", attached(POD))
+    assert world.condition("Available")[2] == "1 of 1 engines serve"
+    assert DEPLOYMENT in world.cluster.existing()
 
 
 def test_a_selector_that_finds_nothing_says_so_with_the_command_that_shows_it() -> None:
