@@ -50,13 +50,9 @@ def _ours(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _stands(wanted: Any, live: Any, fields: Mapping[str, Any]) -> bool:
     """Tell whether everything wanted is there and ours, and nothing else is ours; others may have added to it.
 
-    Loops, and no generators: a start compares a thousand values of each tier.
-
-    Args:
-        wanted: the object as we apply it, or a part of it.
-        live: the same part, as it is.
-        fields: our fields in it; empty for a map or list that the API server takes for one value. Such a value is not
-            ours once another writer has changed it, and has no field beside those that we apply.
+    Loops, and no generators: a start compares a thousand values of each tier. Our fields are empty for a map or list
+    that the API server takes for one value. Such a value is not ours once another writer has changed it, and has no
+    field beside those that we apply.
     """
     if not isinstance(wanted, (dict, list)):
         # The API server leaves out what says nothing.

@@ -224,7 +224,7 @@ KEY = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama")
 def _config(world: World) -> dict[str, Any]:
     found = world.cluster.look(CONFIG)
     assert found is not None
-    return found
+    return dict(found)
 
 
 @pytest.mark.parametrize("refused", [{"engine": {"memory": "12 gigs"}}, {"disk": {"blockTokens": 24}}])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier_operator.plan import engine_args, models
 from kvtier_operator.plan.model_families import make_family_layout
-from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout
+from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, has_uneven_heads
 
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -249,3 +249,18 @@ def test_splitting_never_makes_the_cache_smaller(layers: int, heads: int, head: 
     assert whole.token_bytes == layers * heads * head * 2 * 2
     if heads % tp == 0 or tp % heads == 0:
         assert split.token_bytes >= whole.token_bytes
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mimo_v2", "hybrid_layer_pattern": 3},
+        {"per_layer_config": {"0": 3}},
+        {"global_head_dim": []},
+        {"swa_head_dim": {}},
+    ],
+)
+def test_a_field_of_a_family_with_a_value_of_another_kind_ends_nothing(config: dict[str, Any]) -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512, **config}
+    assert isinstance(make_family_layout(config, EngineLayout()), KvUnknown | ModelLayout)
+    assert isinstance(has_uneven_heads(config), bool)

@@ -79,12 +79,7 @@ class At:
     path: tuple[str, ...]
 
     def test(self, to_cel: Callable[[str], str], holds: Callable[[Any], bool]) -> Term:
-        """Return a term about the field.
-
-        Args:
-            to_cel: writes the test of a field that is present, given how CEL refers to it.
-            holds: tests the parsed value; None stands for an absent field without a default.
-        """
+        """Return a term about the field: its test in CEL where it is present, and that of its value, None if absent."""
         return Term(lambda model: self.guard(model, to_cel, holds), lambda value: holds(_resolve(value, self.path)))
 
     def guard(self, root: type[ApiModel] | None, to_cel: Callable[[str], str], holds: Callable[[Any], bool]) -> str:

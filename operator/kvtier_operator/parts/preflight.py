@@ -52,13 +52,10 @@ _MOST_CHARACTERS: Final = 256
 
 
 def job(plan: TierPlan, key: str, *, places_volume: bool = False) -> Manifest:
-    """Return the Job. It runs where engines may run and as their user.
+    """Return the Job, whose result is valid for a key. It runs where engines may run and as their user.
 
-    Args:
-        plan: what the tier becomes.
-        key: what its result is valid for.
-        places_volume: the volume may be made where its first user runs, and stay there. Then that user asks for all
-            that an engine asks for: on a node without room for one, the volume would keep every engine from starting.
+    A volume that is made where its first user runs may stay there. Then that user asks for all that an engine asks for:
+    on a node without room for one, the volume would keep every engine from starting.
     """
     template = plan.spec.engine.pod_template
     node_affinity = (template.affinity or {}).get("nodeAffinity")

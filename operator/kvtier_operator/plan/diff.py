@@ -73,14 +73,10 @@ def make_diff(
     running: Effect | None = None,
     warm_bytes: int | None = None,
 ) -> Diff:
-    """Say what it does to replace one spec by the other.
+    """Say what it does to replace one spec by the other, given what the operator makes of a spec.
 
-    Args:
-        before: the spec as it stands.
-        after: the spec as it is to be.
-        effect_of: what the operator makes of a spec.
-        running: what the engines that run were made from; None where they are as the operator makes them of `before`.
-        warm_bytes: what the current generation holds, if that is known.
+    The engines that run were made from `running`; None where they are as the operator makes them of `before`. The
+    current generation holds `warm_bytes`, if that is known.
     """
     old, new = effect_of(before), effect_of(after)
     runs = running or old

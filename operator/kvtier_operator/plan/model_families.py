@@ -169,7 +169,10 @@ def _plain_kinds(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
         return {"layer_types": None}
     if kind.startswith("mimo_v2"):
         window = text.get("sliding_window") or text.get("sliding_window_size")
-        listed = ["sliding_attention" if each == 1 else "full_attention" for each in pattern or ()]
+        listed = [
+            "sliding_attention" if each == 1 else "full_attention"
+            for each in (pattern if isinstance(pattern, list) else ())
+        ]
         # It names pieces that it does not attend to.
         return {"attention_chunk_size": None, "sliding_window": window, "layer_types": types or listed}
     if text.get("layer_group_size") and not types:

@@ -386,9 +386,10 @@ def has_uneven_heads(config: Mapping[str, Any]) -> bool:
     """Tell whether some layers have heads of another size, and so blocks of other numbers of tokens."""
     model = language_config(config)
     layers = model.get("per_layer_config")
-    others = [each.get("head_dim") for each in layers.values()] if isinstance(layers, Mapping) else []
+    by_layer = layers.values() if isinstance(layers, Mapping) else ()
+    others = [each.get("head_dim") for each in by_layer if isinstance(each, Mapping)]
     others += [model.get("swa_head_dim"), model.get("global_head_dim")]
-    return any(other not in {None, model.get("head_dim")} for other in others)
+    return any(other not in (None, model.get("head_dim")) for other in others)
 
 
 def _head_size(config: Mapping[str, Any]) -> tuple[int, str]:
