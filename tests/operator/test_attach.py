@@ -141,6 +141,22 @@ def test_an_object_that_is_none_of_kubernetes_is_refused_in_words(
     assert "kubectl apply --dry-run=server" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("before", ["VLLM_KV_CACHE_LAYOUT=HND", "env VLLM_KV_CACHE_LAYOUT=HND", "exec env A=1"])
+def test_variables_that_a_script_sets_are_refused(before: str) -> None:
+    document = read("deployment")
+    engine = document["spec"]["template"]["spec"]["containers"][0]
+    engine["command"] = ["sh", "-c", f"{before} {' '.join([*engine.get('command', ()), *engine.pop('args')])}"]
+    with pytest.raises(AttachRefused, match="write them in env"):
+        attach_document(document, plan())
+
+
+def test_variables_of_other_objects_are_named_as_unread() -> None:
+    document = read("deployment")
+    document["spec"]["template"]["spec"]["containers"][0]["envFrom"] = [{"configMapRef": {"name": "settings"}}]
+    _, _, notes = attach_document(document, plan())
+    assert "envFrom is not read" in notes[-1]
+
+
 def test_a_variable_that_is_there_twice_is_refused() -> None:
     document = read("deployment")
     engine = document["spec"]["template"]["spec"]["containers"][0]

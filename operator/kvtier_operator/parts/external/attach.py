@@ -48,6 +48,9 @@ _READ: Final = frozenset(
 """Flags that are read one by one, and are no part of the other flags of the identity."""
 _LIKELY: Final = frozenset({names.ENGINE_CONTAINER, "vllm", "main", "kserve-container"})
 _OPERATORS: Final = frozenset(";&|()<>")
+_UNREAD: Final = (
+    f"envFrom is not read: write {', '.join(engine_args.ENVIRONMENT)} and PYTHONPATH in env, if they are among it"
+)
 
 
 class AttachRefused(Exception):
@@ -233,7 +236,11 @@ def _read_script(target: Target, script: str, place: str) -> list[str]:
     if "\n" in text or any(word and set(word) <= _OPERATORS for word in words):
         text = "is a script of several commands, so flags have no certain place: write vLLM's own as command and args"
         raise AttachRefused([(target.field(place), text)])
-    return words[1:] if words[:1] == ["exec"] else words
+    words = words[1:] if words[:1] == ["exec"] else words
+    if words[:1] == ["env"] or (words and "=" in words[0]):
+        text = "sets variables before the command, where no cache identity has them: write them in env"
+        raise AttachRefused([(target.field(place), text)])
+    return words
 
 
 def _with_flags(pod: Manifest, target: Target, flags: Sequence[str]) -> Manifest:
@@ -321,7 +328,7 @@ def _attach(plan: TierPlan, target: Target, words: Sequence[str]) -> EngineAddit
     return EngineAdditions(
         puts=tuple(_puts(made, target, own, port=_port(plan, words))),
         flags=_flags(made, own["containers"][0]["args"], engine_args.read(words)),
-        notes=tuple(_notes(plan, theirs)),
+        notes=(*_notes(plan, theirs), *([_UNREAD] if target.engine.get("envFrom") else ())),
     )
 
 
