@@ -206,7 +206,10 @@ class Transfers:
             block = self._deferred.get(key) or _Deferred(request.block_key(key), request.lineage(key), time.monotonic())
             transfer.blocks[key] = block
             if not (is_retry or self._reuse.is_due(key)):
-                keep_last(self._unreused, key, block, most=MOST_DEFERRED)
+                if refusal in _NEVER_AGAIN:
+                    self._unreused.pop(key, None)
+                else:
+                    keep_last(self._unreused, key, block, most=MOST_DEFERRED)
                 self.end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
                 continue
             # Others behind it are tried before it is again: a tenant over its quota holds up no other.

@@ -64,6 +64,25 @@ def test_chunks_that_the_cpu_tier_lost_are_written_when_they_are_computed_again(
     assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
 
 
+def test_chunks_of_a_request_that_is_kept_off_the_volume_stay_off_it_when_others_ask_for_them(rigs: Rigs) -> None:
+    rig = rigs.make(min_reuse=2, tenant_from="Parameter")
+    rig.params = {"kvtier_tenant": "../escape"}
+    rig.tier.transfers.note_request(keys(3))
+    rig.offload(keys(3), "of an unknown tenant")
+    rig.params = None
+    rig.tier.transfers.note_request([key(9)])
+    rig.offload([key(9)], "of nobody")
+    rig.tier.transfers.note_request([*keys(3), key(9)])
+
+    def is_written() -> bool:
+        rig.end_step()
+        return rig.metric("vllm:kvtier_disk_written_blocks") > 0
+
+    wait_until(is_written, "what may be written is")
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 1
+
+
 def asked(stats: metrics.Stats) -> dict[str, float]:
     """Return how many blocks were asked for since the last call, by how often before."""
     values = stats.take().data["data"].get(metrics.ASKED_BLOCKS.name, {})
