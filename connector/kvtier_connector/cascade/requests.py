@@ -244,6 +244,9 @@ class TierRequest:
 
     def _read_on(self) -> None:
         """Take in what vLLM has noted since the last time; chunks of a group come in order."""
+        if self._seen == len(self._ends):
+            # To walk up to the new ones takes as long as to take them in, and each chunk of a prompt asks.
+            return
         for key in islice(self._ends, self._seen, None):
             group = get_offload_group_idx(key)
             keys = self._keys.setdefault(group, [])

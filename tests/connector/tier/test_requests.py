@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,26 @@ def test_a_chain_grows_with_the_request() -> None:
     assert request.lineage(key(2)) == NO_LINEAGE
     context.set_offload_key_position(key(2), 3 * TOKENS_PER_BLOCK)
     assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
+
+
+class WalkedDict(dict[OffloadKey, int]):
+    """Counts the keys that were walked over."""
+
+    walked = 0
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        for each in super().__iter__():
+            self.walked += 1
+            yield each
+
+
+def test_a_long_prompt_is_walked_over_once_however_many_of_its_chunks_are_asked_about() -> None:
+    context = ReqContext(req_id="r")
+    walked = context._offload_key_positions = WalkedDict()
+    note_positions(context, keys(1000))
+    request = TierRequest(context, TOKENS)
+    assert [request.lineage(of).position for of in keys(1000)] == list(range(1000))
+    assert walked.walked == 1000
 
 
 def test_groups_are_chains_of_their_own_with_chunks_of_their_own_length() -> None:
