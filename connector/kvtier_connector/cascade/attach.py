@@ -312,8 +312,8 @@ class Attachment:
         self._look()
         self._decided.set()
         while not self._closed.is_set():
-            is_used = self._has_work.wait(REST_SECONDS)
-            self._has_work.clear()
+            if is_used := self._has_work.wait(REST_SECONDS):
+                self._has_work.clear()
             if self.mode.may_load:
                 (self._look if is_used else self._show_life)()
             self._closed.wait(self._look_seconds)
