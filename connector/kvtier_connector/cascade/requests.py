@@ -157,7 +157,8 @@ class TierRequest:
             return metrics.NO_TENANT
         if self._media is not None and self._media.is_mixed:
             return metrics.NO_MEDIA
-        return metrics.NO_ADAPTER if self._adapter is not None and self._identity is None else None
+        is_unknown = self._adapter is not None and (self.is_pending or self._identity is None)
+        return metrics.NO_ADAPTER if is_unknown else None
 
     @property
     def read_refusal(self) -> str | None:

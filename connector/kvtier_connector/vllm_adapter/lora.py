@@ -78,8 +78,10 @@ class Adapter:
     """By rank, the digest of the weights."""
     is_mixed: bool = False
     """True once blocks of the same key may have come from different weights."""
-    missing: set[int] = field(default_factory=set)
-    """Ranks that were asked about it and have not answered."""
+    numbers: set[int] = field(default_factory=set)
+    """vLLM's numbers under which the workers were asked about it: each time that it is loaded it gets another."""
+    missing: set[tuple[int, int]] = field(default_factory=set)
+    """Numbers and ranks that were asked about it and have not answered."""
     identity: AdapterIdentity | None = None
     """None while the weights are unknown, and for a mixed adapter."""
 
@@ -119,6 +121,8 @@ class Adapters:
         """True with several groups: vLLM cannot compute a request anew whose adapter was replaced after its load."""
         self._of_number: dict[int, dict[tuple[str, str], Adapter]] = {}
         """All names and paths that had vLLM's number of an adapter: vLLM may load another path in place."""
+        self._known: dict[tuple[str, str], Adapter] = {}
+        """By name and path, which are what vLLM's key covers of an adapter."""
         self._loaded: set[str] = set()
         """Requests that were not computed since their load."""
         self._asked: dict[int, LoRARequest] = {}
@@ -133,9 +137,10 @@ class Adapters:
                 each.mix("vLLM loads it in place, which reads its files in each step")
         elif self._needs_contents and not _CONTENTS.search(request.lora_path):
             adapter.mix("this model has several KV groups, and the path does not name the contents")
-        elif adapter.identity is None and not (adapter.is_mixed or adapter.missing):
-            adapter.missing = set(range(self._workers))
-            self._asked[request.lora_int_id] = request
+        elif not adapter.is_mixed and (number := request.lora_int_id) not in adapter.numbers:
+            adapter.numbers.add(number)
+            adapter.missing |= {(number, rank) for rank in range(self._workers)}
+            self._asked[number] = request
         return adapter
 
     def begin(self, name: str, request: LoRARequest | None) -> None:
@@ -163,9 +168,12 @@ class Adapters:
         """Record the reports of the workers, by rank."""
         for rank, each in ((rank, each) for rank, several in reports.items() for each in several):
             for adapter in self._of_number[each.number].values():
-                adapter.missing.discard(rank)
+                adapter.missing.discard((each.number, rank))
                 if each.digest is not None:
                     adapter.note(rank, each.digest, self._workers)
+                    continue
+                adapter.identity = None
+                adapter.numbers.discard(each.number)
 
     @property
     def has_orders(self) -> bool:
@@ -174,7 +182,8 @@ class Adapters:
 
     def _of(self, request: LoRARequest) -> Adapter:
         key = (request.lora_name, request.lora_path)
-        return self._of_number.setdefault(request.lora_int_id, {}).setdefault(key, Adapter(*key))
+        adapter = self._known.setdefault(key, Adapter(*key))
+        return self._of_number.setdefault(request.lora_int_id, {}).setdefault(key, adapter)
 
 
 def _identify(name: str, path: str, digests: Mapping[int, str]) -> AdapterIdentity:

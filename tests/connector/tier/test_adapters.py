@@ -80,6 +80,20 @@ def test_an_adapter_that_changed_under_a_running_engine_is_neither_stored_nor_lo
     assert ask(engines.make(), "c", request_for(adapter)) == len(PROMPT)
 
 
+def test_chunks_of_an_adapter_are_not_taken_for_those_of_what_is_loaded_again_from_its_path(
+    engines: Engines, adapter: Path
+) -> None:
+    engine = engines.make()
+    assert ask(engine, "a", LoRARequest("math", 1, str(adapter))) == len(PROMPT)
+    engine.scheduler.reset_prefix_cache()
+    # vLLM has unloaded it, and gives it another number when it loads it again.
+    assert ask(engine, "b", LoRARequest("math", 2, str(adapter))) == REST
+    write(adapter, "second")
+    engine.scheduler.reset_prefix_cache()
+    assert ask(engine, "c", LoRARequest("math", 3, str(adapter))) == len(PROMPT)
+    assert ask(engines.make(), "d", LoRARequest("math", 1, str(adapter))) == len(PROMPT)
+
+
 def test_an_adapter_that_is_rewritten_after_it_was_looked_at_is_computed_with_as_it_was(
     engines: Engines, adapter: Path
 ) -> None:
