@@ -297,7 +297,8 @@ class TierRequests:
             of_vllm: Request | None = context.get_state(Request)
             if of_vllm is not None and of_vllm.lora_request is not None:
                 adapter = self._adapters.read(of_vllm.lora_request)
-            if of_vllm is not None and of_vllm.mm_features:
+            # A session may add some later.
+            if of_vllm is not None and (of_vllm.mm_features or of_vllm.resumable):
                 media = Media(of_vllm.mm_features, self._known_media)
             request = TierRequest(context, self.tokens, tenant, locality=self._locality, adapter=adapter, media=media)
             context.set_state(request)

@@ -9,7 +9,11 @@ import torch
 from engine_fleet import Engines
 from engine_parts import images_of, prompt_of
 from engine_rig import SimulatedEngine
+from rig import Rigs, key, keys, note_positions
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_offload.base import ReqContext, get_offload_block_hash
+from vllm.v1.request import Request
 
 from kvtier_connector.cascade import media
 from kvtier_connector.cascade.media import KnownMedia, Media, digest_of
@@ -111,6 +115,23 @@ def test_pictures_that_a_session_adds_later_count(engines: Engines) -> None:
     assert found.hash_of(b"block", 41) != before
     assert found.hash_of(b"block", None) == found.hash_of(b"block", 41)
     assert engines.count() == 0
+
+
+def test_a_session_that_begins_without_a_picture_has_blocks_by_the_content_of_those_that_it_adds(rigs: Rigs) -> None:
+    names = []
+    for content in ("cat", "dog"):
+        rig = rigs.make()
+        request = Request("session", [0], SamplingParams(), None, resumable=True)
+        context = ReqContext(req_id="session")
+        context.set_state(request)
+        note_positions(context, keys(4))
+        before = rig.manager.request(context).block_key(key(3))
+        request.mm_features.extend(images_of((content, 40, "name")))
+        found = rig.manager.request(context)
+        assert found.block_key(key(1)).hash == get_offload_block_hash(key(1))
+        names.append(found.block_key(key(3)))
+        assert before.hash == get_offload_block_hash(key(3))
+    assert len({before, *names}) == 3
 
 
 def test_content_that_vllm_still_has_is_digested_once_and_few_names_are_remembered(monkeypatch: Any) -> None:
