@@ -70,6 +70,9 @@ class BlockMemory:
     @property
     def has_asides(self) -> bool:
         """Whether there are blocks that could not be read and are left alone for a while."""
+        # Those whose time is over go, or each later lookup would take as long as with some.
+        while self._asides and next(iter(self._asides.values())) <= self._now():
+            self._asides.popitem(last=False)
         return bool(self._asides)
 
     def has(self, key: BlockKey) -> bool:

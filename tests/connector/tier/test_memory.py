@@ -61,6 +61,15 @@ def test_a_block_that_the_volume_did_not_give_is_absent_for_a_while_whatever_loo
     assert memory.state(key(1)) is Presence.UNKNOWN
 
 
+def test_lookups_are_quick_again_once_nothing_is_set_aside_any_more(memory: BlockMemory, clock: Clock) -> None:
+    memory.set_aside(key(1), is_damaged=True)
+    memory.set_aside(key(2))
+    assert memory.has_asides
+    clock.seconds += max(DAMAGED_SECONDS, ASIDE_SECONDS)
+    assert not memory.has_asides
+    assert len(memory) == 0
+
+
 def test_a_block_that_was_written_anew_is_present_at_once(memory: BlockMemory) -> None:
     memory.set_aside(key(1))
     memory.add(key(1))
