@@ -102,7 +102,7 @@ def test_a_deleted_child_comes_back() -> None:
         # What engines read at their start replaces them.
         ({"disk": {"admission": {"minReuse": 2}}}, {CONFIG, DEPLOYMENT}),
     ],
-    ids=str,
+    ids=["replicas", "claim", "admission"],
 )
 def test_an_edit_changes_only_what_it_concerns(edit: dict[str, Any], written: set[ObjectKey]) -> None:
     cluster = reconciled()
