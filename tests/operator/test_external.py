@@ -13,8 +13,12 @@ from tiers import CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, RUNNING, made_by
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
-from kvtier_operator.names import ObjectKey, TierName
+from kvtier_operator.gather import gather
+from kvtier_operator.names import ObjectKey, TierName, TierRef
+from kvtier_operator.observe.canary import Chunk
+from kvtier_operator.observe.targets import make_observation_plan
 from kvtier_operator.parts.external.attach import Target, attach
+from kvtier_operator.parts.external.pods import PodClaims
 from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.reconcile import Inputs, reconcile
 
@@ -285,3 +289,24 @@ def test_a_deleted_claim_is_let_go_once_the_attached_engines_have_stopped() -> N
 def test_attached_engines_share_the_group_of_the_janitor() -> None:
     body = external(engine={"podTemplate": {"securityContext": {"fsGroup": 2000}}})
     assert attached(POD, body)["securityContext"]["fsGroup"] == 2000
+
+
+def test_only_attached_pods_that_no_other_tier_claims_are_sent_the_key_of_the_api() -> None:
+    body = external()
+    world = World(body)
+    for name, spec in (("engine", attached(copy.deepcopy(POD))), ("stranger", copy.deepcopy(POD))):
+        world.add(name, spec)
+        key = ObjectKey(api_version="v1", kind="Pod", name=name)
+        world.cluster.edit(key, {"status": {**RUNNING, "podIP": "10.0.0.1"}})
+
+    def asked(claims: PodClaims) -> list[str]:
+        found = gather(world.cluster, body, now=NOON, claims=claims)
+        assert {pod.name for pod in found.pods} == {"engine", "stranger"}
+        return [each.pod for each in make_observation_plan(parse(body), found, generation="g", chunk=Chunk()).targets]
+
+    claims = PodClaims()
+    assert asked(claims) == ["engine"]
+    other = TierRef(namespace=NAMESPACE, name="other", uid="other")
+    pod = world.cluster.look(ObjectKey(api_version="v1", kind="Pod", name="engine")) or {}
+    claims.note(other, [pod["metadata"]["uid"]])
+    assert asked(claims) == []

@@ -34,7 +34,7 @@ Path = tuple[Step, ...]
 
 VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """Variable that templates of KServe's LLMInferenceService append to the command line of vLLM."""
-CONFIG_VARIABLE: Final = "KVTIER_CONFIG_DIGEST"
+CONFIG_VARIABLE: Final = names.CONFIG_VARIABLE
 """Digest of the connector's configuration: another one is another pod template, and restarts the engines."""
 
 _PREFIX: Final = "kvtier-"
