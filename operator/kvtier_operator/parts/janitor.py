@@ -160,10 +160,6 @@ _HEALTHY: Final = "JanitorHealthy"
 _OF_MESSAGES: Final = Component(
     name="janitor",
     effect=", so the volume is not cleared",
-    pull_failed=Reason.JANITOR_IMAGE_PULL_FAILED,
-    failing=Reason.JANITOR_FAILING,
-    not_scheduled=Reason.JANITOR_NOT_SCHEDULED,
-    refused=Reason.JANITOR_REFUSED,
     image_fields="spec.janitor.image or janitorImage of the operator's chart",
     resources_field="spec.janitor.resources",
 )

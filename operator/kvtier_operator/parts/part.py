@@ -75,15 +75,15 @@ class Component:
     name: str
     effect: str = ""
     """Consequence while it does not run, as the end of a clause."""
-    pull_failed: Reason
-    failing: Reason
-    not_scheduled: Reason
-    refused: Reason
     image_fields: str
     """Fields that name its image."""
     resources_field: str
     remedy: str = ""
     """Remedy for a container that ends."""
+
+    def reason(self, what: str) -> Reason:
+        """Return a reason of its own, such as `RouterFailing`."""
+        return Reason(f"{self.name.capitalize()}{what}")
 
 
 def component_problem(component: Component, pods: Iterable[Pod], live: Manifest | None) -> Problem | None:
@@ -97,7 +97,7 @@ def component_problem(component: Component, pods: Iterable[Pod], live: Manifest 
     if failure.get("status") != "True":
         return None
     return Problem(
-        component.refused,
+        component.reason("Refused"),
         f"pods of the {component.name} cannot be created{quoted(failure.get('message', ''))}; raise the quota, "
         "or change what was refused",
     )
@@ -109,14 +109,14 @@ def _pod_problem(component: Component, pod: Pod) -> Problem | None:
         said = container.waiting_message
         if container.waiting_reason in IMAGE_PULL:
             return Problem(
-                component.pull_failed,
+                component.reason("ImagePullFailed"),
                 f"pod {pod.name} of the {name} cannot pull {container.image} ({container.waiting_reason}"
                 f"{quoted(said)}){effect}: correct {component.image_fields}, or give a pull secret in "
                 "spec.engine.podTemplate.imagePullSecrets",
             )
         if container.waiting_reason in _BROKEN and container.exit_reason == "OOMKilled":
             return Problem(
-                component.failing,
+                component.reason("Failing"),
                 f"the {name} in pod {pod.name} was killed at its limit of memory, {container.restarts} times"
                 f"{effect}: raise {component.resources_field}.memory",
             )
@@ -127,13 +127,13 @@ def _pod_problem(component: Component, pod: Pod) -> Problem | None:
                 why = f"it ended with exit code {container.exit_code}{quoted(last)}"
             remedy = f"; {component.remedy}" if component.remedy else ""
             return Problem(
-                component.failing,
+                component.reason("Failing"),
                 f"the {name} in pod {pod.name} does not stay up{effect}: {why}; `kubectl logs {pod.name} "
                 f"--previous` says more{remedy}",
             )
     if pod.is_scheduled is False:
         return Problem(
-            component.not_scheduled,
+            component.reason("NotScheduled"),
             f"no node takes pod {pod.name} of the {name}{effect}{quoted(pod.scheduling_message)}: make room on "
             f"a node, or lower {component.resources_field}",
         )

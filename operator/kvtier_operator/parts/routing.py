@@ -346,10 +346,6 @@ def _router(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
 
 _OF_MESSAGES: Final = Component(
     name="router",
-    pull_failed=Reason.ROUTER_IMAGE_PULL_FAILED,
-    failing=Reason.ROUTER_FAILING,
-    not_scheduled=Reason.ROUTER_NOT_SCHEDULED,
-    refused=Reason.ROUTER_REFUSED,
     image_fields="spec.routing.router.image",
     resources_field="spec.routing.router.resources",
     remedy="correct spec.routing.router.args, or name an image with vllm-router in spec.routing.router.image",

@@ -55,10 +55,6 @@ def _kept(made: Manifest, work: Work) -> Manifest:
 _OF_MESSAGES: Final = Component(
     name="store",
     effect=", so engines serve without the blocks of others",
-    pull_failed=Reason.STORE_IMAGE_PULL_FAILED,
-    failing=Reason.STORE_FAILING,
-    not_scheduled=Reason.STORE_NOT_SCHEDULED,
-    refused=Reason.STORE_REFUSED,
     image_fields="the image of the store in spec.connector",
     resources_field="the memory of the store in spec.connector",
 )

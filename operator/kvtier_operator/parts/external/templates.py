@@ -39,32 +39,17 @@ class Kind:
     api_version: str
     plural: str
     short: str
-    pod: Path
-    metadata: Path
+    pod: Path = ("spec", "template", "spec")
+    metadata: Path = ("spec", "template", "metadata")
     """Where labels and annotations of the pods are."""
     is_known_to_kustomize: bool = False
     """Whether kustomize merges its lists item by item; otherwise a patch has whole lists."""
 
 
-_TEMPLATE: Final = ("spec", "template", "spec"), ("spec", "template", "metadata")
 _WORKERS: Final = ("spec", "leaderWorkerTemplate", "workerTemplate")
 KINDS: Final[Mapping[str, Kind]] = {
-    "Deployment": Kind(
-        api_version="apps/v1",
-        plural="deployments",
-        short="deploy",
-        pod=_TEMPLATE[0],
-        metadata=_TEMPLATE[1],
-        is_known_to_kustomize=True,
-    ),
-    "StatefulSet": Kind(
-        api_version="apps/v1",
-        plural="statefulsets",
-        short="sts",
-        pod=_TEMPLATE[0],
-        metadata=_TEMPLATE[1],
-        is_known_to_kustomize=True,
-    ),
+    "Deployment": Kind(api_version="apps/v1", plural="deployments", short="deploy", is_known_to_kustomize=True),
+    "StatefulSet": Kind(api_version="apps/v1", plural="statefulsets", short="sts", is_known_to_kustomize=True),
     "LeaderWorkerSet": Kind(
         api_version="leaderworkerset.x-k8s.io/v1",
         plural="leaderworkersets",
