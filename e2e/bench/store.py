@@ -156,7 +156,7 @@ class KvtierWorkers(Contestant):
         rows.release()
         self._workers.start()
         # An engine needs one of them; here all are measured.
-        while not all(self._workers._is_worker_ready(number) for number in range(self.threads)):  # noqa: SLF001 - as said
+        while not all(self._workers._is_worker_ready(number) for number in range(self.threads)):  # noqa: SLF001  nothing public tells it
             time.sleep(0.01)
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ def faults(folder: Path, *, tiers: int, seconds: float, kill_seconds: float, kin
         tiers: how many there are at most.
         seconds: how long everything is disturbed, over all kinds.
         kill_seconds: between two kills of an operator.
-        kinds: plurals, of which one after the other is forbidden.
+        kinds: plurals that are forbidden one after the other.
     """
     missed: list[str] = []
     naming: dict[str, int] = {}

@@ -157,7 +157,7 @@ def purge(rig: Rig, engine: Engine) -> None:
 
 
 def unlink(rig: Rig, engine: Engine) -> None:
-    """Nobody tells of this, so the next walk finds it."""
+    """No journal names this block, so the next walk finds it."""
     (engine.root / block_path(key(3, "alice"))).unlink()
     rig.clock.move(4 * 86_400)
 

@@ -196,7 +196,7 @@ def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, en
 
     assert engine.there(range(10)) == list(range(5))
     assert usage.blocks == 5
-    if kind != "directory":  # which the problem names, so that somebody removes it
+    if kind != "directory":  # a problem names it, and a person removes it
         assert decode_permit((engine.root.parent / PERMIT_FILE).read_bytes()).bytes > 0
 
 

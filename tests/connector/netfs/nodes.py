@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,8 +39,6 @@ def nodes_on(volume: SharedVolume, name: str) -> Iterator[Nodes]:
     wait_until(nodes.b.exists, "the other node sees the directory")
     yield nodes
     for root in nodes.both():
-        deadline = time.monotonic() + PATIENCE_SECONDS
         # A client of a server that was away may still be on its way back.
-        while problems := check(root, partial_age_seconds=0):
-            assert time.monotonic() < deadline, problems
-            time.sleep(1.0)
+        look = functools.partial(check, root, partial_age_seconds=0)
+        wait_until(lambda look=look: not look(), lambda look=look: str(look()))

@@ -71,7 +71,7 @@ def test_chunks_of_a_request_that_is_kept_off_the_volume_stay_off_it_when_others
     rig.offload(keys(3), "of an unknown tenant")
     rig.params = None
     rig.tier.transfers.note_request([key(9)])
-    rig.offload([key(9)], "of nobody")
+    rig.offload([key(9)], "unknown")
     rig.tier.transfers.note_request([*keys(3), key(9)])
 
     def is_written() -> bool:
