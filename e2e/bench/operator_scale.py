@@ -58,7 +58,7 @@ Json = dict[str, Any]
 def tier(name: str, **spec: Any) -> Json:
     """Return a small tier."""
     return {
-        "apiVersion": "kvtier.dev/v1alpha1",
+        "apiVersion": "kvtier.dev/v1beta1",
         "kind": "KVCacheTier",
         "metadata": {"name": name, "namespace": NAMESPACE},
         "spec": {

@@ -14,7 +14,7 @@ Manifest = dict[str, Any]
 """A Kubernetes object as JSON."""
 
 GROUP: Final = "kvtier.dev"
-VERSION: Final = "v1alpha1"
+VERSION: Final = "v1beta1"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 KIND: Final = "KVCacheTier"
 PLURAL: Final = "kvcachetiers"

@@ -28,7 +28,7 @@ def tier(folder: Path, **spec: Any) -> str:
         "volume": {"claim": {"size": "10Gi"}},
         **spec,
     }
-    body = {"apiVersion": "kvtier.dev/v1alpha1", "kind": "KVCacheTier", "metadata": {"name": "llama"}, "spec": spec}
+    body = {"apiVersion": "kvtier.dev/v1beta1", "kind": "KVCacheTier", "metadata": {"name": "llama"}, "spec": spec}
     (folder / "tier.yaml").write_text(yaml.safe_dump(body))
     return str(folder / "tier.yaml")
 

@@ -25,7 +25,7 @@ from kvtier_localcluster.node.environment import ImageProfile
 from kvtier_localcluster.node.services import NodeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-TIER = Kind("kvtier.dev/v1alpha1", "KVCacheTier", "kvcachetiers")
+TIER = Kind("kvtier.dev/v1beta1", "KVCacheTier", "kvcachetiers")
 
 INSTALL = """
 import shutil, sys

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(int(4 * SECONDS))
 
 def spec(cluster: Cluster, **changes: Any) -> dict[str, Any]:
     return {
-        "apiVersion": "kvtier.dev/v1alpha1",
+        "apiVersion": "kvtier.dev/v1beta1",
         "kind": "KVCacheTier",
         "metadata": {"name": TIER},
         "spec": {

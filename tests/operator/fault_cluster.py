@@ -16,7 +16,7 @@ from live import MERGE, Client, Controllers
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
-TIERS = f"/apis/kvtier.dev/v1alpha1/namespaces/{NAMESPACE}/kvcachetiers"
+TIERS = f"/apis/kvtier.dev/v1beta1/namespaces/{NAMESPACE}/kvcachetiers"
 Json = dict[str, Any]
 
 

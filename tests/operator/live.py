@@ -25,7 +25,7 @@ from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.settings import Settings
 
 NAMESPACE = "default"
-CORE, APPS, TIERS, BATCH = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1alpha1", "/apis/batch/v1"
+CORE, APPS, TIERS, BATCH = "/api/v1", "/apis/apps/v1", "/apis/kvtier.dev/v1beta1", "/apis/batch/v1"
 MERGE = "application/merge-patch+json"
 AGENT = "test"
 """User agent of every request that no operator sends."""

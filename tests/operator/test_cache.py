@@ -278,7 +278,7 @@ def test_nothing_is_written_for_a_tier_that_was_edited_or_deleted_since(api: Api
     kubectl.apply_tier(body())
     with cached(api) as (cluster, cache):
         cluster.get(TIER_KEY, "default")
-        kubectl.delete("/apis/kvtier.dev/v1alpha1", "kvcachetiers", "llama")
+        kubectl.delete("/apis/kvtier.dev/v1beta1", "kvcachetiers", "llama")
         with pytest.raises(ClusterConflict, match="was changed or deleted"):
             cluster.apply(MINE, over=None)
         assert kubectl.get(CORE, "configmaps", "llama-connector") is None

@@ -34,11 +34,11 @@ MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
         ("kind: Pod\napiVersion: v1\n", "holds something else than KVCacheTier"),
         (
             f"{yaml.safe_dump(tier())}---\napiVersion: kvtier.dev/v1\nkind: KVCacheTier\n",
-            "holds a KVCacheTier of kvtier.dev/v1, which there is not: write apiVersion: kvtier.dev/v1alpha1",
+            "holds a KVCacheTier of kvtier.dev/v1, which there is not: write apiVersion: kvtier.dev/v1beta1",
         ),
         ("kind: KvCacheTier\napiVersion: v1\n", "holds a KvCacheTier of v1, which there is not"),
         ("spec: {}\n", "no object of Kubernetes: apiVersion or kind is missing"),
-        ("apiVersion: kvtier.dev/v1alpha1\nkind: KVCacheTier\nmetadata: {}\n", "metadata.name: is required"),
+        ("apiVersion: kvtier.dev/v1beta1\nkind: KVCacheTier\nmetadata: {}\n", "metadata.name: is required"),
         ("{", "is not YAML"),
         ("", "holds no KVCacheTier"),
     ],

@@ -25,7 +25,7 @@ from kvtier_demo.scenario import Scenario, problems
 from kvtier_demo.stack import Stack, place_model, running_stack, tail
 
 ROOT = Path(__file__).resolve().parents[3]
-API = "kvtier.dev/v1alpha1"
+API = "kvtier.dev/v1beta1"
 TIER = "demo"
 LABELS = f"kvtier.dev/tier={TIER}"
 ENGINES = f"{LABELS},app.kubernetes.io/component=engine"

@@ -61,7 +61,7 @@ def test_a_field_that_vllm_does_not_know_is_not_published() -> None:
 def rendered(**kv_events_spec: Any) -> dict[str, dict[str, Any]]:
     """Return the containers of engine and janitor, by the kind of pod, and the janitor's document."""
     body = {
-        "apiVersion": "kvtier.dev/v1alpha1",
+        "apiVersion": "kvtier.dev/v1beta1",
         "kind": "KVCacheTier",
         "metadata": {"name": "llama", "namespace": "serving"},
         "spec": {
@@ -108,4 +108,4 @@ def test_events_without_a_janitor_are_refused_by_name() -> None:
     body: dict[str, Any] = {"model": {"name": "m"}, "cpu": {"size": "8Gi"}, "volume": {"claim": {"size": "20Gi"}}}
     spec = {**body, "kvEvents": {}, "janitor": {"enabled": False}}
     with pytest.raises(SpecInvalid, match=r"spec.kvEvents: needs the janitor.*set spec.janitor.enabled to true"):
-        parse({"apiVersion": "kvtier.dev/v1alpha1", "kind": "KVCacheTier", "metadata": {"name": "x"}, "spec": spec})
+        parse({"apiVersion": "kvtier.dev/v1beta1", "kind": "KVCacheTier", "metadata": {"name": "x"}, "spec": spec})
