@@ -31,7 +31,6 @@ from kvtier_localcluster.controllers.endpoints import EndpointsController
 from kvtier_localcluster.controllers.jobs import JobController
 from kvtier_localcluster.controllers.loop import Controller
 from kvtier_localcluster.controllers.replicasets import ReplicaSetController
-from kvtier_localcluster.controllers.roles import RoleController
 from kvtier_localcluster.controllers.scheduler import Scheduler
 from kvtier_localcluster.controllers.service_proxy import ServiceProxy
 from kvtier_localcluster.datadir import DataDirectory
@@ -202,7 +201,6 @@ class LocalCluster:
             ClaimController(client, informers, self._data),
             EndpointsController(client, informers),
             ServiceProxy(client, informers),
-            RoleController(client, informers),
         ]
         recorder = EventRecorder(client, "kubelet")
         if self._settings.simulate:

@@ -39,7 +39,6 @@ class Kind:
         return "/".join(part for part in (scope, name, subresource) if part)
 
 
-CLUSTER_ROLE = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", is_namespaced=False)
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 ENDPOINT_SLICE = Kind("discovery.k8s.io/v1", "EndpointSlice", "endpointslices")

@@ -81,8 +81,6 @@ def _component(resource: Resource) -> Json:
 _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 _SUBRESOURCE_VERBS: Final = ["get", "patch", "update"]
 _REVIEWS: Final = "authorization.k8s.io/v1"
-_REVIEW_KINDS: Final = ("SelfSubjectAccessReview", "SubjectAccessReview")
-_USER_REVIEWS: Final = "authentication.k8s.io/v1"
 
 
 def version_info() -> Json:
@@ -108,7 +106,6 @@ def _groups(registry: Registry) -> dict[str, list[str]]:
         if resource.version not in versions:
             versions.append(resource.version)
     groups.setdefault("authorization.k8s.io", ["v1"])
-    groups.setdefault("authentication.k8s.io", ["v1"])
     return groups
 
 
@@ -143,8 +140,8 @@ def _resource_list(registry: Registry, group_version: str) -> Json:
     for resource in registry:
         if resource.group_version == group_version:
             listed += _entries(resource)
-    reviews = {_REVIEWS: _REVIEW_KINDS, _USER_REVIEWS: ("SelfSubjectReview",)}
-    for kind in reviews.get(group_version, ()):
+    if group_version == _REVIEWS:
+        kind = "SelfSubjectAccessReview"
         names = {"name": f"{kind.lower()}s", "singularName": kind.lower(), "kind": kind}
         listed.append({**names, "namespaced": False, "verbs": ["create"]})
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": listed}

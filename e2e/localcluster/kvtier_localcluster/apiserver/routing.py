@@ -12,7 +12,6 @@ from typing import Any, Final
 from aiohttp import web
 
 from kvtier_localcluster.apiserver import discovery, reading, streams, tables
-from kvtier_localcluster.apiserver.authorization import Access, Authorizer, User, answer_review
 from kvtier_localcluster.apiserver.registry.deletion import DeleteOptions, Deleter
 from kvtier_localcluster.apiserver.registry.patches import APPLY, MERGE, Patch
 from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
@@ -43,7 +42,6 @@ class Api:
     registry: Registry
     writer: Writer
     deleter: Deleter
-    authorizer: Authorizer
     bookmark_seconds: float
     pod_logs: reading.PodLogs | None = None
     pod_exec: streams.PodExec | None = None
@@ -121,13 +119,13 @@ class _Call:
 
 
 async def _parse(api: Api, request: web.Request, target: RequestTarget | None, warnings: list[str]) -> _Call | None:
+    if "Impersonate-User" in request.headers:
+        raise ApiError(501, "NotImplemented", "impersonation is not emulated: every request may do everything")
     if target is None:
         return None
     resource = api.registry.get(target.group_version, target.plural)
     if resource is None:
         return None
-    user = User.of(request.headers)
-    api.authorizer.check(user, Access.to(verb_of(request.method, target, request.query), target))
     query = request.query
     agent = request.headers.get("User-Agent") or "unknown"
     options = WriteOptions(
@@ -158,8 +156,8 @@ async def _answer_document(api: Api, request: web.Request) -> Answer:
     path = request.path.rstrip("/") or "/"
     if path in _HEALTH:
         return web.Response(text="ok")
-    if request.method == "POST" and path.endswith("reviews"):
-        return answer_review(api.authorizer, User.of(request.headers), await _read_body(request)), 201
+    if request.method == "POST" and path.endswith("/selfsubjectaccessreviews"):
+        return {**await _read_body(request), "status": {"allowed": True}}, 201
     if request.method != "GET":
         raise unknown_path()
     if path == "/openapi/v2":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API server: `ApiServer` for code in an event loop, `ApiServerThread` for other code.
 
-It starts with the usual namespaces and the ClusterRoles for people, which name only kinds that are served here.
+It starts with the usual namespaces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import yaml
 from aiohttp import web
 
 from kvtier_localcluster.apiserver import routing
-from kvtier_localcluster.apiserver.authorization import Authorizer
 from kvtier_localcluster.apiserver.registry.deletion import Deleter, GarbageCollector
 from kvtier_localcluster.apiserver.registry.writes import ClusterIps, WriteOptions, Writer
 from kvtier_localcluster.apiserver.store.memory import Event, EventType, Storage
@@ -55,7 +54,6 @@ class ApiServer(routing.Api):
             registry=registry,
             writer=Writer(storage, deleter, self._cluster_ips, protects_claims=protects_claims),
             deleter=deleter,
-            authorizer=Authorizer(storage),
             bookmark_seconds=bookmark_seconds,
         )
         storage.listeners.append(self._follow_crds)

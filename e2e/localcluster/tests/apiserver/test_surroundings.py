@@ -91,3 +91,12 @@ def test_a_body_that_is_no_object_is_refused(http: Http, body: bytes) -> None:
 def test_unknown_paths_are_not_found(http: Http) -> None:
     for path in ("/apis/nothing.dev/v1", "/api/v1/things", "/apis/apps/v1/namespaces/default/deployments/a/exec"):
         assert http("GET", path)[0] == 404
+
+
+def test_every_request_may_do_everything_and_none_in_the_name_of_somebody_else(http: Http) -> None:
+    review = {"kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": {"verb": "delete", "resource": "pods"}}}
+    code, answer = http("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+    assert (code, answer["status"]) == (201, {"allowed": True})
+    code, refused = http("GET", PODS, headers={"Impersonate-User": "somebody"})
+    assert (code, refused["reason"]) == (501, "NotImplemented")
+    assert "impersonation is not emulated" in refused["message"]
