@@ -29,6 +29,8 @@ ADDED = frozenset(
         "connector/kvtier_connector/cascade/split.py",
         "connector/kvtier_connector/vllm_adapter/request_log.py",
         "connector/kvtier_connector/vllm_adapter/split_scheduler.py",
+        "e2e/bench/cells.py",
+        "e2e/bench/throttle.py",
         "operator/kvtier_cli/attach.py",
         "operator/kvtier_cli/trace.py",
         "operator/kvtier_operator/api/external_spec.py",

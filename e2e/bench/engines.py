@@ -15,11 +15,15 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from e2e.bench.cells import StepCounts
 from e2e.engines.process import EngineEnded, EngineProcess
 
 START_LIMIT_SECONDS = 300.0
 FIRST_TOKEN = 3
 """Below are the special tokens."""
+_COUNTED_SECONDS = 0.1
+"""vLLM's figures of the last step come a moment after its tokens."""
+Requests = Sequence[Mapping[str, Any]]
 _Result = TypeVar("_Result")
 
 
@@ -31,15 +35,13 @@ class BenchEngine(EngineProcess):
         log = directory / f"{name}.log"
         super().__init__(_Inside, settings, method="spawn", log=log, limit_seconds=START_LIMIT_SECONDS)
 
-    def run(
-        self, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0, limit_seconds: float = 300.0
-    ) -> dict[str, Any]:
-        """Submit requests; all at once unless told how many at a time.
+    def run(self, requests: Requests, at_a_time: int, *, until: float, limit_seconds: float) -> dict[str, Any]:
+        """Submit requests, all at once unless told how many at a time; return those answered `until` some second.
 
         Each has the `parts` of its prompt. It may also say how many `output_tokens` it wants, at which second to
-        `start`, and the number of the one it comes `after`.
+        `start`, and the number of the one it comes `after`, and after which `gap` in seconds.
         """
-        return dict(self.call("run", list(requests), at_a_time, limit_seconds=limit_seconds))
+        return dict(self.call("run", list(requests), at_a_time, until, limit_seconds=limit_seconds))
 
     def forget(self, *, cpu_tier: bool = False) -> None:
         """Empty the engine's own prefix cache, and the CPU tier too if asked; the volume keeps what it has."""
@@ -68,6 +70,7 @@ class _Inside:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._vocabulary = settings["vocabulary"]
         self._requests = 0
+        self._counts = StepCounts()
         began = time.perf_counter()
         self._engine: Any = self._wait(self._start(settings))
         blocks = self._engine.vllm_config.cache_config.num_gpu_blocks
@@ -78,15 +81,15 @@ class _Inside:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        transfer = settings["transfer"]
-        transfer = None if transfer is None else KVTransferConfig(**transfer)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings["engine"], kv_transfer_config=transfer))
+        transfer = KVTransferConfig(**settings["transfer"]) if settings["transfer"] else None
+        arguments = AsyncEngineArgs(**settings["engine"], kv_transfer_config=transfer)
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self._counts])
 
     def _wait(self, action: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(action, self._loop).result()
 
-    def run(self, requests: Sequence[Mapping[str, Any]], at_a_time: int) -> dict[str, Any]:
-        return self._wait(self._run(requests, at_a_time))
+    def run(self, requests: Requests, at_a_time: int, until: float) -> dict[str, Any]:
+        return self._wait(self._run(requests, at_a_time, until))
 
     def reset(self, with_connector: bool) -> bool:
         return self._wait(self._reset(with_connector))
@@ -102,7 +105,7 @@ class _Inside:
             await asyncio.sleep(0.05)
         return False
 
-    async def _run(self, requests: Sequence[Mapping[str, Any]], at_a_time: int) -> dict[str, Any]:
+    async def _run(self, requests: Requests, at_a_time: int, until: float) -> dict[str, Any]:
         """Submit every request at its time, or so many at a time in their order, and report each."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -118,6 +121,7 @@ class _Inside:
             async with slots:
                 if (earlier := request.get("after")) is not None:
                     await is_answered[earlier].wait()
+                    await asyncio.sleep(request.get("gap", 0.0))
                 parameters = SamplingParams(
                     max_tokens=request.get("output_tokens", 1), temperature=0.0, ignore_eos=True, detokenize=False
                 )
@@ -144,5 +148,11 @@ class _Inside:
             }
 
         began = time.perf_counter()
-        results = await asyncio.gather(*(ask(number) for number in range(len(prompts))))
-        return {"seconds": time.perf_counter() - began, "began": began, "requests": results}
+        before = vars(self._counts).copy()
+        tasks = [asyncio.create_task(ask(number)) for number in range(len(prompts))]
+        await asyncio.wait(tasks, timeout=until or None)
+        seconds = time.perf_counter() - began
+        await asyncio.sleep(_COUNTED_SECONDS)
+        counts = {name: count - before[name] for name, count in vars(self._counts).items()}
+        answered = [task.result() for task in tasks if task.done()]
+        return {"seconds": seconds, "began": began, "counts": counts, "requests": answered}

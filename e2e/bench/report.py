@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from e2e.bench import cells as heavy
 from e2e.bench.backends import BACKENDS
 
 Record = dict[str, Any]
@@ -214,7 +215,12 @@ def write(directory: Path) -> str:
         measured = measure(found)
         columns = [name for name in BACKENDS if any(key[2] == name for key in measured)]
         title = f" ({variant})" if variant else ""
-        parts += [_cells(measured, columns, title), _singles(measured, columns, title), _answers(found, title)]
+        parts += [
+            _cells(measured, columns, title),
+            _heavy(found, title),
+            _singles(measured, columns, title),
+            _answers(found, title),
+        ]
     return _written(directory / "traffic.md", [*parts, _troubles(records)])
 
 
@@ -250,6 +256,18 @@ def _cells(measured: Measured, columns: Sequence[str], title: str) -> str:
     ]
     note = "Times and hits of conversations are those of their later turns; medians (extremes) of several runs."
     return section(f"Traffic{title}", note, CELL_HEADERS, rows)
+
+
+def _heavy(records: Sequence[Record], title: str) -> str:
+    found = group(((record["cell"], record["backend"]), record) for record in records)
+    rows = [
+        [f"{title_of_cell}: {TITLES[name]}", *heavy.row(found[cell, name])]
+        for cell, title_of_cell in heavy.TITLES.items()
+        for name in BACKENDS
+        if (cell, name) in found
+    ]
+    note = "Medians of several runs. Hits are back when their share in two seconds is 95 % of that before the kill."
+    return section(f"Heavy traffic{title}", note, heavy.HEADERS, rows)
 
 
 def _singles(measured: Measured, columns: Sequence[str], title: str) -> str:

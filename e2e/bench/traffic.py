@@ -9,7 +9,6 @@ that fails is a record, and the next one begins. ``--device cpu`` plays the same
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -17,12 +16,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.bench import backends, report, volumes, workloads
+from e2e.bench import backends, cells, report, throttle, volumes, workloads
+from e2e.bench.cells import STAGES, TINY_STAGES, HeavySizes, Stage
 from e2e.bench.engines import BenchEngine
 from e2e.bench.workloads import Cell, Sizes
 from e2e.engines import weights
@@ -31,8 +31,8 @@ from e2e.engines.weights import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_BLOCK_TOKENS = 16
-CELL_LIMIT_SECONDS = 150.0
-STORE_LIMIT_SECONDS = 40.0
+CELL_LIMIT_SECONDS = 400.0
+STORE_LIMIT_SECONDS = 120.0
 RESTART_ROUNDS = 3
 QUIET_SECONDS = 1.5
 """Nothing stored for so long: the backend has stored all it will."""
@@ -43,35 +43,6 @@ GRAPHS = {
 }
 """Decode steps as CUDA graphs, vLLM's default: then the GPU is the limit, not its host."""
 
-PREPARE = "prepare"
-"""Puts on the volume what the cells after a restart ask for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """An engine's memory, and what it serves."""
-
-    gpu_tokens: int
-    """Capacity of the GPU's prefix cache; 0 for all free memory."""
-    cpu_bytes: int
-    cells: tuple[str, ...]
-    keeps_volume: bool = False
-    """Finds what the stage before left."""
-
-
-STAGES = {
-    "traffic": Stage(131072, 16_000_000_000, (Cell.CONVERSATIONS, Cell.SHORT, PREPARE)),
-    "restart": Stage(0, 24_000_000_000, (Cell.ARRIVALS, Cell.SHARED, Cell.SINGLE, Cell.USERS), keeps_volume=True),
-    "fits": Stage(98304, 40_000_000_000, (Cell.FITTING,)),
-    "all-in-gpu": Stage(0, 0, (Cell.CONVERSATIONS, Cell.SHORT)),
-}
-TINY_STAGES = {
-    "traffic": Stage(2304, 32 << 20, STAGES["traffic"].cells),
-    "restart": Stage(0, 64 << 20, STAGES["restart"].cells, keeps_volume=True),
-    "fits": Stage(2304, 256 << 20, STAGES["fits"].cells),
-    "all-in-gpu": Stage(0, 0, STAGES["all-in-gpu"].cells),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -80,12 +51,15 @@ class Settings:
     work: Path
     volume: Path
     sizes: Sizes
+    heavy: HeavySizes
     stages: Mapping[str, Stage]
     engine: Mapping[str, Any]
     is_cpu_build: bool
     block_tokens: int
     block_bytes: int
     vocabulary: int
+    groups: int = 1
+    """Kinds of layers, each with blocks of its own."""
     kvtier: Mapping[str, Any] = field(default_factory=dict)
     variant: str = ""
     """Note about this run, for the report."""
@@ -98,27 +72,28 @@ class Settings:
 class Traffic:
     """Plays stages and records each cell. One thread, one engine at a time."""
 
-    _engine: BenchEngine
+    engine: BenchEngine
 
     def __init__(
         self, settings: Settings, log: report.Journal, start: Callable[..., BenchEngine] = BenchEngine
     ) -> None:
         """Store the settings, and what starts an engine."""
         self._settings = settings
-        self._sizes = settings.sizes
+        self.sizes, self.heavy, self.rounds = settings.sizes, settings.heavy, settings.rounds
         self._log = log
         self._start = start
         self._backend = ""
         self._stage = ""
-        self._blocks = settings.volume
+        self._cells: Sequence[str] = ()
+        self.blocks = settings.volume
 
-    def play(self, backend: str, name: str, cells: Sequence[str]) -> None:
+    def play(self, backend: str, name: str, given: Sequence[str]) -> None:
         """Play one stage, with other cells than its own if some are given."""
         settings, stage = self._settings, self._settings.stages[name]
-        self._backend, self._stage = backend, name
-        self._blocks = settings.volume / backend
+        self._backend, self._stage, self._cells = backend, name, given or stage.cells
+        self.blocks = settings.volume / backend
         if stage.keeps_volume:
-            volumes.forget_pages(self._blocks)
+            volumes.forget_pages(self.blocks)
         elif backends.has_volume(backend):
             # Data of other backends takes memory.
             for other in backends.KNOWN:
@@ -127,109 +102,115 @@ class Traffic:
             self._log.write(self._record("skipped"), f"{backend} {name}: no time left")
             return
         try:
-            with self._make_engine(stage) as self._engine:
-                self._ask(workloads.warm_up(self._sizes))
-                self._engine.forget()
-                self._ask(workloads.warm_up(self._sizes))
-                for cell in cells or stage.cells:
+            with ExitStack() as self._engines:
+                self.start_engine()
+                for cell in self._cells:
                     self._play_cell(cell)
         except EngineEnded as error:
             self._log.write({**self._record("failed"), "error": str(error)}, f"{backend} {name}: {error}")
 
+    def start_engine(self) -> None:
+        """Start the stage's engine, and let it compile what it will need."""
+        self.engine = self._engines.enter_context(self._make_engine(self._settings.stages[self._stage]))
+        self.ask(workloads.warm_up(self.sizes))
+        self.engine.forget()
+        self.ask(workloads.warm_up(self.sizes))
+
     def _play_cell(self, cell: str) -> None:
         match cell:
             case Cell.CONVERSATIONS:
-                self._conversations(cell, self._sizes.conversations)
+                self._conversations(cell, self.sizes.conversations)
             case Cell.FITTING:
-                self._conversations(cell, self._sizes.fitting_conversations)
+                self._conversations(cell, self.sizes.fitting_conversations)
             case Cell.SHORT:
                 self._short(cell)
             case Cell.ARRIVALS:
-                self._again_and_again(cell, workloads.arrivals(self._sizes))
+                self._again_and_again(cell, workloads.arrivals(self.sizes))
             case Cell.USERS:
-                self._again_and_again(cell, workloads.users(self._sizes))
+                self._again_and_again(cell, workloads.users(self.sizes))
             case Cell.SHARED:
                 self._shared(cell)
             case Cell.SINGLE:
                 self._single(cell)
             case Cell.NEVER:
                 self._never(cell)
-            case _ if cell == PREPARE and backends.has_volume(self._backend):
-                self._prepare()
+            case _ if (requests := cells.prepared(cell, self.sizes, self.heavy)) and backends.has_volume(self._backend):
+                self.ask(requests, at_a_time=2)
+                self._settle(requests)
+            case _:
+                cells.play(self, cell)
 
     def _conversations(self, cell: str, count: int) -> None:
-        for number in range(self._settings.rounds):
-            requests = workloads.conversations(self._sizes, count, first=number * count)
-            self._measure(cell, requests, at_a_time=self._sizes.conversations_at_a_time)
+        for number in range(self.rounds):
+            requests = workloads.conversations(self.sizes, count, first=number * count)
+            self._measure(cell, requests, at_a_time=self.sizes.conversations_at_a_time)
             self._empty()
 
     def _short(self, cell: str) -> None:
-        at_a_time = self._sizes.short_at_a_time
-        for number in range(self._settings.rounds):
-            requests = workloads.short_prompts(self._sizes, first=number * self._sizes.short_prompts)
+        at_a_time = self.sizes.short_at_a_time
+        for number in range(self.rounds):
+            requests = workloads.short_prompts(self.sizes, first=number * self.sizes.short_prompts)
             self._measure(f"{cell} first", requests, at_a_time=at_a_time)
             self._settle(requests)
             self._measure(cell, requests, at_a_time=at_a_time)
             self._empty()
 
-    def _prepare(self) -> None:
-        made = (workloads.arrivals, workloads.shared_prefix, workloads.singles, workloads.users)
-        requests = [request for make in made for request in make(self._sizes)]
-        self._ask([{**request, "start": 0.0} for request in requests], at_a_time=2)
-        self._settle(requests)
-        self._log.say(f"{self._backend} {PREPARE}: done")
-
     def _again_and_again(self, cell: str, requests: Sequence[workloads.Request]) -> None:
         for _round in range(RESTART_ROUNDS):
             self._measure(cell, requests)
-            self._forget_all()
+            self.forget_all()
 
     def _shared(self, cell: str) -> None:
-        rounds = itertools.count(0, self._sizes.sharers)
+        rounds = itertools.count(0, self.sizes.sharers)
         for _round in range(RESTART_ROUNDS):
-            self._measure(cell, workloads.sharers(self._sizes, first=next(rounds)))
+            self._measure(cell, workloads.sharers(self.sizes, first=next(rounds)))
             if self._backend == backends.NONE:
                 # The limit for every backend: the prefix never left the GPU.
-                self._measure(f"{cell} in GPU", workloads.sharers(self._sizes, first=next(rounds)))
-            self._forget_all()
+                self._measure(f"{cell} in GPU", workloads.sharers(self.sizes, first=next(rounds)))
+            self.forget_all()
 
     def _single(self, cell: str) -> None:
-        requests = workloads.singles(self._sizes)
+        requests = workloads.singles(self.sizes)
         for request in requests:
             self._measure(f"{cell} first", [request])
-            self._engine.forget()
+            self.engine.forget()
             self._measure(f"{cell} again", [request])
             self._measure(f"{cell} in GPU", [request])
         self._settle(requests)
 
     def _never(self, cell: str) -> None:
-        sizes = self._sizes
+        sizes = self.sizes
         name = f"{cell} eager" if self._settings.engine["enforce_eager"] else cell
-        self._ask(workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
+        self.ask(workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
         for number in range(sizes.never_rounds):
             self._empty()
             self._measure(name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
 
-    def _forget_all(self) -> None:
+    def forget_all(self) -> None:
         """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
-        self._engine.forget(cpu_tier=self._backend != backends.NONE)
-        volumes.forget_pages(self._blocks)
-        self._ask(workloads.warm_up(self._sizes))
+        self.engine.forget(cpu_tier=self._backend != backends.NONE)
+        volumes.forget_pages(self.blocks)
+        self.ask(workloads.warm_up(self.sizes))
 
     def _measure(self, cell: str, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> None:
-        record = {**self._record("cell"), "cell": cell, **self._ask(requests, at_a_time=at_a_time)}
+        self.note(cell, self.ask(requests, at_a_time=at_a_time))
+
+    def note(self, cell: str, found: Mapping[str, Any]) -> None:
+        """Record what was asked as a cell."""
+        record = {**self._record("cell"), "cell": cell, **found}
         self._log.write(record, report.one_line(record))
 
-    def _ask(self, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0) -> dict[str, Any]:
+    def ask(self, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0, until: float = 0.0) -> dict[str, Any]:
+        """Have the engine answer requests, all at once unless told how many, or those it answers until some second."""
         limit = max(1.0, min(CELL_LIMIT_SECONDS, self._remaining()))
-        return self._engine.run(requests, at_a_time=at_a_time, limit_seconds=limit)
+        return self.engine.run(requests, at_a_time, until=until, limit_seconds=limit)
 
     def _settle(self, requests: list[workloads.Request]) -> None:
         if not backends.has_volume(self._backend):
             return
-        expected = workloads.block_count(requests, self._settings.block_tokens)
+        expected = workloads.block_count(requests, self._settings.block_tokens) * self._settings.groups
         found = volumes.wait_for_blocks(
-            self._blocks,
+            self.blocks,
             at_least=self._settings.block_bytes,
             expected=expected,
             quiet_seconds=QUIET_SECONDS,
@@ -241,22 +222,24 @@ class Traffic:
 
     def _empty(self) -> None:
         """Make room for the next cell, which asks for nothing of this one."""
-        volumes.remove_blocks(self._blocks, at_least=self._settings.block_bytes)
+        volumes.remove_blocks(self.blocks, at_least=self._settings.block_bytes)
 
     def _make_engine(self, stage: Stage) -> BenchEngine:
         settings = self._settings
         transfer = backends.transfer_config(
             self._backend,
-            self._blocks,
+            self.blocks,
             cpu_bytes=stage.cpu_bytes,
             block_tokens=settings.block_tokens,
             is_cpu_build=settings.is_cpu_build,
             kvtier=settings.kvtier,
         )
-        arguments = backends.BACKENDS[self._backend].get("engine", {}) | settings.engine
+        arguments = {**backends.BACKENDS[self._backend].get("engine", {}), **settings.engine, **stage.engine}
+        length = cells.model_length(self._cells, self.sizes, self.heavy)
+        arguments["max_model_len"] = max(length, arguments.get("max_model_len", 0))
         if stage.gpu_tokens:
             block_tokens = settings.block_tokens if settings.is_cpu_build else GPU_BLOCK_TOKENS
-            arguments["num_gpu_blocks_override"] = stage.gpu_tokens // block_tokens
+            arguments["num_gpu_blocks_override"] = stage.gpu_tokens // block_tokens * settings.groups
         engine = self._start(
             f"{self._stage}-{self._backend}-{settings.variant}",
             {"engine": arguments, "transfer": transfer, "vocabulary": settings.vocabulary},
@@ -295,7 +278,9 @@ def main() -> None:
 
 def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings:
     is_cpu = options.device == "cpu"
-    shape = SHAPES["llama_small" if is_cpu else "llama_8b"]
+    shape = SHAPES[options.shape or ("llama_small" if is_cpu else "llama_8b")]
+    groups = len(set(shape.get("layer_types", ["full_attention"])))
+    item_bytes = 1 if str(options.engine.get("kv_cache_dtype", "")).startswith("fp8") else 2
     block_tokens = 128 if is_cpu else 64
     model, plugin = work / "model", work / "plugin"
     engine = {
@@ -306,7 +291,10 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
         "seed": 0,
         "enable_prefix_caching": True,
     }
-    paths = [str(ROOT), str(ROOT / "connector"), os.environ.get("PYTHONPATH", "")]
+    weights.offer_plugin(plugin)
+    paths = [str(plugin), str(ROOT), str(ROOT / "connector"), os.environ.get("PYTHONPATH", "")]
+    if options.throttle is not None:
+        os.environ |= {throttle.RATE: str(options.throttle * 1e9), throttle.CLOCK: str(work / "throttle")}
     if is_cpu:
         # The CPU build repacks the weights while loading, so they come from a file.
         weights.write(model, shape)
@@ -314,9 +302,7 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
     else:
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(dict(shape)))
-        weights.offer_plugin(plugin)
         os.environ[weights.SEEDS_WEIGHTS] = "1"
-        paths.insert(0, str(plugin))
         engine |= {
             "load_format": "dummy",
             "max_model_len": 66560,
@@ -338,13 +324,15 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
     return Settings(
         work=work,
         volume=volume,
-        sizes=dataclasses.replace(workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES, **options.sizes),
+        sizes=cells.sized(workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES, options.sizes),
+        heavy=cells.sized(cells.TINY_HEAVY if is_cpu else cells.GPU_HEAVY, options.sizes),
         stages=TINY_STAGES if is_cpu else STAGES,
         engine=engine | options.engine,
         is_cpu_build=is_cpu,
         block_tokens=block_tokens,
-        block_bytes=weights.kv_bytes_per_token(shape) * block_tokens,
+        block_bytes=weights.kv_bytes_per_token(shape, item_bytes=item_bytes) * block_tokens // groups,
         vocabulary=shape["vocab_size"],
+        groups=groups,
         kvtier=options.kvtier,
         variant=options.variant,
         rounds=options.rounds,
@@ -358,6 +346,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="for traffic.jsonl, which is continued, and the report")
     parser.add_argument("--work", type=Path, help="for the model and logs (default: in /tmp)")
     parser.add_argument("--volume", type=Path, help="directory for the blocks (default: in /dev/shm)")
+    parser.add_argument("--shape", choices=SHAPES, help="model (default: llama_8b, with --device cpu llama_small)")
+    parser.add_argument("--throttle", type=float, help="GB/s at which kvtier's processes read blocks; 0: they hang")
     parser.add_argument("--kvtier", type=json.loads, default={}, help="fields of ConnectorConfig as JSON")
     parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's engine arguments as JSON")
     parser.add_argument("--variant", default="", help="name of what is special about this run")
@@ -371,6 +361,8 @@ def _options() -> argparse.Namespace:
         backend, _, stage = run.partition(":")
         if backend not in backends.KNOWN or stage.partition(":")[0] not in STAGES:
             parser.error(f"not a backend and a stage: {run}")
+        if unknown := set(run.split(":")[2:]) - cells.known():
+            parser.error(f"not cells: {', '.join(sorted(unknown))}; there are {', '.join(sorted(cells.known()))}")
     return options
 
 

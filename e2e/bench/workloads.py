@@ -22,6 +22,7 @@ Request = dict[str, Any]
 _CONVERSATION, _DOCUMENT, _BURST, _SHARED, _SINGLE, _USER, _NEVER, _WARM_UP = (
     place * 10_000_000 for place in range(1, 9)
 )
+NEXT_SEED = 90_000_000
 """Seeds of different workloads never meet, or one would find the blocks of another."""
 _PARTS_OF_A_CONVERSATION = 100
 
@@ -86,14 +87,15 @@ GPU_SIZES = Sizes(**_SIZES["gpu"])
 TINY_SIZES = Sizes(**_SIZES["cpu"])
 
 
-def _request(label: str, parts: list[tuple[int, int]], output_tokens: int, **more: Any) -> Request:
+def make_request(label: str, parts: list[tuple[int, int]], output_tokens: int, **more: Any) -> Request:
+    """Return a prompt as `engines` reads it."""
     return {"label": label, "parts": parts, "output_tokens": output_tokens, **more}
 
 
 def conversations(sizes: Sizes, count: int, *, first: int = 0) -> list[Request]:
     """Return the turns of so many conversations, from a number on, in the order of the turns."""
     return [
-        _request(
+        make_request(
             f"turn {turn}",
             _turn(sizes, first + number, turn),
             sizes.turn_output,
@@ -112,13 +114,13 @@ def _turn(sizes: Sizes, conversation: int, turn: int) -> list[tuple[int, int]]:
 def short_prompts(sizes: Sizes, *, first: int = 0) -> list[Request]:
     """Return many prompts that share nothing."""
     numbers = range(first, first + sizes.short_prompts)
-    return [_request("short", [(_DOCUMENT + number, sizes.short_tokens)], sizes.short_output) for number in numbers]
+    return [make_request("short", [(_DOCUMENT + number, sizes.short_tokens)], sizes.short_output) for number in numbers]
 
 
 def arrivals(sizes: Sizes) -> list[Request]:
     """Return prompts that start at fixed times, however long the others take."""
     return [
-        _request("arrival", [(_BURST + number, sizes.arrival_tokens)], 1, start=number / sizes.arrivals_per_second)
+        make_request("arrival", [(_BURST + number, sizes.arrival_tokens)], 1, start=number / sizes.arrivals_per_second)
         for number in range(sizes.arrivals)
     ]
 
@@ -126,18 +128,18 @@ def arrivals(sizes: Sizes) -> list[Request]:
 def sharers(sizes: Sizes, *, first: int = 0) -> list[Request]:
     """Return prompts that share a long prefix and end with parts of their own, numbered from a number on."""
     own = ((_SHARED + 1 + number, sizes.own_tokens) for number in range(first, first + sizes.sharers))
-    return [_request("sharer", [(_SHARED, sizes.shared_tokens), part], sizes.shared_output) for part in own]
+    return [make_request("sharer", [(_SHARED, sizes.shared_tokens), part], sizes.shared_output) for part in own]
 
 
 def shared_prefix(sizes: Sizes) -> list[Request]:
     """Return the prompt that leaves the prefix of `sharers` on the volume, and nothing that is a sharer's own."""
-    return [_request("prefix", [(_SHARED, sizes.shared_tokens)], 1)]
+    return [make_request("prefix", [(_SHARED, sizes.shared_tokens)], 1)]
 
 
 def singles(sizes: Sizes) -> list[Request]:
     """Return prompts to be asked one at a time, the shortest first."""
     return [
-        _request(f"{tokens}", [(_SINGLE + place * 1000 + repetition, tokens)], sizes.single_output)
+        make_request(f"{tokens}", [(_SINGLE + place * 1000 + repetition, tokens)], sizes.single_output)
         for place, tokens in enumerate(sizes.single_tokens)
         for repetition in range(sizes.single_repetitions)
     ]
@@ -145,19 +147,19 @@ def singles(sizes: Sizes) -> list[Request]:
 
 def users(sizes: Sizes) -> list[Request]:
     """Return the prompts of users who all come at once."""
-    return [_request("user", [(_USER + n, sizes.user_tokens)], sizes.single_output) for n in range(sizes.users)]
+    return [make_request("user", [(_USER + n, sizes.user_tokens)], sizes.single_output) for n in range(sizes.users)]
 
 
 def never(sizes: Sizes, round_number: int) -> list[Request]:
     """Return prompts that no other round has."""
     first = _NEVER + round_number * sizes.never_prompts
     seeds = range(first, first + sizes.never_prompts)
-    return [_request("never", [(seed, sizes.never_tokens)], sizes.never_output) for seed in seeds]
+    return [make_request("never", [(seed, sizes.never_tokens)], sizes.never_output) for seed in seeds]
 
 
 def warm_up(sizes: Sizes) -> list[Request]:
     """Return prompts that let an engine compile and capture what it will need; they belong to no workload."""
-    return [_request("warm-up", [(_WARM_UP + tokens, tokens)], 4) for tokens in sizes.single_tokens[:2]]
+    return [make_request("warm-up", [(_WARM_UP + tokens, tokens)], 4) for tokens in sizes.single_tokens[:2]]
 
 
 def block_count(requests: list[Request], block_tokens: int) -> int:

@@ -106,8 +106,9 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the engine."""
-        self.kill()
+        """End the engine, unless it was killed before."""
+        if not self._pipe.closed:
+            self.kill()
 
 
 def _serve(pipe: Any, log: Path, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

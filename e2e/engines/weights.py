@@ -185,9 +185,9 @@ def _write_processor(directory: Path, shape: Shape) -> None:
     ).save_pretrained(directory)
 
 
-def kv_bytes_per_token(shape: Shape) -> int:
-    """Return the size of keys and values of all layers in bf16."""
-    return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 2)
+def kv_bytes_per_token(shape: Shape, *, item_bytes: int = 2) -> int:
+    """Return the size of keys and values of all layers, by default in bf16."""
+    return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * item_bytes)
 
 
 SEEDS_WEIGHTS = "KVTIER_BENCH_SEEDS_WEIGHTS"
@@ -199,11 +199,12 @@ _HEAD_VARIETY = 0.5
 
 
 def offer_plugin(directory: Path) -> None:
-    """Make of a directory, for the path of Python's modules, one that has vLLM call `seed_weights` in each process."""
+    """Make of a directory, for the path of Python's modules, one that has vLLM call our plugins in each process."""
     described = directory / "kvtier_bench-0.dist-info"
     described.mkdir(parents=True, exist_ok=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-bench\nVersion: 0\n")
     entry = "[vllm.general_plugins]\nkvtier_bench = e2e.engines.weights:seed_weights\n"
+    entry += "kvtier_throttle = e2e.bench.throttle:slow_down\n"
     (described / "entry_points.txt").write_text(entry)
 
 

@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import pytest
 from e2e.bench import report
-from e2e.bench.traffic import TINY_STAGES, Settings, Traffic
+from e2e.bench.cells import TINY_HEAVY, TINY_STAGES
+from e2e.bench.traffic import Settings, Traffic
 from e2e.bench.workloads import TINY_SIZES
 from e2e.engines.process import EngineEnded
 from e2e.matrix import rendering
@@ -31,7 +32,7 @@ class FakeEngine:
         tiers = transfer["kv_connector_extra_config"].get("secondary_tiers", []) if transfer else []
         self._store = next((Path(tier["root_dir"]) for tier in tiers if "root_dir" in tier), None)
 
-    def run(self, requests: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
+    def run(self, requests: Sequence[Mapping[str, Any]], *_: Any, **__: Any) -> dict[str, Any]:
         if len(self.asked) == self._fails_at:
             raise EngineEnded("no answer")
         self.asked.append(list(requests))
@@ -66,6 +67,7 @@ class Rig:
             "work": directory,
             "volume": self.volume,
             "sizes": TINY_SIZES,
+            "heavy": TINY_HEAVY,
             "stages": TINY_STAGES,
             "engine": {"enforce_eager": True},
             "is_cpu_build": False,

@@ -30,6 +30,7 @@ def cell(name: str, backend: str, seconds: float, *requests: Record, **changes: 
         "stage": "traffic",
         "variant": "",
         "seconds": seconds,
+        "counts": {"preemptions": 0, "scheduled_tokens": 0},
         "began": 50.0,
         "requests": list(requests) or [request(0.1), request(0.3)],
     }
@@ -103,6 +104,16 @@ def test_an_answer_that_differs_from_the_one_of_the_same_engines_hit_in_the_gpu_
     assert table_row(text, "vLLM fs, from the volume")[1] == "0 / 1"
     assert table_row(text, "kvtier, from the volume")[1] == "1 / 1"
     assert "no offload, from the volume" not in text.partition("## Answers")[2]
+
+
+def test_a_cell_after_a_kill_tells_when_the_hits_are_back_and_what_was_lost(tmp_path: Path) -> None:
+    text = report(
+        tmp_path,
+        cell("killed", "kvtier", 2.0, back_seconds=2.0, lost_blocks=0),
+        cell("killed", "none", 4.0, back_seconds=None),
+    )
+    assert table_row(text, "after the kill: kvtier")[-3:-1] == ["2", "0"]
+    assert table_row(text, "after the kill: no offload")[-3:-1] == ["never", "-"]
 
 
 def test_what_failed_or_was_left_out_is_in_the_report(tmp_path: Path) -> None:

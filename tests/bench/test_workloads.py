@@ -4,7 +4,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from e2e.bench import workloads
+from e2e.bench import cells, workloads
+from e2e.bench.cells import GPU_HEAVY, TINY_HEAVY
 from e2e.bench.engines import joined_ids
 from e2e.bench.workloads import GPU_SIZES, TINY_SIZES, Sizes
 
@@ -13,6 +14,7 @@ VOCABULARY = 32000
 
 def everything(sizes: Sizes) -> list[list[workloads.Request]]:
     """Return the prompts of each workload."""
+    heavy = GPU_HEAVY if sizes is GPU_SIZES else TINY_HEAVY
     return [
         workloads.conversations(sizes, sizes.conversations),
         workloads.short_prompts(sizes),
@@ -21,6 +23,11 @@ def everything(sizes: Sizes) -> list[list[workloads.Request]]:
         workloads.singles(sizes),
         workloads.users(sizes),
         *(workloads.never(sizes, number) for number in range(2)),
+        cells.steps(heavy),
+        cells.long_prompts(heavy),
+        cells.bursts(heavy),
+        cells.preempted(heavy),
+        cells.steady(heavy),
     ]
 
 

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heavy cells of the traffic benchmark: agents, prompts after a restart, a pool that is too small, a killed engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import yaml
+from e2e.bench import workloads
+from e2e.bench.workloads import NEXT_SEED, Cell, Request, Sizes, make_request
+from e2e.engines.process import EngineProcess
+
+from kvtier_connector.store.fsck import FsckReport, check_generation
+from kvtier_connector.store.header import Fault
+from kvtier_connector.store.journal import RECORD_BYTES, Op, decode_record
+from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.scan import BlockEntry, scan
+
+_AGENT, _LONG, _BURST, _PREEMPTED, _KILLED = (NEXT_SEED + place * 10_000_000 for place in range(5))
+_PARTS = 100
+"""Most parts of one history."""
+PREPARE: Final = "prepare"
+"""Begins the names of what puts on the volume what the cells after a restart ask for."""
+LONG_ROUNDS: Final = 2
+WINDOW_SECONDS: Final = 2.0
+BACK: Final = 0.95
+"""The hit rate is the old one again where it is at least this share of it."""
+_CHECKS_AT_ONCE = 16
+_MODEL_LENGTH_STEP = 1024
+
+
+class HeavyCell(enum.StrEnum):
+    """One measurement."""
+
+    AGENTS = "agents"
+    """Agents whose histories grow, more of them than GPU and CPU tier hold together."""
+    LONG = "long"
+    """Very long prompts that come at once, after a restart."""
+    BURSTS = "bursts512"
+    """Many short prompts at once after a restart, then again."""
+    PREEMPTION = "preemption"
+    """Long answers that the GPU has no room for."""
+    KILLED = "killed"
+    """Conversations whose engine is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavySizes:
+    """How large the workloads are."""
+
+    agents: int
+    agent_tokens: int
+    """Of the first prompt of an agent."""
+    agent_step_tokens: int
+    agent_steps: int
+    agent_gap_seconds: float
+    """Mean time from an answer to the next prompt."""
+    agent_output: int
+    """Least tokens of an answer; the most are twice as many."""
+    long_prompts: int
+    long_tokens: int
+    bursts: int
+    burst_tokens: int
+    preempted: int
+    preempted_tokens: int
+    preempted_output: int
+    killed_conversations: int
+    killed_tokens: int
+    killed_turn_tokens: int
+    killed_turns: int
+    killed_turns_before: float
+    """When the engine is killed, in turns of all conversations."""
+    killed_per_second: float
+    killed_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An engine's memory, and what it serves."""
+
+    cells: Sequence[str]
+    keeps_volume: bool
+    """Finds what the stage before left."""
+    engine: Mapping[str, Any]
+    """More of vLLM's engine arguments."""
+    gpu_tokens: int
+    """Capacity of the GPU's prefix cache; 0 for all free memory."""
+    cpu_bytes: int
+
+
+_SIZES = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text())
+STAGES, TINY_STAGES = (
+    {
+        name: Stage(stage["cells"], stage.get("keeps_volume", False), stage.get("engine", {}), **stage[device])
+        for name, stage in _SIZES["stages"].items()
+    }
+    for device in ("gpu", "cpu")
+)
+GPU_HEAVY = HeavySizes(**_SIZES["heavy"]["gpu"])
+TINY_HEAVY = HeavySizes(**_SIZES["heavy"]["cpu"])
+_Sized = TypeVar("_Sized", Sizes, HeavySizes)
+
+
+def sized(usual: _Sized, given: Mapping[str, Any]) -> _Sized:
+    """Return sizes with those of their fields that are given."""
+    names = {field.name for field in dataclasses.fields(usual)}
+    return dataclasses.replace(usual, **{name: value for name, value in given.items() if name in names})
+
+
+class Player(Protocol):
+    """Plays cells with its engine and its volume."""
+
+    heavy: HeavySizes
+    rounds: int
+    blocks: Path
+
+    @property
+    def engine(self) -> EngineProcess:
+        """The engine that serves."""
+
+    def ask(self, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0, until: float = 0.0) -> dict[str, Any]:
+        """Have the engine answer requests."""
+
+    def note(self, cell: str, found: Mapping[str, Any]) -> None:
+        """Record what was asked as a cell."""
+
+    def forget_all(self) -> None:
+        """Empty GPU and CPU tier."""
+
+    def start_engine(self) -> None:
+        """Start another engine."""
+
+
+def agents(sizes: HeavySizes, *, step: int) -> list[Request]:
+    """Return one step of every agent: its history, which the step before had but for the last part.
+
+    Tools take some seconds between an answer and the next prompt; `steps` joins the steps.
+    """
+    found = []
+    for agent in range(sizes.agents):
+        seed = _AGENT + agent * _PARTS
+        chooser = random.Random(seed + step)
+        grown = [(seed + number, sizes.agent_step_tokens) for number in range(1, step + 1)]
+        output = chooser.randint(sizes.agent_output, 2 * sizes.agent_output)
+        gap = sizes.agent_gap_seconds * chooser.uniform(0.5, 1.5)
+        found.append(make_request(f"step {step}", [(seed, sizes.agent_tokens), *grown], output, gap=gap))
+    return found
+
+
+def steps(sizes: HeavySizes) -> list[Request]:
+    """Return all steps of the agents but their first, each after the one before."""
+    first = [{**request, "start": request["gap"]} for request in agents(sizes, step=1)]
+    later = [request for step in range(2, sizes.agent_steps) for request in agents(sizes, step=step)]
+    return [*first, *({**request, "after": number} for number, request in enumerate(later))]
+
+
+def long_prompts(sizes: HeavySizes) -> list[Request]:
+    """Return very long prompts."""
+    return [make_request("long", [(_LONG + n, sizes.long_tokens)], 1) for n in range(sizes.long_prompts)]
+
+
+def bursts(sizes: HeavySizes) -> list[Request]:
+    """Return short prompts that come at once."""
+    return [make_request("burst", [(_BURST + n, sizes.burst_tokens)], 1) for n in range(sizes.bursts)]
+
+
+def preempted(sizes: HeavySizes, *, first: int = 0) -> list[Request]:
+    """Return prompts whose answers are long, numbered from a number on."""
+    seeds = range(_PREEMPTED + first, _PREEMPTED + first + sizes.preempted)
+    return [make_request("preempted", [(seed, sizes.preempted_tokens)], sizes.preempted_output) for seed in seeds]
+
+
+def steady(sizes: HeavySizes) -> list[Request]:
+    """Return the turns of conversations, which come at a steady rate: all of one turn, then all of the next."""
+    return [
+        make_request(
+            f"of turn {turn}",
+            [
+                (_KILLED + conversation * _PARTS, sizes.killed_tokens),
+                *(
+                    (_KILLED + conversation * _PARTS + number, sizes.killed_turn_tokens)
+                    for number in range(1, turn + 1)
+                ),
+            ],
+            sizes.killed_output,
+            start=(turn * sizes.killed_conversations + conversation) / sizes.killed_per_second,
+        )
+        for turn in range(sizes.killed_turns)
+        for conversation in range(sizes.killed_conversations)
+    ]
+
+
+def _asked(sizes: Sizes, heavy: HeavySizes) -> dict[str, list[Request]]:
+    """Return what cells after a restart ask for; of cells without restart, their longest prompts."""
+    long: dict[str, list[Request]] = {HeavyCell.LONG: long_prompts(heavy), HeavyCell.BURSTS: bursts(heavy)}
+    after = {Cell.SINGLE: workloads.singles(sizes), Cell.USERS: workloads.users(sizes), **long}
+    usual = [*workloads.arrivals(sizes), *workloads.shared_prefix(sizes), *after[Cell.SINGLE], *after[Cell.USERS]]
+    return {
+        **after,
+        PREPARE: usual,
+        **{f"{PREPARE}-{cell}": requests for cell, requests in after.items()},
+        HeavyCell.AGENTS: agents(heavy, step=heavy.agent_steps - 1),
+        HeavyCell.PREEMPTION: preempted(heavy),
+        HeavyCell.KILLED: steady(heavy)[-1:],
+    }
+
+
+def prepared(cell: str, sizes: Sizes, heavy: HeavySizes) -> list[Request]:
+    """Return what cells find on the volume after a restart: ``prepare`` is for all of `restart`, others for one."""
+    return [{**each, "start": 0.0} for each in _asked(sizes, heavy)[cell]] if cell.startswith(PREPARE) else []
+
+
+def known() -> set[str]:
+    """Return the names of all cells."""
+    return {*Cell, *HeavyCell, *_asked(workloads.TINY_SIZES, TINY_HEAVY)}
+
+
+def model_length(cells: Sequence[str], sizes: Sizes, heavy: HeavySizes) -> int:
+    """Return the longest context of these cells, as far as they may be longer than an engine takes by default."""
+    requests = [request for name, made in _asked(sizes, heavy).items() if name in cells for request in made]
+    lengths = (sum(tokens for _, tokens in each["parts"]) + 1 + each["output_tokens"] for each in requests)
+    return -(-max(lengths, default=0) // _MODEL_LENGTH_STEP) * _MODEL_LENGTH_STEP
+
+
+def play(player: Player, cell: str) -> None:
+    """Play a cell."""
+    sizes = player.heavy
+    match cell:
+        case HeavyCell.AGENTS:
+            player.note(f"{cell} first", player.ask(agents(sizes, step=0)))
+            player.note(cell, player.ask(steps(sizes)))
+        case HeavyCell.LONG:
+            for _round in range(LONG_ROUNDS):
+                player.note(cell, player.ask(long_prompts(sizes)))
+                player.forget_all()
+        case HeavyCell.BURSTS:
+            for _round in range(player.rounds):
+                player.note(f"{cell} first", player.ask(bursts(sizes)))
+                player.note(cell, player.ask(bursts(sizes)))
+                player.forget_all()
+        case HeavyCell.PREEMPTION:
+            for number in range(player.rounds):
+                player.note(cell, player.ask(preempted(sizes, first=number * sizes.preempted)))
+        case HeavyCell.KILLED:
+            _kill(player, cell)
+
+
+def _kill(player: Player, cell: str) -> None:
+    """Kill the engine under traffic, start another, and go on with what was not answered."""
+    sizes = player.heavy
+    requests = steady(sizes)
+    until = sizes.killed_turns_before * sizes.killed_conversations / sizes.killed_per_second
+    before = player.ask([request for request in requests if request["start"] < until], until=until)
+    player.engine.kill()
+    again = [request for request in before["requests"] if request["label"] != "of turn 0"]
+    player.note(f"{cell} before", before)
+    survived = count_blocks(player.blocks)
+    player.start_engine()
+    answered = [request["parts"] for request in before["requests"]]
+    rest = [request for request in requests if request["parts"] not in answered]
+    found = player.ask([{**request, "start": max(0.0, request["start"] - until)} for request in rest])
+    old = hit_share(again)
+    shares = windows(found["requests"])
+    back = next((WINDOW_SECONDS * (n + 1) for n, share in enumerate(shares) if share >= BACK * old), None)
+    seconds = {"old_hits": old, "windows": shares, "back_seconds": back, "start_seconds": player.engine.start_seconds}
+    player.note(cell, {**found, **seconds, **survived})
+
+
+def hit_share(requests: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the prompts' tokens that were not computed."""
+    tokens = sum(request["tokens"] for request in requests)
+    return sum(request["cached"] for request in requests) / tokens if tokens else 0.0
+
+
+def windows(requests: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the hit share of the requests whose first token came in each window; 0 for windows without any."""
+    last = max(request["at"] for request in requests)
+    ends = range(int(last // WINDOW_SECONDS) + 1)
+    return [hit_share([each for each in requests if each["at"] // WINDOW_SECONDS == end]) for end in ends]
+
+
+def count_blocks(blocks: Path) -> dict[str, int]:
+    """Count the blocks that journals under the directory call stored, and those of them that are absent or damaged.
+
+    It is empty where there are no journals, as in tiers of others.
+    """
+    stored: dict[Path, set[BlockKey]] = {}
+    for journal in blocks.rglob("*.kvj"):
+        data = journal.read_bytes()
+        records = (decode_record(data[at : at + RECORD_BYTES]) for at in range(0, len(data), RECORD_BYTES))
+        keys = {record.key for record in records if record and record.op == Op.STORED}
+        stored.setdefault(journal.parent.parent, set()).update(keys)
+    if not stored:
+        return {}
+    report, found = FsckReport(), 0
+    for root, keys in stored.items():
+        check_generation(root, report, threads=_CHECKS_AT_ONCE)
+        found += len(keys & {entry.key for entry in scan(root) if isinstance(entry, BlockEntry)})
+    acknowledged = sum(map(len, stored.values()))
+    faults = {fault.value for fault in Fault}
+    lost = acknowledged - found + sum(problem.kind in faults for problem in report.problems)
+    return {"acknowledged_blocks": acknowledged, "found_blocks": report.blocks, "lost_blocks": lost}
+
+
+class StepCounts:
+    """Counts steps of an engine, from the figures that vLLM gives its loggers."""
+
+    def __init__(self) -> None:
+        """Begin at 0."""
+        self.preemptions = 0
+        self.scheduled_tokens = 0
+        """Computed in all steps; 0 unless the engine tells of each step."""
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Add up."""
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None and (step := scheduler_stats.iteration_details) is not None:
+            self.scheduled_tokens += step.num_ctx_tokens + step.num_generation_tokens
+
+    def log(self) -> None:
+        """Print nothing."""
+
+    def log_engine_initialized(self) -> None:
+        """Print nothing."""
+
+    def record_sleep_state(self, *_: Any) -> None:
+        """Count nothing."""
+
+
+TITLES: Final = {
+    "agents first": "agents, first step",
+    "agents": "agents, later steps",
+    "long": "long prompts at once",
+    "bursts512 first": "bursts, first pass",
+    "bursts512": "bursts, second pass",
+    "preemption": "preemption",
+    "killed before": "before the kill",
+    "killed": "after the kill",
+}
+"""Of the cells here, in reports."""
+HEADERS: Final = (
+    "workload: backend",
+    "s until done",
+    "input tokens/s",
+    "output tokens/s",
+    "TTFT s",
+    "TTFT P50",
+    "TTFT P99",
+    "hits",
+    "preemptions",
+    "recomputed tokens",
+    "s until hits are back",
+    "blocks lost",
+    "runs",
+)
+
+
+def figures(record: Mapping[str, Any]) -> list[float]:
+    """Return the figures of a cell, in the order of `HEADERS`; NaN for what it does not have."""
+    requests, seconds = record["requests"], record["seconds"]
+    firsts = sorted(request["first"] for request in requests)
+    inputs = sum(request["tokens"] for request in requests)
+    outputs = sum(len(request["output"]) for request in requests)
+    # Each token of an answer but its first one is computed from the one before.
+    needed = inputs - sum(request["cached"] for request in requests) + outputs - len(requests)
+    scheduled = record["counts"]["scheduled_tokens"]
+    back = record.get("back_seconds", math.nan)
+    return [
+        seconds,
+        inputs / seconds,
+        outputs / seconds,
+        statistics.fmean(firsts),
+        statistics.median(firsts),
+        firsts[math.ceil(0.99 * len(firsts)) - 1],
+        hit_share(requests),
+        record["counts"]["preemptions"],
+        scheduled - needed if scheduled else math.nan,
+        math.inf if back is None else back,
+        record.get("lost_blocks", math.nan),
+    ]
+
+
+def row(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the medians of a cell's repetitions, and their number."""
+    medians = [statistics.median(values) for values in zip(*map(figures, records), strict=True)]
+    shown = [f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" for value in medians]  # noqa: PLR2004 - digits
+    return [*("-" if text == "nan" else "never" if text == "inf" else text for text in shown), str(len(records))]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slows a volume down on purpose: the I/O processes of an engine share one rate at which they read blocks.
+
+The environment names the rate, and vLLM loads the plugin in each of its processes. Other calls are as quick as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kvtier_connector.io_workers.worker import WorkerFileSystem
+from kvtier_connector.store.header import HEADER_BYTES
+
+RATE: Final = "KVTIER_BENCH_BYTES_PER_SECOND"
+"""Of all processes together; 0 for a volume that hangs."""
+CLOCK: Final = "KVTIER_BENCH_THROTTLE_FILE"
+"""File with the time until which the volume is busy, by the monotonic clock."""
+_LAG_SECONDS = 0.005
+"""A sleep ends late; so much is caught up."""
+_BUSY_UNTIL = struct.Struct("d")
+
+
+class Bucket:
+    """A rate that processes of one host share. A process may have many, each of one thread."""
+
+    def __init__(self, path: Path, bytes_per_second: float) -> None:
+        """Open the file, and make it if it is not there."""
+        self._rate = bytes_per_second
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
+        os.ftruncate(self._file, _BUSY_UNTIL.size)
+        self._shared = mmap.mmap(self._file, _BUSY_UNTIL.size)
+
+    def take(self, count: int) -> None:
+        """Wait for as long as the volume takes to read so many bytes after what others asked for; 0 waits forever."""
+        while not self._rate:
+            time.sleep(3600)
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            now = time.monotonic()
+            (busy,) = _BUSY_UNTIL.unpack_from(self._shared)
+            until = max(busy, now - _LAG_SECONDS) + count / self._rate
+            _BUSY_UNTIL.pack_into(self._shared, 0, until)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        time.sleep(max(0.0, until - now))
+
+
+class ThrottledFileSystem(WorkerFileSystem):
+    """The file system of an I/O process whose blocks come at the rate that the environment names."""
+
+    def __init__(self) -> None:
+        """Open the bucket."""
+        super().__init__()
+        self._bucket = Bucket(Path(os.environ[CLOCK]), float(os.environ[RATE]))
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read, and take the time of a block's bytes; documents and headers alone are free."""
+        count = super().preadv(fd, buffers, offset)
+        if count > HEADER_BYTES:
+            self._bucket.take(count)
+        return count
+
+    def map(self, fd: int) -> memoryview | None:
+        """Map a file after the time that reading it takes."""
+        mapped = super().map(fd)
+        if mapped is not None:
+            self._bucket.take(mapped.nbytes)
+        return mapped
+
+
+def slow_down() -> None:
+    """Give the I/O processes of this engine the slow file system, where the environment names a rate."""
+    if RATE in os.environ:
+        from kvtier_connector.cascade import attach
+
+        usual = attach._pool_settings  # noqa: SLF001 - no setting of users
+        name = f"{__name__}:{ThrottledFileSystem.__name__}"
+        attach._pool_settings = lambda config: dataclasses.replace(usual(config), file_system=name)  # noqa: SLF001 - the same

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from e2e.bench import cells, report
+from e2e.bench.cells import GPU_HEAVY, TINY_HEAVY, figures, hit_share, windows
+from e2e.bench.throttle import Bucket
+from e2e.bench.workloads import GPU_SIZES
+
+from kvtier_connector.store.blockstore import BlockStore
+from kvtier_connector.store.journal import JournalWriter, Op
+from kvtier_connector.store.layout import BlockKey, block_path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_agent_asks_for_its_history_again_and_has_computed_nearly_all_of_it_before() -> None:
+    steps = cells.steps(GPU_HEAVY)
+    earlier = [*cells.agents(GPU_HEAVY, step=0), *steps]
+    reused = []
+    for number, request in enumerate(steps):
+        before = earlier[number]
+        assert request["parts"][:-1] == before["parts"]
+        assert request.get("after", number) == (number if number < GPU_HEAVY.agents else number - GPU_HEAVY.agents)
+        assert request["gap"] > 0
+        assert GPU_HEAVY.agent_output <= request["output_tokens"] <= 2 * GPU_HEAVY.agent_output
+        reused.append(sum(tokens for _, tokens in before["parts"]) / sum(tokens for _, tokens in request["parts"]))
+    assert min(reused) >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("played", "tokens"),
+    [
+        (["A"], 0),
+        (["long"], 120832),
+        (["prepare-single", "D"], 33792),
+        (["preemption"], 4096),
+        (["prepare-long"], 120832),
+    ],
+)
+def test_the_context_is_as_long_as_the_longest_prompt_of_the_cells(played: list[str], tokens: int) -> None:
+    assert cells.model_length(played, GPU_SIZES, GPU_HEAVY) == tokens
+
+
+def test_given_sizes_are_those_of_either_kind() -> None:
+    given = {"single_tokens": [2048, 120000], "agents": 4}
+    sizes, heavy = cells.sized(GPU_SIZES, given), cells.sized(GPU_HEAVY, given)
+    assert cells.model_length(["single"], sizes, heavy) == 120832
+    assert len(cells.agents(heavy, step=0)) == 4
+    assert sizes.users == GPU_SIZES.users
+
+
+def request(at: float, cached: int, **changes: object) -> report.Record:
+    return {"tokens": 100, "cached": cached, "at": at, "first": 0.1, "output": [1, 2, 3], **changes}
+
+
+def test_hits_are_told_by_windows_of_the_first_tokens() -> None:
+    found = [request(0.1, 0), request(1.9, 50), request(4.1, 100), request(4.2, 100, tokens=300)]
+    assert windows(found) == [0.25, 0.0, 0.5]
+    assert hit_share(found[:2]) == 0.25
+
+
+@pytest.mark.parametrize(("scheduled", "recomputed"), [(204, 0.0), (260, 56.0)])
+def test_what_the_steps_computed_more_than_once_is_recomputed(scheduled: int, recomputed: float) -> None:
+    # Of two prompts 200 tokens are not found, and of each answer two tokens are computed from the ones before.
+    counts = {"preemptions": 1, "scheduled_tokens": scheduled}
+    record = {"seconds": 2.0, "counts": counts, "requests": [request(0.1, 0), request(0.2, 0)]}
+    found = dict(zip(cells.HEADERS[1:], figures(record), strict=False))
+    assert found["recomputed tokens"] == recomputed
+    assert (found["input tokens/s"], found["output tokens/s"], found["preemptions"]) == (100.0, 3.0, 1)
+
+
+def test_blocks_that_were_acknowledged_and_are_absent_or_damaged_are_lost(tmp_path: Path) -> None:
+    root = tmp_path / "0123456789abcdef"
+    store, journal = BlockStore(root), JournalWriter(root)
+    keys = [BlockKey(bytes([number] * 32), 0) for number in range(4)]
+    for key in keys:
+        store.put(key, memoryview(bytearray(8192)))
+        journal.append(Op.STORED, key, 8192)
+    journal.flush()
+    (root / block_path(keys[0])).unlink()
+    damaged = root / block_path(keys[1])
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    (root / "tier.json").write_text("{}")
+    found = cells.count_blocks(tmp_path)
+    assert found["acknowledged_blocks"] == 4
+    assert found["lost_blocks"] == 2
+
+
+def test_readers_of_one_bucket_share_its_rate(tmp_path: Path) -> None:
+    buckets = [Bucket(tmp_path / "busy", 1e6) for _ in range(2)]
+    began = time.monotonic()
+    for bucket in buckets * 2:
+        bucket.take(50_000)
+    assert time.monotonic() - began >= 0.19
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["kvtier", "none"])
+def test_every_heavy_cell_is_played_by_real_engines(tmp_path: Path, backend: str) -> None:
+    runs = [
+        f"{backend}:preemption:agents:preemption:killed",
+        f"{backend}:traffic:prepare-long:prepare-bursts512",
+        f"{backend}:long:long:bursts512",
+    ]
+    command = [sys.executable, "-m", "e2e.bench.traffic", "--device", "cpu", "--out", str(tmp_path)]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "connector", ROOT / "operator")))
+    subprocess.run(
+        [*command, "--work", str(tmp_path / "work"), "--throttle", "4", *runs],
+        env={**os.environ, "PYTHONPATH": paths},
+        check=True,
+    )
+    records = report.read(tmp_path / "traffic.jsonl")
+    assert not [record for record in records if record["kind"] in {"failed", "skipped", "missing"}]
+    found = report.group((record["cell"], record) for record in records if record["kind"] == "cell")
+    assert set(found) == set(cells.TITLES)
+    share = {cell: hit_share(each[0]["requests"]) for cell, each in found.items()}
+    has_volume = backend == "kvtier"
+    assert found["preemption"][0]["counts"]["preemptions"] > 0
+    assert share["bursts512"] > 0.9
+    # A hit may be split, and compute its head.
+    assert (share["long"] > 0.5) == (share["bursts512 first"] > 0.5) == has_volume
+    (killed,) = found["killed"]
+    assert killed.get("lost_blocks") == (0 if has_volume else None)
+    assert len(killed["requests"]) + len(found["killed before"][0]["requests"]) == (
+        TINY_HEAVY.killed_turns * TINY_HEAVY.killed_conversations
+    )
