@@ -6,6 +6,7 @@ Nothing is sent to a cluster. The tier comes from the cluster or from a file, th
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from kvtier_cli.plan import read_documents, read_tiers
 from kvtier_operator import names
 from kvtier_operator import settings as settings_module
 from kvtier_operator.api import parse
+from kvtier_operator.errors import KindMissing
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts.edit_impact import keep_pods
 from kvtier_operator.parts.engine_config import key_of
@@ -88,9 +90,20 @@ def _read(name: str | None, file: str | None, where: client.Where) -> list[Any]:
     if name is None:
         raise click.UsageError("give the engines: -f FILE, or KIND/NAME of the cluster")
     kind, object_name = _split(name)
+    return [_readable(_ask(kind, object_name, where))]
+
+
+def _ask(kind: str, name: str, where: client.Where) -> Manifest:
+    """Return an object in the first of its versions that the cluster serves."""
     known = templates.KINDS[kind]
-    path = f"/apis/{known.api_version}/namespaces/{where.asked_namespace}/{known.plural}/{object_name}"
-    return [_readable(where.client.ask(path, f"read {name}"))]
+    paths = [
+        f"/apis/{version}/namespaces/{where.asked_namespace}/{known.plural}/{name}" for version in known.api_versions
+    ]
+    what = f"read {kind.lower()}/{name}"
+    for path in paths[:-1]:
+        with contextlib.suppress(KindMissing):
+            return where.client.ask(path, what)  # type: ignore[no-any-return]  # Where.client
+    return where.client.ask(paths[-1], what)  # type: ignore[no-any-return]  # Where.client
 
 
 def _readable(found: Manifest) -> Manifest:
@@ -156,7 +169,7 @@ def attach(  # noqa: PLR0913 - options
     document, *others = _read(name, file, where)
     try:
         if remove:
-            before, after, notes = document, templates.detach_document(document), tuple[str, ...]()
+            before, after, notes = document, templates.detach_document(document, container=container), tuple[str, ...]()
         else:
             plan = _plan(tier, where)
             if not plan.spec.connector.is_ours:

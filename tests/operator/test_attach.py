@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import yaml
 from tiers import merge
 
 from kvtier_cli.app import main
+from kvtier_cli.client import Where
 from kvtier_operator import names
 from kvtier_operator.api import parse
+from kvtier_operator.errors import KindMissing
 from kvtier_operator.parts.external.attach import AttachRefused, put, step_into
 from kvtier_operator.parts.external.attach import Path as Steps
 from kvtier_operator.parts.external.templates import ANNOTATION, KINDS, attach_document, detach_document, is_values
@@ -193,6 +196,7 @@ def test_room_that_is_there_is_kept_and_room_that_lacks_is_made() -> None:
     }
 
 
+MODEL: Steps = ("servingEngineSpec", "modelSpec", ("name", "qwen"))
 CONTAINER: Steps = ("spec", "template", "spec", "containers", ("name", "server"))
 AT = "spec.template.spec.containers[server]"
 
@@ -246,15 +250,26 @@ def test_what_would_break_the_engine_is_refused_by_its_field(
         ("llminferenceservice", ("spec", "prefill"), {"replicas": 1}, "spec.prefill: spreads"),
         ("llminferenceservice", ("spec", "model", "uri"), "hf://org/other", "is org/other"),
         ("llminferenceservice", ("spec", "parallelism"), {"tensor": 2}, "--tensor-parallel-size: is 2"),
+        ("llminferenceservice", ("spec", "kvCacheOffloading"), {"cpu": "1Gi"}, "spec.kvCacheOffloading: makes KServe"),
+        (
+            "llminferenceservice",
+            ("spec", "template", "containers", ("name", "main"), "env", ("name", "VLLM_ADDITIONAL_ARGS"), "value"),
+            "--dtype 'half",
+            "env.VLLM_ADDITIONAL_ARGS: is no command line (No closing quotation)",
+        ),
+        ("values", (*MODEL, "raySpec"), {"enabled": True}, "modelSpec[qwen].raySpec: spreads an engine"),
+        ("values", (*MODEL, "limitMemory"), "4Gi", "modelSpec[qwen].limitMemory: is 4 GiB"),
+        ("values", (*MODEL, "modelRevision"), "v2", "modelSpec[qwen].vllmConfig.extraArgs.--revision: is v2"),
+        ("values", (*MODEL, "requestGPU"), 0, "modelSpec[qwen].containers[vllm].resources.limits: is none"),
         (
             "values",
-            ("servingEngineSpec", "modelSpec", ("name", "qwen"), "lmcacheConfig"),
+            (*MODEL, "lmcacheConfig"),
             {"enabled": True},
             "lmcacheConfig: is another connector",
         ),
         (
             "values",
-            ("servingEngineSpec", "modelSpec", ("name", "qwen"), "initContainer"),
+            (*MODEL, "initContainer"),
             {"name": "mine", "image": "busybox"},
             "has a name that the tier needs",
         ),
@@ -263,7 +278,7 @@ def test_what_would_break_the_engine_is_refused_by_its_field(
 def test_what_a_kind_cannot_do_is_refused_by_its_field(name: str, where: Steps, value: object, words: str) -> None:
     document = read(name)
     put(document, where, value)
-    with pytest.raises(AttachRefused, match=words.replace("[", r"\[").replace("(", r"\(")):
+    with pytest.raises(AttachRefused, match=re.escape(words)):
         attach_document(document, plan())
 
 
@@ -286,6 +301,37 @@ def test_an_object_of_another_tier_is_refused_until_that_is_taken_out() -> None:
     with pytest.raises(AttachRefused, match="names tier default/qwen: take that out first"):
         attach_document(document, other)
     attach_document(detach_document(document), other)
+
+
+def test_models_of_one_values_file_are_attached_and_detached_one_by_one() -> None:
+    original = read("values")
+    model = step_into(original, MODEL)
+    step_into(original, MODEL[:-1]).append({**copy.deepcopy(model), "name": "other"})
+    with pytest.raises(AttachRefused, match="has qwen, other: name one with --container"):
+        attach_document(original, plan())
+    _, one, _ = attach_document(copy.deepcopy(original), plan(), container="qwen")
+    _, both, _ = attach_document(copy.deepcopy(one), plan(), container="other")
+    assert attach_document(copy.deepcopy(both), plan(), container="qwen")[1] == both
+    assert detach_document(both, container="other") == one
+    assert detach_document(both) == original
+
+
+def test_an_object_of_the_cluster_is_read_in_the_first_version_that_is_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Client:
+        namespace = "default"
+
+        def ask(self, path: str, _what: str) -> dict[str, Any]:
+            if path != "/apis/serving.kserve.io/v1alpha1/namespaces/default/llminferenceservices/qwen":
+                raise KindMissing(path)
+            return read("llminferenceservice")
+
+    monkeypatch.setattr(Where, "client", Client())
+    assert main(["attach", str(TIER), "llmisvc/qwen"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["kind"] == "LLMInferenceService"
+    assert main(["attach", str(TIER), "isvc/qwen"]) != 0
+    assert "serving.kserve.io/v1beta1" in capsys.readouterr().err
 
 
 def test_the_command_prints_every_document_and_says_what_the_digest_took(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ engine of the tier can live with them, and are refused otherwise.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
@@ -33,7 +34,7 @@ Step = str | tuple[str, str]
 Path = tuple[Step, ...]
 
 VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
-"""Variable that templates of KServe's LLMInferenceService append to the command line of vLLM."""
+"""Variable that presets of KServe's LLMInferenceService append to the command line of vLLM, by the shell's ``eval``."""
 CONFIG_VARIABLE: Final = names.CONFIG_VARIABLE
 """Digest of the connector's configuration: another one is another pod template, and restarts the engines."""
 
@@ -48,6 +49,10 @@ _READ: Final = frozenset(
 """Flags that are read one by one, and are no part of the other flags of the identity."""
 _LIKELY: Final = frozenset({names.ENGINE_CONTAINER, "vllm", "main", "kserve-container"})
 _OPERATORS: Final = frozenset(";&|()<>")
+_MOUNTED: Final = "/mnt/models"
+"""Where KServe puts the model that the object names by its address."""
+_PRESET_SECONDS: Final = 600
+"""Time to start that the startup probe of KServe's presets allows."""
 _UNREAD: Final = (
     f"envFrom is not read: write {', '.join(engine_args.ENVIRONMENT)} and PYTHONPATH in env, if they are among it"
 )
@@ -79,6 +84,8 @@ class Target:
     """Variable that takes flags, where the container's command line is another owner's."""
     is_partial: bool = False
     """Whether the container is laid over one of a template, which has more of the command line and the probes."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Names by which the owner knows fields of the pod, where the object is none of Kubernetes."""
 
     @property
     def engine(self) -> Manifest:
@@ -92,7 +99,10 @@ class Target:
 
     def at(self, *path: Step) -> str:
         """Return the name of a field of the pod, for messages."""
-        return ".".join(filter(None, (self.prefix, write_path(path))))
+        name = write_path(path)
+        ours = next((each for each in self.words if name.startswith(each)), "")
+        name = self.words.get(ours, "") + name.removeprefix(ours)
+        return ".".join(filter(None, (self.prefix, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,22 +217,56 @@ def read_words(target: Target) -> list[str]:
         AttachRefused: a shell runs more than the engine.
     """
     engine = target.engine
-    words = [*(engine.get("command") or ()), *(engine.get("args") or ())]
     if target.variable:
-        return shlex.split(str((step_into(engine, ("env", ("name", target.variable))) or {}).get("value", "")))
+        text = str((step_into(engine, ("env", ("name", target.variable))) or {}).get("value", ""))
+        try:
+            return [*_passed_on(engine), *shlex.split(text)]
+        except ValueError as error:
+            problem = f"is no command line ({error}): close its quotes"
+            raise AttachRefused([(target.field("env", target.variable), problem)]) from error
     place = _script(engine)
     if place is None:
-        return words
-    return _read_script(target, engine[place][-1], place)
+        return _all_words(engine)
+    return _passed_on(engine) if is_hidden(engine) else _read_script(target, engine[place[0]][place[1]], place[0])
 
 
-def _script(engine: Mapping[str, Any]) -> str | None:
-    """Return the field whose last item is a shell's script; None where no shell starts the engine."""
-    words = [*(engine.get("command") or ()), *(engine.get("args") or ())]
-    is_shell = bool(words) and PurePosixPath(str(words[0])).name in {"sh", "bash"}
-    if not is_shell or not any(re.fullmatch("-[a-z]*c", str(word)) for word in words[1:-1]):
+def _all_words(engine: Mapping[str, Any]) -> list[str]:
+    return [str(word) for field_ in ("command", "args") for word in engine.get(field_) or ()]
+
+
+def _script(engine: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return where the script is of a shell that starts the engine: field and item; None where no shell does."""
+    words = [
+        (field_, place, str(word))
+        for field_ in ("command", "args")
+        for place, word in enumerate(engine.get(field_) or ())
+    ]
+    if not words or PurePosixPath(words[0][2]).name not in {"sh", "bash"}:
         return None
-    return "args" if engine.get("args") else "command"
+    for (_, _, flag), (field_, place, _) in itertools.pairwise(words[1:]):
+        if re.fullmatch("-[a-z]*c", flag):
+            return field_, place
+    return None
+
+
+def is_hidden(engine: Mapping[str, Any]) -> bool:
+    """Return whether a script starts the engine with flags of its own and the words behind it, as KServe's do."""
+    place = _script(engine)
+    return place is not None and "$@" in engine[place[0]][place[1]]
+
+
+def _passed_on(engine: Mapping[str, Any]) -> list[str]:
+    """Return the words that such a script passes on; all of them where there is none."""
+    words, place = _all_words(engine), _script(engine)
+    if place is None:
+        return words
+    # The word behind the script is its name.
+    return words[place[1] + 2 + (len(engine.get("command") or ()) if place[0] == "args" else 0) :]
+
+
+def variable_of(engine: Mapping[str, Any]) -> str:
+    """Return the variable whose flags the engine's script appends; empty if there is none."""
+    return VARIABLE if any(VARIABLE in str(word) for word in engine.get("command") or ()) else ""
 
 
 def _read_script(target: Target, script: str, place: str) -> list[str]:
@@ -245,7 +289,7 @@ def _read_script(target: Target, script: str, place: str) -> list[str]:
 
 def _with_flags(pod: Manifest, target: Target, flags: Sequence[str]) -> Manifest:
     engine = step_into(pod, target.container)
-    place = _script(engine)
+    place = None if is_hidden(engine) else _script(engine)
     if target.variable:
         found = (step_into(engine, ("env", ("name", target.variable))) or {}).get("value", "")
         value = " ".join(filter(None, (found, shlex.join(flags))))
@@ -253,7 +297,8 @@ def _with_flags(pod: Manifest, target: Target, flags: Sequence[str]) -> Manifest
     elif place is None:
         engine["args"] = [*(engine.get("args") or ()), *flags]
     else:
-        engine[place] = [*engine[place][:-1], f"{engine[place][-1].rstrip()} {shlex.join(flags)}"]
+        field_, item = place
+        engine[field_][item] = f"{engine[field_][item].rstrip()} {shlex.join(flags)}"
     return pod
 
 
@@ -309,7 +354,20 @@ def lacks(plan: TierPlan, target: Target) -> list[str]:
         AttachRefused: it cannot become one.
     """
     words = [word for word in read_words(target) if "kvtier_connector." not in word]
-    return _attach(plan, replace(target, pod=_without_ours(target)), words).missing(target)
+    found = _attach(plan, replace(target, pod=_without_ours(target)), words)
+    return replace(found, puts=tuple(map(_judged, filter(_is_judged, found.puts)))).missing(target)
+
+
+def _is_judged(each: Put) -> bool:
+    """A pod that has started had the time for it."""
+    return "startupProbe" not in each.at
+
+
+def _judged(each: Put) -> Put:
+    """An init container of another release installs a connector, too; a chart may leave the rest of it out."""
+    if each.at[0] != "initContainers":
+        return each
+    return replace(each, value={name: each.value[name] for name in ("name", "volumeMounts")})
 
 
 def _attach(plan: TierPlan, target: Target, words: Sequence[str]) -> EngineAdditions:
@@ -351,8 +409,10 @@ def _read(plan: TierPlan, target: Target, words: Sequence[str]) -> _Theirs:
     engine, (positional, given) = target.engine, _arguments(words)
     args = engine_args.read(given)
     model = (args.words.get("model") or args.words.get("model-id") or (positional or target.model,))[-1]
-    is_whole = bool(words) and not target.is_partial
-    assumed = "main" if is_whole and not str(model).startswith("/") else None
+    if model == _MOUNTED:
+        model = target.model
+    is_whole = bool(words) and not (target.is_partial or is_hidden(engine))
+    assumed = "main" if is_whole and model and model != target.model and not model.startswith("/") else None
     return _Theirs(
         words=tuple(word for flag, found in args.words.items() if flag not in _READ for word in (f"--{flag}", *found)),
         model=model,
@@ -586,7 +646,10 @@ def _variables(plan: TierPlan, engine: Mapping[str, Any], ours: Mapping[str, Any
 def _startup(plan: TierPlan, target: Target, ours: Mapping[str, Any], port: int) -> Iterator[Put]:
     """Give the engine its time to start: pinning host memory and opening the volume takes a while."""
     probe, needed = target.engine.get("startupProbe"), plan.sizing.startup_seconds
-    if probe is None and not target.is_partial:
+    if probe is None and target.variable and needed > _PRESET_SECONDS:
+        threshold = math.ceil(needed / 10)
+        yield Put(at=(*target.container, "startupProbe", "failureThreshold"), value=threshold)
+    elif probe is None and not target.is_partial:
         command = [f"--port={port}" if word.startswith("--port=") else word for word in ours["exec"]["command"]]
         yield Put(at=(*target.container, "startupProbe"), value={**ours, "exec": {"command": command}})
     elif probe is not None:

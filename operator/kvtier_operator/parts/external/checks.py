@@ -14,7 +14,14 @@ from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, Sta
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts.engine import release_of
 from kvtier_operator.parts.engine_checks import connector_is_installed, volumes_are_mounted
-from kvtier_operator.parts.external.attach import CONFIG_VARIABLE, AttachRefused, Target, find_engine, lacks
+from kvtier_operator.parts.external.attach import (
+    CONFIG_VARIABLE,
+    AttachRefused,
+    Target,
+    find_engine,
+    lacks,
+    variable_of,
+)
 from kvtier_operator.parts.part import Work
 from kvtier_operator.snapshot import Pod
 
@@ -75,7 +82,9 @@ def pods_have_one_tier(stage: PlannedStage) -> Problem | None:
 def _target(stage: PlannedStage, pod: Pod) -> Target | None:
     external, spec = stage.spec.engine.external, pod.content.get("spec", {})
     engine = find_engine(spec, None if external is None else external.container)
-    return None if engine is None else Target(pod=spec, container=("containers", ("name", engine["name"])))
+    if engine is None:
+        return None
+    return Target(pod=spec, container=("containers", ("name", engine["name"])), variable=variable_of(engine))
 
 
 def _command(stage: PlannedStage, pod: Pod) -> str:

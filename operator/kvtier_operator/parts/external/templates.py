@@ -24,6 +24,7 @@ from kvtier_operator.parts.external.attach import (
     find_engine,
     put,
     step_into,
+    variable_of,
     write_path,
 )
 from kvtier_operator.plan import TierPlan
@@ -36,7 +37,8 @@ ANNOTATION: Final = f"{names.GROUP}/attached"
 class Kind:
     """A kind of objects that have pods of engines."""
 
-    api_version: str
+    api_versions: tuple[str, ...]
+    """The preferred one first; all have the fields that matter here."""
     plural: str
     short: str
     pod: Path = ("spec", "template", "spec")
@@ -48,24 +50,24 @@ class Kind:
 
 _WORKERS: Final = ("spec", "leaderWorkerTemplate", "workerTemplate")
 KINDS: Final[Mapping[str, Kind]] = {
-    "Deployment": Kind(api_version="apps/v1", plural="deployments", short="deploy", is_known_to_kustomize=True),
-    "StatefulSet": Kind(api_version="apps/v1", plural="statefulsets", short="sts", is_known_to_kustomize=True),
+    "Deployment": Kind(api_versions=("apps/v1",), plural="deployments", short="deploy", is_known_to_kustomize=True),
+    "StatefulSet": Kind(api_versions=("apps/v1",), plural="statefulsets", short="sts", is_known_to_kustomize=True),
     "LeaderWorkerSet": Kind(
-        api_version="leaderworkerset.x-k8s.io/v1",
+        api_versions=("leaderworkerset.x-k8s.io/v1",),
         plural="leaderworkersets",
         short="lws",
         pod=(*_WORKERS, "spec"),
         metadata=(*_WORKERS, "metadata"),
     ),
     "InferenceService": Kind(
-        api_version="serving.kserve.io/v1beta1",
+        api_versions=("serving.kserve.io/v1beta1",),
         plural="inferenceservices",
         short="isvc",
         pod=("spec", "predictor"),
         metadata=("spec", "predictor"),
     ),
     "LLMInferenceService": Kind(
-        api_version="serving.kserve.io/v1alpha1",
+        api_versions=("serving.kserve.io/v1alpha2", "serving.kserve.io/v1alpha1"),
         plural="llminferenceservices",
         short="llmisvc",
         pod=("spec", "template"),
@@ -77,6 +79,8 @@ _SEVERAL_NODES: Final[Mapping[str, tuple[Path, ...]]] = {
     "InferenceService": (("spec", "predictor", "workerSpec"),),
     "LLMInferenceService": (("spec", "worker"), ("spec", "prefill")),
 }
+_OFFLOADING: Final = ("spec", "kvCacheOffloading")
+"""Field of an LLMInferenceService from which KServe renders vLLM's own connector."""
 _ONE_POD: Final = "spreads an engine, or its two halves, over several pods: only engines of one pod can be attached"
 _SERVING: Final = ("servingEngineSpec", "modelSpec")
 """Models of a values file of vLLM's production-stack."""
@@ -110,6 +114,9 @@ def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
     for path in _SEVERAL_NODES.get(document["kind"], ()):
         if step_into(document, path):
             raise AttachRefused([(write_path(path), _ONE_POD)])
+    if document["kind"] == "LLMInferenceService" and step_into(document, _OFFLOADING):
+        text = "makes KServe render another connector: remove it; spec.cpu.size of the tier sets the CPU tier"
+        raise AttachRefused([(write_path(_OFFLOADING), text)])
     if document["kind"] == "LeaderWorkerSet":
         size = step_into(document, ("spec", "leaderWorkerTemplate", "size"))
         if size not in {None, 1}:
@@ -140,15 +147,13 @@ def _target(document: Mapping[str, Any], pod: Manifest, prefix: str, container: 
         there = ", ".join(str(each.get("name")) for each in pod.get("containers") or ()) or "none"
         text = f"there is {there}, and which of them runs vLLM cannot be told: name it with --container"
         raise AttachRefused([(f"{prefix}.containers", text)])
-    path: Path = ("containers", ("name", engine["name"]))
-    if document["kind"] != "LLMInferenceService":
-        return Target(pod=pod, container=path, prefix=prefix)
+    is_laid_over = document["kind"] == "LLMInferenceService" and not engine.get("command")
     return Target(
         pod=pod,
-        container=path,
+        container=("containers", ("name", engine["name"])),
         prefix=prefix,
-        is_partial=True,
-        variable="" if engine.get("args") else VARIABLE,
+        is_partial=is_laid_over,
+        variable=VARIABLE if is_laid_over else variable_of(engine),
         model=_of_hub(step_into(spec, ("model", "uri"))),
         tensor_parallel=step_into(spec, ("parallelism", "tensor")),
     )
@@ -168,16 +173,35 @@ def _locate_values(document: Mapping[str, Any], name: str | None) -> _Place:
     if (model.get("lmcacheConfig") or {}).get("enabled"):
         text = "is another connector: set enabled to false, or leave it out"
         raise AttachRefused([(f"{write_path(path)}.lmcacheConfig", text)])
+    if "raySpec" in model:
+        raise AttachRefused([(f"{write_path(path)}.raySpec", _ONE_POD)])
     target = Target(
-        pod=_pod_of_values(document, model), container=("containers", ("name", "vllm")), prefix=write_path(path)
+        pod=_pod_of_values(document, model),
+        container=("containers", ("name", "vllm")),
+        prefix=write_path(path),
+        words=_WORDS,
     )
-    return _Place(target=target, pod=path, annotations=(*path, "podAnnotations"), labels=None)
+    return _Place(target=target, pod=path, annotations=(*path, "podAnnotations"), labels=(*path, "podLabels"))
 
 
 _VALUES: Final = {"env": "env", "extraVolumeMounts": "volumeMounts"}
 """Field of a model among the values, and field of the container that the chart makes of it."""
-
-
+_WORDS: Final = {
+    "containers[vllm].args.--model": "modelURL",
+    "containers[vllm].args.--max-model-len": "vllmConfig.maxModelLen",
+    "containers[vllm].args.--dtype": "vllmConfig.dtype",
+    "containers[vllm].args.--tensor-parallel-size": "vllmConfig.tensorParallelSize",
+    "containers[vllm].args": "vllmConfig.extraArgs",
+    "containers[vllm].image": "tag",
+    "containers[vllm].env": "env",
+    "containers[vllm].volumeMounts": "extraVolumeMounts",
+    "containers[vllm].resources.limits.memory": "limitMemory",
+    "volumes": "extraVolumes",
+    "initContainers": "initContainer",
+}
+"""Field of the pod, and field of a model among the values; the first that begins a name counts."""
+_SECURITY: Final = ("servingEngineSpec", "securityContext")
+"""Of the pods of all models."""
 _CHART_PROBE: Final = {"initialDelaySeconds": 15, "periodSeconds": 10, "failureThreshold": 60}
 """Startup probe of the chart, of all models, where the values say nothing."""
 _PROBE: Final = ("servingEngineSpec", "startupProbe")
@@ -188,23 +212,31 @@ def _pod_of_values(document: Mapping[str, Any], model: Mapping[str, Any]) -> Man
     vllm = model.get("vllmConfig") or {}
     flags = {"maxModelLen": "--max-model-len", "dtype": "--dtype", "tensorParallelSize": "--tensor-parallel-size"}
     words = [f"{flag}={vllm[name]}" for name, flag in flags.items() if name in vllm]
-    resources = {
+    if "modelRevision" in model:
+        words.append(f"--revision={model['modelRevision']}")
+    resources = model.get("resources") or {
         "requests": {"memory": model.get("requestMemory")},
-        "limits": {"memory": model.get("limitMemory"), model.get("requestGPUType", "nvidia.com/gpu"): "1"},
+        "limits": {
+            "memory": model.get("limitMemory"),
+            model.get("requestGPUType", "nvidia.com/gpu"): model.get("requestGPU"),
+        },
     }
     container: Manifest = {
         "name": "vllm",
         "image": f"{model.get('repository')}:{model.get('tag')}",
         "command": ["vllm", "serve", model.get("modelURL"), *words],
         "args": list(vllm.get("extraArgs") or ()),
-        "resources": {kind: {key: value for key, value in each.items() if value} for kind, each in resources.items()},
+        "resources": {
+            kind: {key: value for key, value in each.items() if value not in {None, 0, "0"}}
+            for kind, each in resources.items()
+        },
         "startupProbe": {**_CHART_PROBE, **(step_into(document, _PROBE) or {})},
         **{field: list(model.get(name) or ()) for name, field in _VALUES.items()},
     }
     pod: Manifest = {
         "containers": [container],
         "volumes": list(model.get("extraVolumes") or ()),
-        "securityContext": {"fsGroup": 0},
+        "securityContext": step_into(document, _SECURITY) or {},
     }
     if "tensorParallelSize" in vllm:
         memory = {"medium": "Memory", "sizeLimit": model.get("shmSize", "20Gi")}
@@ -226,7 +258,13 @@ def _put_into_values(document: Manifest, path: Path, pod: Mapping[str, Any]) -> 
     model["initContainer"] = {**made, "extraVolumeMounts": init["volumeMounts"]}
     # Left out, it makes the chart turn prefix caching off.
     model["vllmConfig"] = {**(model.get("vllmConfig") or {}), "enablePrefixCaching": True, "extraArgs": engine["args"]}
-    model["requestMemory"] = engine["resources"]["requests"]["memory"]
+    if model.get("resources"):
+        model["resources"] = engine["resources"]
+    else:
+        model["requestMemory"] = engine["resources"]["requests"]["memory"]
+    for name in ("fsGroup", "fsGroupChangePolicy"):
+        if name in pod["securityContext"]:
+            put(document, (*_SECURITY, name), pod["securityContext"][name])
     shm = step_into(pod, ("volumes", ("name", "shm"), "emptyDir", "sizeLimit"))
     if shm is not None and shm != model.get("shmSize", "20Gi"):
         model["shmSize"] = shm
@@ -243,7 +281,7 @@ def attach_document(
     Raises:
         AttachRefused: its pods cannot become engines of the tier.
     """
-    before = detach_document(document, plan)
+    before = detach_document(document, plan, container=container)
     place = _locate(before, container)
     made = attach(plan, place.target)
     pod, after = made.put_into(place.target), copy_of(before)
@@ -259,22 +297,34 @@ def attach_document(
     return before, after, made.notes
 
 
-def detach_document(document: Manifest, plan: TierPlan | None = None) -> Manifest:
+def detach_document(document: Manifest, plan: TierPlan | None = None, *, container: str | None = None) -> Manifest:
     """Return an object without what was put in; the object itself where nothing was.
+
+    Args:
+        document: the object, or values.
+        plan: that of the tier to which it is attached, if that is to be checked.
+        container: among values, the only model that is detached.
 
     Raises:
         AttachRefused: it is attached to another tier than that of the plan.
     """
-    found = next(_records(document), None)
-    if found is None:
+    models = step_into(document, _SERVING) if is_values(document) else [document]
+    found = [
+        json.loads(record)
+        for model in models
+        if not is_values(document) or container in {None, model["name"]}
+        for record in _records(model)
+    ]
+    if not found:
         return document
-    record = json.loads(found)
-    if plan is not None and record["tier"] != str(plan.tier):
-        text = f"names tier {record['tier']}: take that out first, with `kvtier attach --remove`"
-        raise AttachRefused([(f"annotations[{ANNOTATION}]", text)])
     after: Manifest = copy_of(document)
-    for operation, path, *more in reversed(record["changes"]):
-        _undo(after, operation, tuple(step if isinstance(step, str) else (step[0], step[1]) for step in path), *more)
+    for record in reversed(found):
+        if plan is not None and record["tier"] != str(plan.tier):
+            text = f"names tier {record['tier']}: take that out first, with `kvtier attach --remove`"
+            raise AttachRefused([(f"annotations[{ANNOTATION}]", text)])
+        for operation, path, *more in reversed(record["changes"]):
+            steps = tuple(step if isinstance(step, str) else (step[0], step[1]) for step in path)
+            _undo(after, operation, steps, *more)
     return after
 
 
