@@ -20,6 +20,8 @@ from live import Client
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
+from kvtier_operator import names
+from kvtier_operator.parts.external.templates import PORT
 
 GOLDEN = Path(__file__).parent / "golden_chart"
 OLDEST, NEWEST = "1.29", "1.37"
@@ -129,7 +131,50 @@ def test_tiers_are_scraped_where_they_are_served() -> None:
     } == {True}
     scoped = render({**MONITORING, **VALUES["namespaced"]})
     chosen = [each["spec"]["namespaceSelector"] for each in scoped if each["kind"] == "PodMonitor"]
-    assert chosen == [{"matchNames": ["team-a", "team-b"]}] * 3
+    assert chosen == [{"matchNames": ["team-a", "team-b"]}] * 4
+
+
+def relabel(labels: dict[str, str], rules: list[dict[str, Any]]) -> dict[str, str] | None:
+    """Return the labels of a target as Prometheus makes them; None if it is dropped."""
+    for rule in rules:
+        value = ";".join(labels.get(each, "") for each in rule.get("sourceLabels", ()))
+        match = re.fullmatch(rule.get("regex", "(.*)"), value)
+        if rule.get("action") == "keep" and match is None:
+            return None
+        if rule.get("action", "replace") == "replace" and match is not None:
+            template = re.sub(r"\$(\d)", r"\\\1", rule.get("replacement", "$1"))
+            labels = {**labels, rule["targetLabel"]: match.expand(template)}
+    return {name: value for name, value in labels.items() if value}
+
+
+@pytest.mark.parametrize(("address", "target"), [("10.0.0.7", "10.0.0.7:8080"), ("fd00::7", "[fd00::7]:8080")])
+def test_an_attached_pod_is_scraped_once_at_the_port_of_its_annotation(address: str, target: str) -> None:
+    monitors = {found["metadata"]["name"]: found for found in render(MONITORING) if found["kind"] == "PodMonitor"}
+    spec = monitors["kvtier-operator-attached"]["spec"]
+    has_tier, not_ours = spec["selector"]["matchExpressions"]
+    assert (has_tier["key"], has_tier["operator"]) == (names.LABEL_TIER, "Exists")
+    assert (not_ours["key"], not_ours["values"]) == (names.LABEL_MANAGED_BY, [names.FIELD_MANAGER])
+    (endpoint,) = spec["podMetricsEndpoints"]
+    annotation = "__meta_kubernetes_pod_annotation_" + re.sub("[^a-zA-Z0-9]", "_", PORT)
+    found = [
+        relabel(
+            {
+                "__address__": f"{address}:{port}",
+                "__meta_kubernetes_pod_ip": address,
+                "__meta_kubernetes_pod_label_kvtier_dev_tier": "llama",
+                "container": container,
+                **({annotation: "8080"} if is_attached else {}),
+            },
+            endpoint["relabelings"],
+        )
+        for port, container, is_attached in ((8080, "main", True), (15020, "proxy", True), (8080, "main", False))
+    ]
+    one, again, stranger = found
+    assert stranger is None
+    assert one == again
+    assert one is not None
+    assert (one["__address__"], one["tier"]) == (target, "llama")
+    assert "container" not in one
 
 
 def test_the_rules_of_the_chart_are_those_that_are_tested_and_each_alert_leads_to_its_section() -> None:

@@ -106,7 +106,7 @@ def test_a_deployment_that_is_left_since_no_tier_controls_it_is_not_counted() ->
     world.cluster.edit(DEPLOYMENT, {"metadata": {"ownerReferences": None}})
     world.cluster.edit(KEY, {"spec": external()["spec"] | {"replicas": None}})
     world.add("one", attached(POD))
-    assert world.condition("Available")[2] == "1 of 1 engines serve"
+    assert world.condition("Available")[2] == "1 of 1 attached engines serve"
     assert DEPLOYMENT in world.cluster.existing()
 
 
@@ -122,11 +122,26 @@ def test_attached_pods_make_a_tier_ready_and_are_counted() -> None:
         world.add(name, attached(POD))
     assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
     assert world.condition("HashSeedConsistent")[:2] == ("True", "SeedsAgree")
-    assert world.condition("Available")[2] == "2 of 2 engines serve"
+    assert world.condition("Available")[2] == "2 of 2 attached engines serve"
     assert world.condition("SizingFits")[:2] == ("Unknown", "NotApplicable")
     body = world.cluster.look(ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama"))
     assert body is not None
     assert (body["status"]["replicas"], body["status"]["readyReplicas"]) == (2, 2)
+
+
+def test_pods_that_are_not_attached_serve_no_tier() -> None:
+    world = World()
+    world.add("stranger", POD)
+    assert world.condition("Available")[:2] == ("False", "Unavailable")
+    world.add("engine", attached(POD))
+    status, _, message = world.condition("Available")
+    assert status == "True"
+    assert message.startswith(
+        "1 of 1 attached engines serve; 1 more of the selector's pods are no engines of this tier"
+    )
+    body = world.cluster.look(KEY)
+    assert body is not None
+    assert (body["status"]["replicas"], body["status"]["readyReplicas"]) == (1, 1)
 
 
 def _without(pod: dict[str, Any], path: str) -> dict[str, Any]:

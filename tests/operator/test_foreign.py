@@ -147,13 +147,13 @@ def pod_of_values(values: Manifest) -> Manifest:
     }
 
 
-def pod_of(document: Manifest) -> Manifest:
+def pod_of(document: Manifest) -> Any:
     """Return the pod that the owner of an object makes of it."""
     if is_values(document):
         return pod_of_values(document)
     pod = copy.deepcopy(step_into(document, KINDS[document["kind"]].pod))
     if document["kind"] == "LLMInferenceService":
-        return lay_over(PRESETS["LLMInferenceService"], pod)  # type: ignore[no-any-return]
+        return lay_over(PRESETS["LLMInferenceService"], pod)
     if "model" not in pod:
         return {field: value for field, value in pod.items() if field not in {"annotations", "labels", "minReplicas"}}
     model = pod.pop("model")
@@ -163,7 +163,7 @@ def pod_of(document: Manifest) -> Manifest:
     above = {key: value for key, value in model.items() if key not in fields} | {"name": "kserve-container"}
     above["args"] = [*engine.get("args", ()), *model.get("args", ())]
     pod = {field: value for field, value in pod.items() if field not in {"annotations", "labels"}}
-    return lay_over(runtime, {**pod, "containers": [above]})  # type: ignore[no-any-return]
+    return lay_over(runtime, {**pod, "containers": [above]})
 
 
 def tier_with(spec: Manifest) -> Manifest:

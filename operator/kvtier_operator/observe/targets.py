@@ -57,7 +57,7 @@ class ObservationPlan:
 def make_observation_plan(spec: TierSpec, snapshot: Snapshot, *, generation: str, chunk: Chunk) -> ObservationPlan:
     """Decide what may be asked of a tier whose engines read and write a generation."""
     ready = (pod for pod in snapshot.pods if pod.is_ready and not pod.is_terminating and pod.address)
-    serving = tuple(pod for pod in ready if spec.engine.external is None or _is_attached(pod))
+    serving = tuple(pod for pod in ready if spec.engine.external is None or is_attached(pod))
     return ObservationPlan(
         rollout=_rollout(serving, generation),
         targets=tuple(sorted(EngineTarget(pod=pod.name, address=_address(spec, pod)) for pod in serving)),
@@ -70,7 +70,7 @@ def make_observation_plan(spec: TierSpec, snapshot: Snapshot, *, generation: str
     )
 
 
-def _is_attached(pod: Pod) -> bool:
+def is_attached(pod: Pod) -> bool:
     """Tell whether a pod of another owner is an engine of this tier: no other one is sent the key of the API."""
     containers = pod.content.get("spec", {}).get("containers", ())
     variables = {each["name"] for container in containers for each in container.get("env") or ()}

@@ -64,7 +64,7 @@ PARTS: Final = (
         name="service",
         keys=lambda tier: _keys(names.engine(tier), _SERVICE),
         wants=of_our_engines(lambda work: (routing.service(work.plan),)),
-        conditions=(routing.AVAILABLE,),
+        conditions=(by_owner(routing.AVAILABLE, external=attached.AVAILABLE),),
     ),
     Part(
         name="disruption budget",

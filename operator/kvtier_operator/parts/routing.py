@@ -79,13 +79,11 @@ _ONE_AT_A_TIME: Final = {"maxUnavailable": 1}
 def _judge_available(stage: ReadStage, _previous: Status) -> Problem:
     """At least one engine serves, be it of this spec or of an earlier one."""
     ready = stage.snapshot.engines.ready
-    wanted = stage.spec.replicas if stage.spec.engine.external is None else stage.snapshot.engines.replicas
+    wanted = stage.spec.replicas
     if ready:
         return met(
             Reason.SERVING, f"{ready} of {wanted} engines serve" if ready <= wanted else f"{ready} engines serve"
         )
-    if wanted == 0 and stage.spec.engine.external is not None:
-        return Problem(reason=Reason.NO_PODS, message="no pod matches spec.engine.external.selector")
     if wanted == 0:
         return Problem(Reason.SCALED_TO_ZERO, "spec.replicas is 0: no engine serves")
     return Problem(Reason.UNAVAILABLE, f"none of {wanted} engines serves: see Ready for what holds them up")

@@ -124,6 +124,8 @@ class EngineAdditions:
 
     puts: tuple[Put, ...]
     flags: tuple[str, ...]
+    port: int
+    """Port on which the pod serves, and has its metrics."""
     notes: tuple[str, ...] = field(default=())
     """Sentences about what was taken from the owner's settings."""
 
@@ -382,9 +384,10 @@ def _attach(plan: TierPlan, target: Target, words: Sequence[str]) -> EngineAddit
     ]
     if problems:
         raise AttachRefused(problems)
-    own = template_of(made)["spec"]
+    own, port = template_of(made)["spec"], _port(plan, words)
     return EngineAdditions(
-        puts=tuple(_puts(made, target, own, port=_port(plan, words))),
+        puts=tuple(_puts(made, target, own, port=port)),
+        port=port,
         flags=_flags(made, own["containers"][0]["args"], engine_args.read(words)),
         notes=(*_notes(plan, theirs), *([_UNREAD] if target.engine.get("envFrom") else ())),
     )

@@ -10,7 +10,17 @@ from typing import Final
 from kvtier_connector.contract.engine import SUPPORTED_VLLM
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, Status, checked, listed, met
+from kvtier_operator.conditions import (
+    ConditionRule,
+    PlannedStage,
+    Problem,
+    ReadStage,
+    S,
+    Status,
+    checked,
+    listed,
+    met,
+)
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts.engine import release_of
 from kvtier_operator.parts.engine_checks import connector_is_installed, volumes_are_mounted
@@ -22,6 +32,7 @@ from kvtier_operator.parts.external.attach import (
     lacks,
     variable_of,
 )
+from kvtier_operator.parts.external.pods import is_alive
 from kvtier_operator.parts.part import Work
 from kvtier_operator.snapshot import Pod
 
@@ -33,12 +44,10 @@ _OWNERS: Final = {
 _PART_OF, _NAME = "app.kubernetes.io/part-of", "app.kubernetes.io/name"
 
 
-def by_owner(
-    ours: ConditionRule[PlannedStage], *, external: ConditionRule[PlannedStage]
-) -> ConditionRule[PlannedStage]:
+def by_owner(ours: ConditionRule[S], *, external: ConditionRule[S]) -> ConditionRule[S]:
     """Return the rule of a condition that is judged by other checks where another owner makes the engines."""
 
-    def judge(stage: PlannedStage, previous: Status) -> Problem:
+    def judge(stage: S, previous: Status) -> Problem:
         return (ours if stage.spec.engine.external is None else external).judge(stage, previous)
 
     return replace(ours, judge=judge)
@@ -49,8 +58,8 @@ def of_our_engines(wants: Callable[[Work], tuple[Manifest, ...]]) -> Callable[[W
     return lambda work: wants(work) if work.plan.spec.engine.external is None else ()
 
 
-def _alive(stage: PlannedStage) -> list[Pod]:
-    return [pod for pod in stage.snapshot.pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
+def _alive(stage: ReadStage) -> list[Pod]:
+    return [pod for pod in stage.snapshot.pods if is_alive(pod)]
 
 
 def the_selector_finds_pods(stage: PlannedStage) -> Problem | None:
@@ -180,4 +189,17 @@ def _judge_current(stage: PlannedStage, _previous: Status) -> Problem:
     return met(Reason.CURRENT, "attached engines have the configuration of this spec")
 
 
+def _judge_available(stage: ReadStage, _previous: Status) -> Problem:
+    """At least one attached engine serves."""
+    ready, wanted = stage.snapshot.engines.ready, stage.snapshot.engines.replicas
+    others = len(_alive(stage)) - wanted
+    beside = f"; {others} more of the selector's pods are no engines of this tier: see EnginesReady" if others else ""
+    if ready:
+        return met(Reason.SERVING, f"{ready} of {wanted} attached engines serve{beside}")
+    if not wanted and not others:
+        return Problem(reason=Reason.NO_PODS, message="no pod matches spec.engine.external.selector")
+    return Problem(Reason.UNAVAILABLE, f"none of {wanted} attached engines serves{beside or ': see Ready'}")
+
+
+AVAILABLE: Final = ConditionRule(kind="Available", needs=ReadStage, judge=_judge_available, counts=False)
 UP_TO_DATE: Final = ConditionRule(kind="UpToDate", needs=PlannedStage, judge=_judge_current, counts=False)

@@ -12,6 +12,7 @@ from kvtier_operator.api import TierSpec
 from kvtier_operator.api.parse import document, read_leniently
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, TierRef
+from kvtier_operator.observe.targets import is_attached
 from kvtier_operator.snapshot import Engines, Pod
 
 
@@ -68,15 +69,21 @@ class PodClaims:
         return claimed
 
 
+def is_alive(pod: Pod) -> bool:
+    """Tell whether a pod runs, or will."""
+    return not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}
+
+
 def count_engines(pods: Sequence[Pod], config: Manifest | None) -> Engines:
-    """Count the engines of another owner; the ConfigMap of the tier carries what a Deployment of ours would."""
-    alive = [pod for pod in pods if not pod.is_terminating and pod.phase not in {"Succeeded", "Failed"}]
+    """Count the attached engines; the ConfigMap of the tier carries what a Deployment of ours would."""
+    alive = [pod for pod in pods if is_alive(pod)]
+    attached = [pod for pod in alive if is_attached(pod)]
     annotations = {} if config is None else config["metadata"].get("annotations") or {}
     return Engines(
         generation=int(bool(alive)),
         observed_generation=1,
-        replicas=len(alive),
-        updated=len(alive),
-        ready=sum(pod.is_ready for pod in alive),
+        replicas=len(attached),
+        updated=len(attached),
+        ready=sum(pod.is_ready for pod in attached),
         decisions=annotations.get(names.ANNOTATION_DECISIONS, ""),
     )

@@ -31,6 +31,8 @@ from kvtier_operator.plan import TierPlan
 
 ANNOTATION: Final = f"{names.GROUP}/attached"
 """The tier, and the changes that were made for it."""
+PORT: Final = f"{names.GROUP}/port"
+"""Port of an attached pod's metrics; the chart's PodMonitor reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +291,7 @@ def attach_document(
         _put_into_values(after, place.pod, pod)
     else:
         put(after, place.pod, pod)
+    put(after, (*place.annotations, PORT), str(made.port))
     put(after, (*place.annotations, ANNOTATION), "")
     if place.labels is not None:
         put(after, (*place.labels, names.LABEL_TIER), plan.tier.name)
