@@ -29,7 +29,6 @@ _PARTS = 100
 """Most parts of one history."""
 PREPARE: Final = "prepare"
 """Begins the names of what puts on the volume what the cells after a restart ask for."""
-LONG_ROUNDS: Final = 2
 WINDOW_SECONDS: Final = 2.0
 BACK: Final = 0.95
 """The hit rate is the old one again where it is at least this share of it."""
@@ -67,6 +66,7 @@ class HeavySizes:
     """Least tokens of an answer; the most are twice as many."""
     long_prompts: int
     long_tokens: int
+    long_rounds: int
     bursts: int
     burst_tokens: int
     preempted: int
@@ -238,7 +238,7 @@ def play(player: Player, cell: str) -> None:
             player.note(f"{cell} first", player.ask(agents(sizes, step=0)))
             player.note(cell, player.ask(steps(sizes)))
         case HeavyCell.LONG:
-            for _round in range(LONG_ROUNDS):
+            for _round in range(sizes.long_rounds):
                 player.note(cell, player.ask(long_prompts(sizes)))
                 player.forget_all()
         case HeavyCell.BURSTS:
