@@ -36,13 +36,7 @@ _IMPORTED: Final = (
     "vllm.v1.executor.uniproc_executor",
     "kvtier_connector.vllm_adapter.offloading_connector",
 )
-_COUNTED = (
-    "vllm:kvtier_",
-    "vllm:nixl_",
-    "vllm:prefix_cache",
-    "vllm:external_prefix_cache",
-    "vllm:num_preemptions",
-)
+_COUNTED = ("vllm:kvtier_", "vllm:nixl_", "vllm:prefix_cache", "vllm:external_prefix_cache", "vllm:num_preemptions")
 
 
 @dataclass(frozen=True, kw_only=True)

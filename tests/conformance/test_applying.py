@@ -112,8 +112,7 @@ def test_a_set_unites_what_its_appliers_want(apply: Apply, widgets: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("field", "before", "after"),
-    [("arguments", ["a"], ["a", "b"]), ("whole", {"a": "1"}, {"a": "1", "b": "2"})],
+    ("field", "before", "after"), [("arguments", ["a"], ["a", "b"]), ("whole", {"a": "1"}, {"a": "1", "b": "2"})]
 )
 def test_what_is_atomic_is_owned_as_a_whole(apply: Apply, widgets: str, field: str, before: Any, after: Any) -> None:
     apply(widgets, widget(**{field: before}))

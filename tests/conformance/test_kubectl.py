@@ -78,10 +78,7 @@ def test_a_diff_shows_what_an_apply_would_change(kubectl: Kubectl) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "patch"),
-    [
-        ("merge", {"spec": {"size": 3}}),
-        ("json", [{"op": "replace", "path": "/spec/size", "value": 3}]),
-    ],
+    [("merge", {"spec": {"size": 3}}), ("json", [{"op": "replace", "path": "/spec/size", "value": 3}])],
 )
 def test_kubectl_patches_custom_resources(kubectl: Kubectl, widgets: str, kind: str, patch: Any) -> None:
     kubectl("create", "-f", "-", stdin=widget())

@@ -96,10 +96,7 @@ def test_a_scale_shows_and_sets_the_replicas(http: Http, widgets: str) -> None:
     ("media_type", "patch"),
     [
         (MERGE, {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 5}}}}),
-        (
-            JSON_PATCH,
-            [{"op": "replace", "path": "/spec/template/spec/terminationGracePeriodSeconds", "value": 5}],
-        ),
+        (JSON_PATCH, [{"op": "replace", "path": "/spec/template/spec/terminationGracePeriodSeconds", "value": 5}]),
         (
             STRATEGIC,
             {

@@ -78,12 +78,7 @@ def test_a_watch_of_one_object(http: Http, core: str, watch: Watch) -> None:
 def test_a_list_can_be_streamed_up_to_a_bookmark(http: Http, core: str, watch: Watch) -> None:
     path = f"{core}/configmaps"
     http("POST", path, config_map("a"))
-    events = watch(
-        path,
-        sendInitialEvents="true",
-        allowWatchBookmarks="true",
-        resourceVersionMatch="NotOlderThan",
-    )
+    events = watch(path, sendInitialEvents="true", allowWatchBookmarks="true", resourceVersionMatch="NotOlderThan")
     for event in events:
         if event["type"] == "BOOKMARK":
             assert event["object"]["metadata"]["annotations"] == {"k8s.io/initial-events-end": "true"}

@@ -107,12 +107,7 @@ class Engine:
                 into = memoryview(bytearray(PAYLOAD_BYTES))
                 outcome = self.blocks.get(key, into) if live.mode != "Bypass" and not self.refused else "refused"
                 return {"outcome": str(outcome), "is_hit": isinstance(outcome, Hit) and into == payload_of(key)}
-            return {
-                "mode": live.mode,
-                "root": self.config.root,
-                "pid": os.getpid(),
-                "key": self.active_key(),
-            }
+            return {"mode": live.mode, "root": self.config.root, "pid": os.getpid(), "key": self.active_key()}
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a prompt as the connector does, with a block for each of its chunks."""

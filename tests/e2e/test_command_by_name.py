@@ -106,7 +106,6 @@ def test_a_mistake_is_named_with_its_remedy_and_changes_nothing(
     assert main(words) == code
     assert said in capsys.readouterr().err
     after = typed.bench.get(TIER, typed.name)
-    assert before is not None
     assert (after["spec"], after["metadata"].get("annotations")) == (
         before["spec"],
         before["metadata"].get("annotations"),

@@ -34,7 +34,6 @@ def routed(bench: Bench) -> Iterator[Tier]:
 def ask(tier: Tier, session: str) -> str:
     """Send a prompt through the Service of the router and return which engine has answered."""
     service = tier.bench.get(kinds.SERVICE, f"{tier.name}-router")
-    assert service is not None
     request = urllib.request.Request(
         f"http://{service['spec']['clusterIP']}:8000/v1/completions",
         data=json.dumps({"model": "org/model", "prompt": session}).encode(),

@@ -51,9 +51,7 @@ def proxied(kubectl: tuple[str, ...]) -> Iterator[str]:
     command = [*kubectl, "proxy", "--port=0", "--accept-paths=.*", "--reject-paths=^$"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             found = re.search(r"127\.0\.0\.1:\d+", process.stdout.readline())
-            assert found is not None
             yield f"http://{found[0]}"
         finally:
             process.terminate()

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that is well, and what it says of itself once something about it is changed."""
+"""A tier that is well, what it says once something is changed, and the reasons that the page of conditions lists."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from conditions_page import COMMON, SECTIONS
 from tiers import tier
 
 from kvtier_connector.contract.usage import Usage
@@ -156,3 +157,18 @@ def with_pod(**changes: Any) -> Progress:
 
 def with_container(**changes: Any) -> Progress:
     return with_pod(containers=(replace(READY_POD.containers[0], **changes),))
+
+
+PAGE: Final = (Path(__file__).parents[2] / "docs" / "conditions.md").read_text(encoding="utf-8")
+COMMON: Final = ("NotChecked", "NotApplicable")
+"""Reasons that any condition can have; the end of the page explains them."""
+
+
+def rows(section: str) -> dict[str, tuple[str, str]]:
+    """Return meaning and remedy of each reason in a section."""
+    found = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", section, re.MULTILINE)
+    return {reason: (meaning, remedy) for reason, meaning, remedy in found}
+
+
+SECTIONS: Final = {each.partition("\n")[0]: rows(each) for each in PAGE.split("\n## ")[1:]}
+"""Condition to its reasons, in the order of the page."""

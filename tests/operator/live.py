@@ -209,12 +209,7 @@ def running(*, health: Health | None = None, **changes: Any) -> Iterator[Operato
     defaults = {"namespaces": (NAMESPACE,), "debounce_seconds": 0.02, "resync_seconds": 30.0}
     settings = Settings(**{**defaults, **changes})
     metrics, stop = OperatorMetrics(), threading.Event()
-    operator = Operator(
-        settings,
-        cluster=connect(on_answer=metrics.count_request),
-        metrics=metrics,
-        health=health,
-    )
+    operator = Operator(settings, cluster=connect(on_answer=metrics.count_request), metrics=metrics, health=health)
     failures: list[BaseException] = []
 
     def target() -> None:

@@ -34,7 +34,6 @@ CLAIM = {
 
 def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
     """Return a tier on its claim of 2Ti, with this budget, beside others with theirs."""
-    assert VIEW.stage.snapshot is not None
     neighbours = tuple(Neighbour(name=name, max_bytes=budget) for name, budget in others.items())
     budget = {} if most is None else {"maxBytes": most}
     spec = parse(tier(disk={"budget": budget}))

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,12 +20,11 @@ from waiting import until
 
 from kvtier_cli.app import main
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_operator import __version__
+from kvtier_operator import __version__, handlers
 from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.settings import Settings, parse
 
 ROOT = Path(__file__).parents[2]
-MINIMAL = Path(__file__).parent / "golden" / "offline" / "tier.yaml"
 
 
 @pytest.mark.parametrize(
@@ -113,21 +113,10 @@ def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path:
         assert "_on_child" not in output  # a line for every event of every pod would drown the rest
 
 
-def installation() -> dict[str, list[dict[str, Any]]]:
-    """Return the objects of the installation in docs/, by kind."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for manifest in yaml.safe_load_all((ROOT / "docs" / "operator.yaml").read_text()):
-        found.setdefault(manifest["kind"], []).append(manifest)
-    return found
-
-
 def test_the_installation_gives_no_right_to_delete_a_claim_or_to_read_a_secret() -> None:
-    rights = {
-        (resource, verb)
-        for rule in installation()["ClusterRole"][0]["rules"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
+    manifests = yaml.safe_load_all((ROOT / "docs" / "operator.yaml").read_text())
+    rules = next(each for each in manifests if each["kind"] == "ClusterRole")["rules"]
+    rights = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
     assert ("persistentvolumeclaims", "patch") in rights
     assert ("persistentvolumeclaims", "delete") not in rights
     assert not {resource for resource, _ in rights} & {"secrets", "*"}
@@ -150,3 +139,14 @@ def test_a_port_that_there_is_not_is_misuse(words: list[str], capsys: pytest.Cap
 def test_a_setting_that_cannot_be_used_is_named(name: str, value: str) -> None:
     with pytest.raises(SettingsInvalid, match=f"^{name}='{value}' "):
         parse({name: value})
+
+
+def test_a_port_in_use_is_named_with_its_setting_and_a_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        remedy = rf"cannot listen on port {port} \(Address already in use\): choose a free port"
+        with pytest.raises(SettingsInvalid, match=f"^KVTIER_METRICS_PORT: {remedy}"):
+            handlers.run(replace(Settings(), metrics_port=port), log_format="plain", is_verbose=False)
+        endpoint = f"http://127.0.0.1:{port}/healthz"
+        with pytest.raises(SettingsInvalid, match=f"^--liveness: {remedy}"):
+            handlers.run(replace(Settings(), liveness_endpoint=endpoint), log_format="plain", is_verbose=False)

@@ -30,10 +30,7 @@ from kvtier_operator.parts import crash_causes
         ),
         ("OSError: nope is not a local folder and is not a valid model identifier listed on", Reason.MODEL_NOT_FOUND),
         ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", Reason.SHM_TOO_SMALL),
-        (
-            "RuntimeError: unable to write </torch_1>: shared memory: No space left on device",
-            Reason.SHM_TOO_SMALL,
-        ),
+        ("RuntimeError: unable to write </torch_1>: shared memory: No space left on device", Reason.SHM_TOO_SMALL),
         ("OSError: [Errno 14] Bad address", Reason.SHM_TOO_SMALL),
         (
             "RuntimeError: Insufficient space in /dev/shm for CPU KV offload shared region in /dev/shm: 9 MiB required",

@@ -11,7 +11,7 @@ from typing import Any
 import kubernetes_schemas
 import pytest
 import yaml
-from conditions_page import COMMON, PAGE, SECTIONS
+from healthy_tier import COMMON, PAGE, SECTIONS
 
 from kvtier_localcluster.apiserver.admission.cel import rule_problems
 from kvtier_localcluster.apiserver.admission.cel_cost import DEFINITION_LIMIT, RULE_LIMIT, costs

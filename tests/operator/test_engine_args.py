@@ -83,7 +83,6 @@ NEUTRAL = {
 
 def flags_of_vllm() -> set[str]:
     found = importlib.util.find_spec("vllm")
-    assert found.origin is not None
     tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text())
     (arguments,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     fields = (each.target for each in arguments.body if isinstance(each, ast.AnnAssign))

@@ -155,11 +155,7 @@ def test_an_engine_is_asked_with_its_key_and_its_metrics_are_not(asker: HttpClie
     assert on_loop(asker, engine.model).name == "tiny"
     on_loop(asker, lambda: engine.complete("tiny", [11]))
     on_loop(asker, engine.metrics)
-    assert StubEngine.given == {
-        "/v1/models": "Bearer sesame",
-        "/v1/completions": "Bearer sesame",
-        "/metrics": None,
-    }
+    assert StubEngine.given == {"/v1/models": "Bearer sesame", "/v1/completions": "Bearer sesame", "/metrics": None}
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])

@@ -11,8 +11,7 @@ from urllib.error import URLError
 import pytest
 from e2e.bench.operator_scale import NAMESPACE, tier
 from e2e.bench.processes import until
-from fault_cluster import TIERS, BenchCluster, is_final, operator
-from operator_faults import Trouble, faults
+from operator_faults import TIERS, BenchCluster, Trouble, faults, is_final, operator
 from test_health import ask
 
 from kvtier_localcluster.ports import free_port

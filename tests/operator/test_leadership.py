@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_cluster import operator_process
 from live import APPS, NAMESPACE, Client, body
+from operator_faults import operator_process
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A share of a node is taken of the right node, once; chunks are chosen by size; capacities follow."""
+"""Nodes are read for all tiers, a share is taken of the right one, once; chunks are chosen by size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import Capacity
-from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
 from kvtier_operator.inventory import Inventory, from_objects
 from kvtier_operator.plan import (
     Decisions,
@@ -248,8 +248,6 @@ def test_files_of_known_models_have_4_to_16_mebibytes(name: str, tp: int, kv_dty
     found = kv(name, tensor_parallel=tp, args=engine_args.read([f"--kv-cache-dtype={kv_dtype}"]))
     chunking = chunks.choose_chunking(found, asked_tokens=None)
     tokens = chunks.tokens_of(chunking, found)
-    assert tokens is not None
-    assert found.block_tokens is not None
     assert tokens % found.block_tokens == 0
     if not found.has_states and tokens < chunks.MOST_AUTO_TOKENS and found.block_tokens * found.group_bytes <= 8 << 20:
         assert 4 << 20 <= chunks.bytes_of(tokens, found) <= 16 << 20
@@ -315,3 +313,63 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     assert ("list", "Node") not in cluster.calls
     ready = condition(cluster, "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")
+
+
+class Counting(FakeCluster):
+    """Counts readings of nodes, and refuses them when told to."""
+
+    def __init__(self, *objects: Any) -> None:
+        super().__init__(*objects)
+        self.read = 0
+        self.error: Exception | None = None
+
+    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> Any:
+        self.read += 1
+        if self.error is not None:
+            raise self.error
+        return super().list(api_version, kind, namespace=namespace, selector=selector)
+
+
+def test_nodes_are_read_once_a_minute_for_all_tiers() -> None:
+    cluster, now = Counting(node()), [0.0]
+    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
+    for second in (0, 30, 59.9):
+        now[0] = second
+        assert inventory.look(with_pods=False) is not None
+    assert cluster.read == 1
+    now[0] = 60.0
+    inventory.look(with_pods=False)
+    assert cluster.read == 2
+
+
+def test_a_refusal_lasts_and_an_outage_keeps_what_was_seen() -> None:
+    cluster, now = Counting(node()), [0.0]
+    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
+    seen = inventory.look(with_pods=False)
+    cluster.error, now[0] = ClusterUnavailable("500"), 60.0
+    assert inventory.look(with_pods=False) == seen
+    cluster.error, now[0] = ClusterForbidden("403"), 120.0
+    assert inventory.look(with_pods=False) is None
+    cluster.error, now[0] = None, 240.0
+    assert inventory.look(with_pods=False) is None
+    now[0] = 800.0
+    assert inventory.look(with_pods=False) == seen
+
+
+def test_a_pod_counts_as_the_scheduler_counts_it() -> None:
+    body = pod("batch", "2Gi")
+    body["spec"]["initContainers"] = [
+        {"name": "sidecar", "restartPolicy": "Always", "resources": {"requests": {"memory": "1Gi"}}},
+        {"name": "fetch", "resources": {"requests": {"memory": "9Gi"}}},
+    ]
+    body["spec"]["overhead"] = {"memory": "1Gi"}
+    finished = pod("done", "99Gi")
+    finished["status"]["phase"] = "Succeeded"
+    unscheduled = pod("waiting", "99Gi")
+    unscheduled["spec"].pop("nodeName")
+    usage = from_objects([{"kind": "List", "items": [body, finished, unscheduled]}]).usage
+    assert [each.memory_bytes // GIB for each in usage] == [11]
+
+
+def test_objects_that_are_no_nodes_are_nobody() -> None:
+    assert from_objects([{"kind": "ConfigMap", "metadata": {"name": "x"}}]).nodes == ()

@@ -93,10 +93,7 @@ def test_an_outage_is_not_waited_for_by_each_part() -> None:
 
 @pytest.mark.parametrize(
     ("change", "replicas"),
-    [
-        ({"volume": {"claim": None, "existingClaim": "nowhere"}}, 2),
-        ({"cpu": {"size": None, "fraction": "60%"}}, 1),
-    ],
+    [({"volume": {"claim": None, "existingClaim": "nowhere"}}, 2), ({"cpu": {"size": None, "fraction": "60%"}}, 1)],
     ids=["no claim", "nodes unknown"],
 )
 def test_engines_that_run_follow_the_mode_of_a_spec_that_cannot_be_carried_out(

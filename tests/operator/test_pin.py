@@ -64,7 +64,6 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
     assert template(cluster)["spec"]["terminationGracePeriodSeconds"] == 7
     assert image(cluster) == OLD
     body, config = cluster.look(TIER_KEY), cluster.look(CONFIG)
-    assert config is not None
     assert body["status"]["generation"] == {"current": "feed", "root": "/x/feed"}
     assert json.loads(config["data"]["connector.json"])["digest"] == "feed"
 

@@ -157,7 +157,6 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
 def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
     room = replace(NODE, memory_bytes=VIEW.stage.sizing.memory_bytes + (1 << 29))
     spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
-    assert VIEW.stage.snapshot is not None
     for found, is_enough in ((SPEC, True), (spec, False)):
         snapshot = replace(VIEW.stage.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
         fits = conditions(varied(VIEW, spec=found, snapshot=snapshot))["SizingFits"]

@@ -44,7 +44,6 @@ def started() -> FakeCluster:
 def ends(cluster: FakeCluster, code: int, message: str, name: str = "llama-preflight-1") -> None:
     """Let a pod of the Job end."""
     job = cluster.look(JOB)
-    assert job is not None
     terminated = {"exitCode": code, "message": message}
     cluster.put(
         {
@@ -263,7 +262,6 @@ def test_a_failure_at_any_call_is_repaired_by_the_next_pass() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_job_is_what_kubernetes_knows_and_what_the_restricted_standard_allows(version: str) -> None:
     job = started().look(JOB)
-    assert job is not None
     kubernetes_schemas.validate(
         {field: value for field, value in job.items() if field != "status"}, version, strict=False
     )

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, condition, run
+from fake_cluster import status as told
 from healthy_tier import HEALTHY, NOON, READY_POD, REF, VIEW, changed, conditions, varied
-from tiers import NOON as CLOCK
-from tiers import TIER, TIER_KEY, tier
+from tiers import TIER_KEY, tier
 from vllm_router.launch_router import parse_router_args
 
 from kvtier_operator import names, status
@@ -20,7 +20,6 @@ from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavai
 from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import render
 from kvtier_operator.plan import make_unchecked_plan
-from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import ContainerStatus, Engines, Pod
 
 POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
@@ -134,21 +133,22 @@ def test_routing_is_judged(view: Progress, verdict: str, reason: str, words: str
         assert conditions(view)["Ready"]["reason"] == reason
 
 
-def run(cluster: FakeCluster) -> Manifest:
-    reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
-    found = cluster.look(TIER_KEY)
-    told: Manifest = found["status"]
-    return told
+def routed_by(cluster: FakeCluster) -> Manifest:
+    run(cluster)
+    return told(cluster)
 
 
 def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
-    cluster = FakeCluster({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
-    assert run(cluster)["routing"] == {"service": "llama-engine.serving.svc:8000", "inferencePool": "llama-engine"}
+    cluster = FakeCluster(tier(routing=WITH_POOL))
+    assert routed_by(cluster)["routing"] == {
+        "service": "llama-engine.serving.svc:8000",
+        "inferencePool": "llama-engine",
+    }
     made = cluster.look(POOL)
     run(cluster)
     assert (cluster.look(POOL) or {})["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
     cluster.edit(TIER_KEY, {"spec": {"routing": {"inferencePool": None}}})
-    assert "inferencePool" not in run(cluster)["routing"]
+    assert "inferencePool" not in routed_by(cluster)["routing"]
     assert cluster.look(POOL) is None
 
 
@@ -164,7 +164,7 @@ class WithoutPools(FakeCluster):
 
 
 def without_pools(why: ClusterError) -> WithoutPools:
-    cluster = WithoutPools({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}})
+    cluster = WithoutPools(tier(routing=WITH_POOL))
     cluster.why = why
     return cluster
 
@@ -181,38 +181,35 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     why: ClusterError, reason: str, seconds: float
 ) -> None:
     cluster = without_pools(why)
-    outcome = reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
+    outcome = run(cluster)
     assert (outcome.failure, outcome.poll_after) == (None, seconds)
-    routing = {each["type"]: each for each in (cluster.look(TIER_KEY) or {})["status"]["conditions"]}["RoutingReady"]
+    routing = condition(cluster, "RoutingReady")
     assert (routing["status"], routing["reason"]) == ("False", reason)
     assert "is tried again soon" in routing["message"]
     assert ("install the definitions of Gateway API's inference" in routing["message"]) == (reason == "PoolKindMissing")
     assert {names.engine_key(REF), ENGINE_SERVICE} <= cluster.existing()
     cluster.why = None
-    outcome = reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: CLOCK))
+    outcome = run(cluster)
     assert (outcome.failure, outcome.poll_after) == (None, None)
     assert cluster.look(POOL) is not None
 
 
 def test_an_error_of_the_pool_that_says_something_else_each_time_is_told_once() -> None:
     cluster = without_pools(ClusterUnavailable("cannot apply: read tcp 10.0.0.1:40001: connection reset"))
-    before = run(cluster)
+    before = routed_by(cluster)
     cluster.why = ClusterUnavailable("cannot apply: 504")
-    assert run(cluster) == before  # each change of the status would wake the tier at once
+    assert routed_by(cluster) == before  # each change of the status would wake the tier at once
 
 
 def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:
-    theirs = {
-        "apiVersion": POOL.api_version,
-        "kind": POOL.kind,
-        "metadata": {"name": POOL.name, "namespace": "serving"},
-    }
-    cluster = FakeCluster({**tier(routing=WITH_POOL), "metadata": {**tier()["metadata"], "uid": "u1"}}, theirs)
-    told = {each["type"]: each for each in run(cluster)["conditions"]}
-    assert (told["RoutingReady"]["reason"], "delete or rename it" in told["RoutingReady"]["message"]) == (
-        "PoolFailed",
-        True,
+    metadata = {"name": POOL.name, "namespace": "serving"}
+    cluster = FakeCluster(
+        tier(routing=WITH_POOL), {"apiVersion": POOL.api_version, "kind": POOL.kind, "metadata": metadata}
     )
+    run(cluster)
+    found = condition(cluster, "RoutingReady")
+    assert found["reason"] == "PoolFailed"
+    assert "delete or rename it" in found["message"]
     assert "spec" not in (cluster.look(POOL) or {})
 
 

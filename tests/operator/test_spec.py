@@ -25,7 +25,6 @@ def test_the_minimal_sample_is_short_and_has_the_documented_defaults() -> None:
     assert (spec.engine.memory, spec.engine.memory_bytes, spec.engine.cpu) == ("16Gi", 16 << 30, "4")
     assert (spec.hash.seed, spec.hash.algorithm) == ("0", "sha256_cbor")
     assert (spec.cpu.size_bytes, spec.cpu.eviction_policy, spec.cpu.offload_prompt_only) == (4 << 30, "lru", True)
-    assert spec.volume.claim is not None
     assert (spec.volume.claim.size_bytes, spec.volume.claim.access_modes) == (20 << 30, ("ReadWriteOnce",))
     assert (spec.volume.existing_claim, spec.volume.path, spec.volume.deletion_policy) == (None, "", "Retain")
     assert spec.disk.mode == "ReadWrite"

@@ -83,10 +83,7 @@ NEW_POD = replace(
     UNREADY_POD, name="llama-engine-2", containers=(ContainerStatus(name="engine", image="vllm", is_started=False),)
 )
 GROWING_ENGINES = replace(READY, replicas=3, updated=3)
-GROWING = varied(
-    changed(engines=GROWING_ENGINES, pods=(READY_POD, READY_POD, NEW_POD)),
-    spec=parse(tier(replicas=3)),
-)
+GROWING = varied(changed(engines=GROWING_ENGINES, pods=(READY_POD, READY_POD, NEW_POD)), spec=parse(tier(replicas=3)))
 
 
 def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:

@@ -120,9 +120,3 @@ def waiting(reason: str, message: str = "", *, container: str = "engine", **last
         "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "False"}],
         "containerStatuses" if container in {"engine", "janitor"} else "initContainerStatuses": [status],
     }
-
-
-def unschedulable(message: str) -> dict[str, Any]:
-    """Return the status of a pod that no node takes."""
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-    return {"phase": "Pending", "conditions": [condition]}

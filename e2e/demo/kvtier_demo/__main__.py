@@ -189,11 +189,7 @@ def _pod_state(pod: dict[str, Any]) -> str:
 def clean_up(stack: Stack, progress: Progress) -> None:
     """Delete the resource as a user would; the claim stays, as its deletionPolicy says."""
     stack.kube.delete(API, "KVCacheTier", TIER)
-    progress.wait(
-        "the pods to end",
-        lambda: not stack.kube.list("v1", "Pod", labels=LABELS),
-        seconds=_GONE_SECONDS,
-    )
+    progress.wait("the pods to end", lambda: not stack.kube.list("v1", "Pod", labels=LABELS), seconds=_GONE_SECONDS)
     kept = [item["metadata"]["name"] for item in stack.kube.list("v1", "PersistentVolumeClaim", labels=LABELS)]
     progress.say(f"deleted the KVCacheTier; its pods are gone, its claim stays: {', '.join(kept)}")
 

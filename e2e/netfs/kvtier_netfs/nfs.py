@@ -55,12 +55,7 @@ class Nfs(SharedVolume):
         settings = self.base / "ganesha.conf"
         settings.write_text(
             _SETTINGS.format(
-                protocols=self._protocols,
-                address=ADDRESS,
-                port=_PORT,
-                mount_port=_MOUNT_PORT,
-                state=state,
-                files=files,
+                protocols=self._protocols, address=ADDRESS, port=_PORT, mount_port=_MOUNT_PORT, state=state, files=files
             )
         )
         self._prepare()

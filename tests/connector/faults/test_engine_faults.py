@@ -22,12 +22,7 @@ SCRIPT = Path(__file__).with_name("engine_faults_script.py")
 
 def run_engine(host: EngineHost, directory: Path, volume: FaultyVolume) -> dict[str, Any]:
     make_model(directory / "model", layers=2)
-    config = write_config(
-        directory,
-        volume.path,
-        io_processes=8,
-        load_deadline_seconds=1.5,
-    )
+    config = write_config(directory, volume.path, io_processes=8, load_deadline_seconds=1.5)
     kv = make_model_layout(
         json.loads((directory / "model/config.json").read_text()),
         EngineLayout(args=engine_args.read(["--dtype=float32"])),

@@ -85,8 +85,6 @@ class Killer:
 
     def run(self, action: str, root: Path, step: int, torn_bytes: int = 0) -> bool:
         """Kill the process at that system call; say whether it came to that."""
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
         self._parent.stdin.write(f"{action} {root} {step} {torn_bytes}\n")
         self._parent.stdin.flush()
         code = int(self._parent.stdout.readline())
@@ -201,20 +199,15 @@ def test_two_processes_that_store_one_block_at_once_leave_one_whole_block(tmp_pa
     claim(root, {}, "d1gest")
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITES, str(root), *PATHS],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", WRITES, str(root), *PATHS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for _ in range(2)
     ]
     try:
         for writer in writers:
-            assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"
         for number in range(60):
             for writer in writers:
-                assert writer.stdin is not None
                 writer.stdin.write(f"{number}\n")
                 writer.stdin.flush()
             answers = {writer.stdout.readline().strip() for writer in writers if writer.stdout is not None}

@@ -33,7 +33,6 @@ def start_engine(pools: Pools, file_system: str = "") -> tuple[subprocess.Popen[
     """Start a process that has three workers; one reads, if there is a file system."""
     arguments = [str(pools.directory / "volume"), file_system, *sys.path]
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert engine.stdout is not None
     return engine, [int(number) for number in engine.stdout.readline().split()]
 
 
@@ -95,10 +94,7 @@ def test_the_workers_of_two_engines_of_one_pod_know_nothing_of_each_other(pools:
     ("given", "expected"),
     [
         ("", "glibc.cpu.x86_non_temporal_threshold=0x10000"),
-        (
-            "glibc.malloc.arena_max=2",
-            "glibc.malloc.arena_max=2:glibc.cpu.x86_non_temporal_threshold=0x10000",
-        ),
+        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.cpu.x86_non_temporal_threshold=0x10000"),
         ("glibc.cpu.x86_non_temporal_threshold=0x40000000", "glibc.cpu.x86_non_temporal_threshold=0x40000000"),
     ],
 )

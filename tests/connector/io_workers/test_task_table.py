@@ -18,12 +18,7 @@ from waiting import until
 from kvtier_connector.contract.engine import MOST_IO_PROCESSES, MOST_MAPPED_BYTES, worker_memory_bytes
 from kvtier_connector.io_workers import buffers as rows_module
 from kvtier_connector.io_workers.buffers import MappedRows, OwnRows, Region
-from kvtier_connector.io_workers.task_table import (
-    ENTRIES,
-    Current,
-    TaskTable,
-    create_table,
-)
+from kvtier_connector.io_workers.task_table import ENTRIES, Current, TaskTable, create_table
 from kvtier_connector.io_workers.tasks import (
     TASK_BYTES,
     Answer,
@@ -75,18 +70,7 @@ def test_the_longest_task_fits_a_message_and_no_longer_one_is_sent() -> None:
         encode_task(TaskMessage(0, 1, longest, "k" * TASK_BYTES))
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        None,
-        Hit(123),
-        Miss(),
-        Stored(2**40),
-        Present(),
-        *Fault,
-        *StoreFault,
-    ],
-)
+@pytest.mark.parametrize("answer", [None, Hit(123), Miss(), Stored(2**40), Present(), *Fault, *StoreFault])
 def test_an_answer_is_read_back_as_it_was_written(answer: Answer | None) -> None:
     assert decode_answer(*encode_answer(answer)) == answer
 

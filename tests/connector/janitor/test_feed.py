@@ -106,7 +106,6 @@ class Stage:
                 continue
             for path in home.rglob("*.kvb"):
                 block = parse_block_path(str(path.relative_to(home)))
-                assert block is not None
                 owner = "/".join(filter(None, ("ns/llama", home.name, block.tenant)))
                 found.add((owner, block.group, block.hash))
         return found

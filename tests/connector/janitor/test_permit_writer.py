@@ -18,14 +18,7 @@ from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.fs import new_token
 from kvtier_connector.store.journal import encode_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path
-from kvtier_connector.store.permit import (
-    PERMIT_BYTES,
-    PERMIT_FILE,
-    UNLIMITED_BYTES,
-    Permit,
-    StorePermit,
-    decode_permit,
-)
+from kvtier_connector.store.permit import PERMIT_BYTES, PERMIT_FILE, UNLIMITED_BYTES, Permit, StorePermit, decode_permit
 
 GIB = 1 << 30
 

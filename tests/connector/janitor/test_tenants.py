@@ -11,14 +11,7 @@ from tier_dir import BLOCK_BYTES, Engine, Rig
 
 from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
 from kvtier_connector.janitor.catalog import Catalog
-from kvtier_connector.janitor.metrics import (
-    MOST_TENANTS,
-    OTHER,
-    JanitorReport,
-    Tallies,
-    exposition,
-    report_of,
-)
+from kvtier_connector.janitor.metrics import MOST_TENANTS, OTHER, JanitorReport, Tallies, exposition, report_of
 from kvtier_connector.janitor.policy import Space, make_limits
 from kvtier_connector.store.layout import BlockKey
 

@@ -31,13 +31,7 @@ class Unreadable(WatchedFs):
 
 
 ALICE = block_path(key(3, "alice"))
-PLACES = [
-    (ALICE.rpartition("/")[0], 1),
-    (ALICE, 1),
-    ("tenants/alice/blocks", 10),
-    ("tenants", 20),
-    ("blocks", 10),
-]
+PLACES = [(ALICE.rpartition("/")[0], 1), (ALICE, 1), ("tenants/alice/blocks", 10), ("tenants", 20), ("blocks", 10)]
 """Paths in a generation, and how many of the blocks of `fill` are below them."""
 
 

@@ -38,8 +38,7 @@ def mounted(kind: type[Kind], base: Path) -> Iterator[Kind]:
 
 
 @pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=[] if name == QUICKEST else pytest.mark.netfs) for name in KINDS],
+    scope="session", params=[pytest.param(name, marks=[] if name == QUICKEST else pytest.mark.netfs) for name in KINDS]
 )
 def shared_volume(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedVolume]:
     with mounted(KINDS[request.param], tmp_path_factory.mktemp(request.param) / "volume") as volume:

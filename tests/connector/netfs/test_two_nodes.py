@@ -151,10 +151,8 @@ def test_of_two_nodes_that_claim_one_directory_for_different_models_one_is_refus
             for root, model in zip(nodes.both() * 2, ("x", "y", "y", "x"), strict=True)
         ]
         for process in processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         for process in processes:
-            assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
         answers = [process.communicate(timeout=PATIENCE_SECONDS)[0].strip() for process in processes]

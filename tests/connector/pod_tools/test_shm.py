@@ -48,7 +48,6 @@ def holding(path: Path, how: str, user: int | None = None) -> Iterator[subproces
         user=user,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "holding\n"
         yield process
     finally:

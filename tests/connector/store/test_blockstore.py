@@ -298,7 +298,6 @@ def start_writer(root: Path, turns: int) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 

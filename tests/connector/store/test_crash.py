@@ -133,7 +133,6 @@ BlockStore(Path(sys.argv[1]), fs=Stops(), direct=False).put(key(1), payload(1))
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "written\n"
         process.kill()
     assert [entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)] == [

@@ -61,7 +61,6 @@ def root(tmp_path: Path) -> Path:
 
 def make(root: Path, keys_dir: Path, active: str = "k1", direct: bool | None = None) -> BlockStore:
     store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(keys_dir))
-    assert store.keyring is not None
     store.keyring.active_name = active
     return store
 
@@ -304,7 +303,6 @@ def test_a_crash_at_any_step_leaves_no_block_or_one_that_can_be_decrypted(tmp_pa
         claim(root, {}, "d1gest")
         fs = CrashingFs(step, torn_bytes=10_000)
         store = BlockStore(root, fs=fs, keys_dir=str(keys_dir))
-        assert store.keyring is not None
         store.keyring.active_name = "k1"
         with contextlib.suppress(CrashError):
             store.put(key(1), payload(1))
@@ -333,7 +331,6 @@ class TestContractWithEncryption(BlockStoreContract):
 
     def make(self, root: Path, direct: bool | None) -> BlockStore:
         store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(root.parents[1] / "keys"))
-        assert store.keyring is not None
         store.keyring.active_name = "k1"
         return store
 

@@ -326,10 +326,7 @@ DAMAGES = {
         for offset, _, name in FIELDS
         for fault in [Fault.MAGIC if name == "magic" else Fault.HEADER]
     },
-    "a flipped bit at the start of the payload": (
-        GOOD[:4096] + bytes([GOOD[4096] ^ 1]) + GOOD[4097:],
-        Fault.CHECKSUM,
-    ),
+    "a flipped bit at the start of the payload": (GOOD[:4096] + bytes([GOOD[4096] ^ 1]) + GOOD[4097:], Fault.CHECKSUM),
     "a flipped bit at the end of the payload": (GOOD[:-1] + bytes([GOOD[-1] ^ 128]), Fault.CHECKSUM),
     "a zero-filled payload": (GOOD[:4096] + bytes(8192), Fault.CHECKSUM),
     "a zero-filled file": (bytes(len(GOOD)), Fault.MAGIC),

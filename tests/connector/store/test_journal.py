@@ -21,11 +21,7 @@ WRITER = "0123456789abcdef" * 2
 
 def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> JournalWriter:
     return JournalWriter(
-        root,
-        fs=fs or FileSystem(),
-        limits=JournalLimits(**limits),
-        clock=lambda: NOW_NS,
-        now=Clock(1000.0),
+        root, fs=fs or FileSystem(), limits=JournalLimits(**limits), clock=lambda: NOW_NS, now=Clock(1000.0)
     )
 
 
@@ -172,7 +168,6 @@ def test_a_process_that_may_store_nothing_shows_that_it_is_there(tmp_path: Path,
     assert written_ns(tmp_path) > SECOND_NS
     assert writer.flush() == 1
     record = decode_record(only_file(tmp_path).read_bytes()[RECORD_BYTES:])
-    assert record is not None
     assert record.key == key(1)
 
 

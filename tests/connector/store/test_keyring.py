@@ -63,7 +63,6 @@ def mount(tmp_path: Path) -> SecretMount:
 )
 def test_a_key_is_understood_in_each_form(content: bytes) -> None:
     key = parse_key("k1", content)
-    assert key is not None
     assert key.secret == SECRET
     assert key.name == "k1"
 
@@ -83,8 +82,6 @@ def test_any_bytes_are_a_key_or_none(content: bytes) -> None:
 
 def test_two_keys_of_one_name_have_different_checks_and_one_key_always_the_same() -> None:
     one, other = parse_key("k1", SECRET), parse_key("k1", OTHER)
-    assert one is not None
-    assert other is not None
     assert one.check != other.check
     assert one.check.hex() == "6bf495a1b2f22956", "another value makes every block unreadable that is there"
 
@@ -95,7 +92,6 @@ def test_the_active_key_is_found_in_a_mounted_secret(mount: SecretMount) -> None
     assert ring.active() is None
     ring.active_name = "k2"
     key = ring.active()
-    assert key is not None
     assert key.secret == OTHER
     assert ring.is_usable
     assert ring.problem == ""

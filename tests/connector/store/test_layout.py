@@ -104,7 +104,6 @@ def test_a_partial_name_leads_glusterfs_to_the_server_of_the_final_name() -> Non
     name = partial_path("blocks/000/00/x_g0.kvb", TOKEN).rpartition("/")[2]
     # What GlusterFS calls rsync-hash-regex, by default.
     found = re.fullmatch(r"\.(.+)\.[^.]+", name)
-    assert found is not None
     assert found[1] == "x_g0.kvb"
 
 

@@ -25,17 +25,8 @@ from vllm.multimodal.inputs import (
 )
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 BLOCK_TOKENS = 16
 LANES = 32
@@ -49,12 +40,7 @@ Words = npt.NDArray[np.uint64]
 
 def attention(window: int | None) -> KVCacheSpec:
     """Return what vLLM knows of a group of layers."""
-    shape: dict[str, Any] = {
-        "block_size": BLOCK_TOKENS,
-        "num_kv_heads": 1,
-        "head_size": LANES,
-        "dtype": torch.float32,
-    }
+    shape: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": LANES, "dtype": torch.float32}
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
@@ -191,7 +177,6 @@ def seen_by_model(tokens: Sequence[int], images: Sequence[MultiModalFeatureSpec]
     """Return what a model sees: the content of images in the place of the tokens that stand for them."""
     seen = list(tokens)
     for image in images:
-        assert image.data is not None
         pixels = image.data["pixels"].data
         assert isinstance(pixels, torch.Tensor)
         begin = image.mm_position.offset

@@ -49,11 +49,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -103,7 +99,6 @@ class SimulatedEngine:
         self.worker = KVTierConnector(config, KVConnectorRole.WORKER, kv_config)
         self.worker.register_kv_caches({group.layer_names[0]: layers for group in groups})
         side = self.worker.connector_worker
-        assert side is not None
         assert side.worker is not None
         self.copies = side.worker = SlowCopies(side.worker)
         self.scheduler = (SplitScheduler if shape.is_splitting else Scheduler)(
@@ -241,7 +236,6 @@ class SimulatedEngine:
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
         metadata = output.kv_connector_metadata
-        assert metadata is not None
         self.pieces += [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
         self.worker.handle_preemptions(metadata)
         # As vLLM's runner does, before its forward pass and before it tells the connector what to do.

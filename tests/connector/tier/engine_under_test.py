@@ -67,23 +67,14 @@ def make_llm(  # noqa: PLR0913 - keywords
 
 
 def ask(
-    llm: LLM,
-    prompts: list[list[int]],
-    *,
-    salt: str = "",
-    reads_cache: bool = True,
-    lora: LoRARequest | None = None,
+    llm: LLM, prompts: list[list[int]], *, salt: str = "", reads_cache: bool = True, lora: LoRARequest | None = None
 ) -> list[dict[str, Any]]:
     """Return, for each prompt, the answer and how many of the prompt's tokens came from a cache."""
     salted = {"cache_salt": salt} if salt else {}
     outputs = llm.generate(
         [{"prompt_token_ids": prompt, **salted} for prompt in prompts],
         SamplingParams(
-            max_tokens=8,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            skip_reading_prefix_cache=not reads_cache,
+            max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, skip_reading_prefix_cache=not reads_cache
         ),
         use_tqdm=False,
         lora_request=lora,

@@ -193,7 +193,6 @@ class Rig:
         context = self.request(request_id)
         note_positions(context, wanted)
         prepared = self.manager.prepare_store(list(wanted), context)
-        assert prepared is not None
         for stored, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
             self.row(int(row))[:] = payload(stored)
         if prepared.keys_to_store:

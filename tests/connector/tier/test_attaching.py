@@ -127,7 +127,6 @@ def is_inert_after_a_lookup(rig: Rig) -> bool:
 def claim_for_somebody_else(rigs: Rigs) -> None:
     """Do as if the directory had been removed and made anew between two looks."""
     ours = read(rigs.root)
-    assert ours is not None
     aside = rigs.root.with_name("theirs")
     claim(aside, {**ours["identity"], "model_name": "org/other"}, DIGEST)
     (aside / "tier.json").rename(rigs.root / "tier.json")

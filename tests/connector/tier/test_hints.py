@@ -37,10 +37,7 @@ def hinted(*actions: Any) -> dict[str, Any]:
         ({"kvtier_store": False}, Hints(may_store=False)),
         ({"kvtier_load": False}, Hints(may_load=False)),
         ({"kvtier_load": True, "kvtier_store": True}, NO_HINTS),
-        (
-            {"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", "tp_size": 2},
-            NO_HINTS,
-        ),
+        ({"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", "tp_size": 2}, NO_HINTS),
         ({"do_remote_prefill": True, "remote_host": "h", "transfer_id": "t"}, NO_HINTS),
         (hinted(action("kv.retain")), Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None))),
         (

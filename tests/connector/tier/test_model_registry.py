@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture that vLLM registers is sized as vLLM does, or refused, or left to the engine, with the reason."""
+"""Every architecture that vLLM registers is sized as vLLM does, or refused, or left to the engine, with the reason.
+
+What the operator computes from a config.json of a known model is what vLLM allocates and offloads for it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ with warnings.catch_warnings():
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto import configuration_auto, modeling_auto
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+    from vllm.distributed.utils import get_pp_indices
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.model_executor.models import registry
     from vllm.transformers_utils.config import _CONFIG_REGISTRY as CONFIGS
     from vllm.transformers_utils.config import get_hf_text_config
@@ -29,6 +34,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheSpec,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
         SparseCacheRole,
@@ -42,7 +48,8 @@ with warnings.catch_warnings():
 
 from kvtier_operator.plan import engine_args
 from kvtier_operator.plan.model_families import MEASURED, make_family_layout
-from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout
+from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, make_model_layout
+from kvtier_operator.plan.models import known
 
 DENSE = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 LATENT = {"num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -289,16 +296,17 @@ def heads(layers: list[int], window: int | None, heads: int, size: int, values: 
     return {f"layers.{layer}": spec for layer in layers}
 
 
-def assert_as_vllm_packs(found: ModelLayout | KvUnknown, specs: dict[str, KVCacheSpec], ranks: int = 1) -> None:
+def assert_as_vllm_packs(
+    found: ModelLayout | KvUnknown, specs: dict[str, KVCacheSpec], ranks: int = 1, layout: str = "BLHNC"
+) -> None:
     config = VllmConfig(cache_config=CacheConfig(block_size=16), device_config=DeviceConfig("cpu"))
-    # What the connector asks for on accelerators.
-    config.cache_config.kv_cache_layout = "BLHNC"
+    config.cache_config.kv_cache_layout = layout  # on accelerators, the connector asks for BLHNC
     groups = planning.get_kv_cache_groups(config, specs)
     allocated = planning.get_kv_cache_config_from_groups(config, groups, 64 << 30)
     assert isinstance(found, ModelLayout), found
     assert found.block_tokens == {group.kv_cache_spec.block_size for group in groups}.pop()
     block = allocated.kv_cache_tensors[0].size // allocated.num_blocks * ranks
-    assert (found.group_bytes * found.block_tokens, found.attention_groups) == (block, len(groups))
+    assert (found.group_bytes * found.block_tokens, found.attention_groups + found.state_groups) == (block, len(groups))
 
 
 DEEPSEEK_32 = {**LATENT, "model_type": "deepseek_v32", "num_hidden_layers": 61, "index_topk": 2048}
@@ -323,15 +331,9 @@ def test_an_index_counts_for_the_layers_that_have_one(kind: str, fields: dict[st
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_the_keys_of_minimax_m3_are_on_every_rank(tp: int) -> None:
-    config = {
-        **DENSE,
-        "sparse_attention_config": {"sparse_attention_freq": [0, 0, *[1] * 30], "sparse_index_dim": 128},
-    }
+    config = {**DENSE, "sparse_attention_config": {"sparse_attention_freq": [0, 0, *[1] * 30], "sparse_index_dim": 128}}
     main = FullAttentionSpec(block_size=128, num_kv_heads=8 // tp, head_size=128, dtype=torch.bfloat16)
-    specs = {
-        **{f"layers.{layer}": main for layer in range(32)},
-        **index(list(range(2, 32)), 128, 128, torch.bfloat16),
-    }
+    specs = {**{f"layers.{layer}": main for layer in range(32)}, **index(list(range(2, 32)), 128, 128, torch.bfloat16)}
     assert_as_vllm_packs(make_family_layout(config, EngineLayout(tensor_parallel=tp)), specs, ranks=tp)
 
 
@@ -352,10 +354,7 @@ EVERY_SIXTH, OTHERS = [5, 11, 17, 23, 29], [layer for layer in range(30) if laye
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_heads_of_two_sizes_share_blocks_of_one_size(tp: int) -> None:
-    specs = {
-        **heads(EVERY_SIXTH, None, max(1, 4 // tp), 512),
-        **heads(OTHERS, 1024, max(1, 16 // tp), 256),
-    }
+    specs = {**heads(EVERY_SIXTH, None, max(1, 4 // tp), 512), **heads(OTHERS, 1024, max(1, 16 // tp), 256)}
     assert_as_vllm_packs(make_family_layout(GEMMA_4, EngineLayout(tensor_parallel=tp)), specs, ranks=tp)
 
 
@@ -378,10 +377,7 @@ def test_windows_with_more_heads_share_blocks_too() -> None:
 
 @pytest.mark.parametrize(
     ("config", "args"),
-    [
-        (DENSE, ["--kv-cache-dtype=nvfp4"]),
-        ({**DENSE, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, []),
-    ],
+    [(DENSE, ["--kv-cache-dtype=nvfp4"]), ({**DENSE, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, [])],
 )
 @pytest.mark.parametrize("tp", [1, 16])
 def test_four_bits_come_with_scales(config: dict[str, Any], args: list[str], tp: int) -> None:
@@ -427,3 +423,104 @@ def test_what_decides_elsewhere_is_named(
     found = make_family_layout(config, EngineLayout(args=engine_args.read(args), **engine))
     assert isinstance(found, KvUnknown)
     assert why in found.why
+
+
+# As vLLM's own config classes need it; what they derive from it (kinds of layers, head sizes) is theirs.
+TYPES = {
+    "meta-llama/Llama-3.1-8B-Instruct": "llama",
+    "Qwen/Qwen2.5-0.5B-Instruct": "qwen2",
+    "Qwen/Qwen3-8B": "qwen3",
+    "google/gemma-2-9b-it": "gemma2",
+    "google/gemma-3-27b-it": "gemma3_text",
+    "google/gemma-3-12b-it": "gemma3_text",
+    "openai/gpt-oss-20b": "gpt_oss",
+    "deepseek-ai/DeepSeek-V3": "deepseek_v3",
+    "deepseek-ai/DeepSeek-V2-Lite": "deepseek_v2",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "ai21labs/AI21-Jamba-1.5-Mini": "jamba",
+}
+
+
+def hf_config(config: dict[str, Any], model_type: str) -> Any:
+    without_type = {field: value for field, value in config.items() if field != "model_type"}
+    heads = {"num_attention_heads": 128} if "kv_lora_rank" in config else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoConfig.for_model(model_type, **{**heads, **without_type})
+
+
+def layer_kinds(hf: Any) -> list[str]:
+    count = hf.num_hidden_layers
+    return list(getattr(hf, "layer_types", None) or getattr(hf, "layers_block_type", None) or ["attention"] * count)
+
+
+def state_shapes(hf: Any, tp: int) -> Any:
+    if hf.model_type == "jamba":
+        return MambaStateShapeCalculator.mamba1_state_shape(
+            tp, hf.mamba_expand * hf.hidden_size, hf.mamba_d_state, hf.mamba_d_conv
+        )
+    return MambaStateShapeCalculator.gated_delta_net_state_shape(
+        tp,
+        hf.linear_num_key_heads,
+        hf.linear_num_value_heads,
+        hf.linear_key_head_dim,
+        hf.linear_value_head_dim,
+        hf.linear_conv_kernel_dim,
+    )
+
+
+def specs(hf: Any, *, tp: int, dtype: torch.dtype, block: int) -> dict[str, KVCacheSpec]:
+    """Return vLLM's spec of each layer, as its attention and Mamba layers would on one rank."""
+    convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(hf.model_type, ModelArchConfigConvertorBase)(hf, hf)
+    head, heads = convertor.get_head_size(), max(1, convertor.get_total_num_kv_heads() // tp)
+    found: dict[str, KVCacheSpec] = {}
+    for index, kind in enumerate(layer_kinds(hf)):
+        if convertor.is_deepseek_mla():
+            spec: KVCacheSpec = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=head, dtype=dtype)
+        elif kind == "sliding_attention":
+            spec = SlidingWindowSpec(
+                block_size=block, num_kv_heads=heads, head_size=head, dtype=dtype, sliding_window=hf.sliding_window
+            )
+        elif kind in {"linear_attention", "mamba"}:
+            spec = MambaSpec(block_size=block, shapes=state_shapes(hf, tp), dtypes=(torch.bfloat16, torch.bfloat16))
+        else:
+            spec = FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=head, dtype=dtype)
+        found[f"layers.{index}"] = spec
+    return found
+
+
+def ours(name: str, layout: EngineLayout) -> ModelLayout:
+    model = known(name)
+    found = make_model_layout({**model.config, "model_type": TYPES[name]}, layout)
+    assert isinstance(found, ModelLayout)
+    return found
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("kv_dtype", "dtype"), [("auto", torch.bfloat16), ("fp8", torch.uint8)])
+@pytest.mark.parametrize(("tp", "layout"), [(1, "LBNHC"), (2, "BLHNC"), (16, "LBHNC")])
+def test_a_chunk_holds_what_vllm_offloads(name: str, kv_dtype: str, dtype: torch.dtype, tp: int, layout: str) -> None:
+    model = known(name)
+    hf = hf_config(dict(model.config), TYPES[name])
+    args = engine_args.read([f"--kv-cache-dtype={kv_dtype}", "--block-size=16"])
+    found = ours(name, EngineLayout(tensor_parallel=tp, args=args))
+    of_vllm = specs(hf, tp=tp, dtype=dtype, block=found.block_tokens)
+    if found.has_states:
+        # vLLM makes attention pages just large enough for a state, and then pads the state to the page.
+        page = next(spec.page_size_bytes for spec in of_vllm.values() if isinstance(spec, FullAttentionSpec))
+        state = next(spec.page_size_bytes for spec in of_vllm.values() if isinstance(spec, MambaSpec))
+        assert page - page // found.block_tokens * 16 < state <= page
+        of_vllm = {
+            layer: MambaSpec(block_size=spec.block_size, shapes=spec.shapes, dtypes=spec.dtypes, page_size_padded=page)
+            if isinstance(spec, MambaSpec)
+            else spec
+            for layer, spec in of_vllm.items()
+        }
+    assert_as_vllm_packs(found, of_vllm, ranks=1 if "kv_lora_rank" in model.config else tp, layout=layout)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_the_share_of_a_pipeline_stage_is_that_of_the_first(stages: int) -> None:
+    first, last = get_pp_indices(36, 0, stages)
+    found = ours("Qwen/Qwen3-8B", EngineLayout(args=engine_args.read([f"-pp={stages}"])))
+    assert found.layers_per_group == stages * (last - first)

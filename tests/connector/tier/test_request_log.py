@@ -82,11 +82,7 @@ def test_each_place_of_a_prompt_is_logged(engines: Engines, caplog: pytest.LogCa
 )
 @pytest.mark.usefixtures("writer")
 def test_the_cause_is_logged_for_which_nothing_is_read(
-    engines: Engines,
-    caplog: pytest.LogCaptureFixture,
-    settings: dict[str, Any],
-    params: dict[str, Any],
-    cause: str,
+    engines: Engines, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], params: dict[str, Any], cause: str
 ) -> None:
     if mode := settings.get("live_file"):
         # It is not attached in this mode.

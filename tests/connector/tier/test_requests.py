@@ -135,7 +135,6 @@ def test_the_parent_is_known_although_only_the_end_of_the_prompt_is_stored(rigs:
     context = rig.request("writer")
     note_positions(context, keys(4))
     prepared = rig.manager.prepare_store([key(3)], context)
-    assert prepared is not None
     rig.manager.complete_store(prepared.keys_to_store, context)
     rig.settle()
     assert headers(rigs.root)[hash_of(3)].lineage == Lineage(hash_of(2), 3)

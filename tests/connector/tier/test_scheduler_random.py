@@ -85,11 +85,7 @@ class Machine(EngineMachine):
 
     def start(self) -> SimulatedEngine:
         return self.engines.make(
-            self.shape,
-            fs=self.fs,
-            min_reuse=self.min_reuse,
-            load_deadline_seconds=0.3,
-            refresh_seconds=0.05,
+            self.shape, fs=self.fs, min_reuse=self.min_reuse, load_deadline_seconds=0.3, refresh_seconds=0.05
         )
 
     @rule(

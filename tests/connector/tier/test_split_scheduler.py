@@ -109,7 +109,6 @@ def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(
     lookup, end = [text for text in caplog.messages if " request=reads " in text]
     assert f" volume={CHUNKS * BLOCK_TOKENS} way=split " in lookup
     joined = re.search(r" loaded=(\d+) computed=(\d+) joined=(\d+)@", end)
-    assert joined is not None
     head = second.computed["reads"] - (len(prompt) - CHUNKS * BLOCK_TOKENS)
     assert joined.groups() == (str(CHUNKS * BLOCK_TOKENS - head), str(second.computed["reads"]), str(head))
     second.close()

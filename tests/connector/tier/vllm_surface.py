@@ -137,10 +137,7 @@ USES = (
         read="tokens_per_chunk kv_cache_spec sliding_window_size_in_chunks",
     ),
     Use("vllm.v1.kv_cache_interface:SlidingWindowSpec", read="sliding_window extra_retained_tokens"),
-    Use(
-        f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig",
-        read="kv_group_configs blocks_per_chunk num_workers",
-    ),
+    Use(f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig", read="kv_group_configs blocks_per_chunk num_workers"),
     Use(
         f"{_OFFLOADING}.scheduler:TransferJobStatus",
         called=("__init__(req_id, pending_count, keys, is_store)",),
@@ -163,8 +160,7 @@ USES = (
         read="self_describing_enabled",
     ),
     Use(
-        f"{_CORE}.sched.output:SchedulerOutput",
-        read="num_scheduled_tokens preempted_req_ids kv_connector_block_state",
+        f"{_CORE}.sched.output:SchedulerOutput", read="num_scheduled_tokens preempted_req_ids kv_connector_block_state"
     ),
     Use(f"{_CORE}.sched.output:KVConnectorBlockState", read="boundary_state_offloads"),
     Use(
@@ -250,13 +246,7 @@ USES = (
     ),
     Use("vllm.lora.model_manager:LoRAModelManager", called=("list_adapters()",)),
     Use("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", called=("add_lora(lora_request)",)),
-    Use(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-        called=(
-            "get_model()",
-            "add_lora(lora_request)",
-        ),
-    ),
+    Use("vllm.v1.worker.gpu_model_runner:GPUModelRunner", called=("get_model()", "add_lora(lora_request)")),
     Use(f"{_OFFLOAD}.base:CanonicalKVCaches", read="tensors group_data_refs"),
     Use(f"{_OFFLOAD}.base:CanonicalKVCacheTensor", read="tensor page_size_bytes"),
     Use(f"{_OFFLOAD}.base:CanonicalKVCacheRef", read="tensor_idx page_size_bytes"),
@@ -274,11 +264,7 @@ USES = (
     ),
     Use(
         f"{_OFFLOAD}.base:ReqContext",
-        called=(
-            "get_state(cls)",
-            "set_state(val)",
-            "get_offload_key_position(key)",
-        ),
+        called=("get_state(cls)", "set_state(val)", "get_offload_key_position(key)"),
         read="req_id kv_transfer_params _offload_key_positions",
     ),
     Use(f"{_OFFLOAD}.base:LookupResult", read="HIT HIT_PENDING MISS RETRY"),

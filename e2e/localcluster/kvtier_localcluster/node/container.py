@@ -276,10 +276,7 @@ class ContainerRunner:
         return await self.execute(command, keep, None), b"".join(pieces).decode(errors="replace")
 
     async def execute(
-        self,
-        command: list[str],
-        send: Callable[[int, bytes], Awaitable[None]],
-        given: AsyncIterator[bytes] | None,
+        self, command: list[str], send: Callable[[int, bytes], Awaitable[None]], given: AsyncIterator[bytes] | None
     ) -> int:
         """Run a command inside the container and return its exit code; being cancelled ends the command."""
         try:

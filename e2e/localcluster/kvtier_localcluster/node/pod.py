@@ -37,10 +37,7 @@ class PodRunner:
         self._state_changed = asyncio.Event()
         self._is_ending = False
         sources = Sources(
-            pod=pod,
-            pod_ip=self._pod_ip,
-            config_map=self._lookup(kinds.CONFIG_MAP),
-            secret=self._lookup(kinds.SECRET),
+            pod=pod, pod_ip=self._pod_ip, config_map=self._lookup(kinds.CONFIG_MAP), secret=self._lookup(kinds.SECRET)
         )
         self._volumes = PodVolumes(sources, node.data, claim=self._lookup(kinds.PERSISTENT_VOLUME_CLAIM))
         services = PodServices(

@@ -39,10 +39,7 @@ def node_manifest(allocatable: Mapping[str, str], now: str) -> Json:
     """Return the Node."""
     ready = Condition("Ready", holds=True, reason="KubeletReady", message="the local node is posting ready status")
     return {
-        "metadata": {
-            "name": NODE_NAME,
-            "labels": {"kubernetes.io/hostname": NODE_NAME, "kubernetes.io/os": "linux"},
-        },
+        "metadata": {"name": NODE_NAME, "labels": {"kubernetes.io/hostname": NODE_NAME, "kubernetes.io/os": "linux"}},
         "spec": {},
         "status": {
             "capacity": dict(allocatable),

@@ -11,10 +11,7 @@ from kubernetes import client
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
-_TEMPLATE: dict[str, Any] = {
-    "metadata": {"labels": {"a": "b"}},
-    "spec": {"containers": [{"name": "c", "image": "x"}]},
-}
+_TEMPLATE: dict[str, Any] = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [{"name": "c", "image": "x"}]}}
 _WORKLOAD: dict[str, Any] = {"selector": {"matchLabels": {"a": "b"}}, "template": _TEMPLATE}
 _CLAIM: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
 _SCALING: dict[str, Any] = {"maxReplicas": 2, "scaleTargetRef": {"kind": "X", "name": "y"}}
@@ -27,11 +24,7 @@ _JOB: dict[str, Any] = {"template": {"spec": {**_TEMPLATE["spec"], "restartPolic
         ("v1 Node", {}, "CoreV1Api.list_node"),
         ("v1 Service", {"spec": {"ports": [{"port": 1}]}}, "CoreV1Api.list_service_for_all_namespaces"),
         ("v1 Event", {"involvedObject": {"name": "x"}}, "CoreV1Api.list_event_for_all_namespaces"),
-        (
-            "v1 PersistentVolumeClaim",
-            {"spec": _CLAIM},
-            "CoreV1Api.list_persistent_volume_claim_for_all_namespaces",
-        ),
+        ("v1 PersistentVolumeClaim", {"spec": _CLAIM}, "CoreV1Api.list_persistent_volume_claim_for_all_namespaces"),
         ("apps/v1 ReplicaSet", {"spec": _WORKLOAD}, "AppsV1Api.list_replica_set_for_all_namespaces"),
         ("batch/v1 Job", {"spec": _JOB}, "BatchV1Api.list_job_for_all_namespaces"),
         ("coordination.k8s.io/v1 Lease", {"spec": {}}, "CoordinationV1Api.list_lease_for_all_namespaces"),

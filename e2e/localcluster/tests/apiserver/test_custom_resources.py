@@ -36,10 +36,7 @@ def test_a_rule_reads_optional_fields_and_the_name() -> None:
     schema = {
         "type": "object",
         "properties": {"x": {"type": "integer"}},
-        "x-kubernetes-validations": [
-            {"rule": "self.?x.orValue(5) == 5"},
-            {"rule": "self.metadata.name == 'n'"},
-        ],
+        "x-kubernetes-validations": [{"rule": "self.?x.orValue(5) == 5"}, {"rule": "self.metadata.name == 'n'"}],
     }
     assert cel.rule_problems({"metadata": {"name": "n"}}, None, schema) == []
     assert len(cel.rule_problems({"metadata": {"name": "other"}, "x": 1}, None, schema)) == 2

@@ -129,10 +129,7 @@ def test_two_pods_share_a_claim_and_each_has_its_own_scratch_directory(bench: Be
         {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}},
         {"name": "scratch", "emptyDir": {}},
     ]
-    mounts = [
-        {"name": "shared", "mountPath": "/data"},
-        {"name": "scratch", "mountPath": "/tmp"},
-    ]
+    mounts = [{"name": "shared", "mountPath": "/data"}, {"name": "scratch", "mountPath": "/tmp"}]
     write = "import os, time; open('/data/note', 'x').write(os.environ['TMPDIR']); time.sleep(600)"
     bench.pod("writer", script(write, volumeMounts=mounts), volumes=volumes)
     bench.pod("reader", server(volumeMounts=mounts, env=[{"name": "NOTE", "value": "/data/note"}]), volumes=volumes)
