@@ -24,7 +24,9 @@ LINES = {"connector": 18_500, "operator": 20_000, "e2e": 16_000}
 
 ADDED = frozenset(
     {
+        "connector/kvtier_connector/cascade/comparison.py",
         "connector/kvtier_connector/cascade/rates.py",
+        "connector/kvtier_connector/cascade/releases.py",
         "connector/kvtier_connector/cascade/reuse_sample.py",
         "connector/kvtier_connector/cascade/split.py",
         "connector/kvtier_connector/vllm_adapter/request_log.py",
@@ -34,11 +36,13 @@ ADDED = frozenset(
         "operator/kvtier_cli/attach.py",
         "operator/kvtier_cli/trace.py",
         "operator/kvtier_operator/api/external_spec.py",
+        "operator/kvtier_operator/api/generations_spec.py",
         "operator/kvtier_operator/parts/external/__init__.py",
         "operator/kvtier_operator/parts/external/attach.py",
         "operator/kvtier_operator/parts/external/checks.py",
         "operator/kvtier_operator/parts/external/pods.py",
         "operator/kvtier_operator/parts/external/templates.py",
+        "operator/kvtier_operator/parts/releases.py",
         "operator/kvtier_operator/plan/model_families.py",
     }
 )

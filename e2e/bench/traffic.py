@@ -216,8 +216,7 @@ class Traffic:
             quiet_seconds=QUIET_SECONDS,
             limit_seconds=max(0.0, min(STORE_LIMIT_SECONDS, self._remaining())),
         )
-        # Of layers with a window, only the last blocks are stored.
-        if found * self._settings.groups < expected:
+        if found < expected:
             line = f"{self._backend}: {found} of {expected} blocks are on the volume"
             self._log.write({**self._record("missing"), "found": found, "expected": expected}, line)
 

@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {
     "disk.blockTokens": 64,
     "disk.canonicalLayout": True,
     "disk.compression": "Auto",
+    "generations.acrossReleases": "Verified",
     "cpu.evictionPolicy": "arc",
 }
 

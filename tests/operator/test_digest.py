@@ -166,3 +166,8 @@ def test_what_vllm_does_not_certify_is_refused_with_the_reason(settings: dict[st
     assert found.message.startswith("spec.disk.canonicalLayout: ")
     assert words in found.message
     assert found.message.endswith("engines of each tensorParallel keep blocks of their own")
+
+
+def test_another_image_keeps_the_generation_where_its_engines_verify_it() -> None:
+    verified = {"generations": {"acrossReleases": "Verified"}}
+    assert digest_of(**verified) == digest_of(**verified, engine={"image": "vllm/vllm-openai:v0.33.0"}) != digest_of()

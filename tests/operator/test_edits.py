@@ -90,6 +90,15 @@ def test_what_cannot_be_carried_out_is_not_explained() -> None:
         explain({}, {"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}})
 
 
+def test_another_image_keeps_the_cache_where_its_engines_verify_it() -> None:
+    verified = {"generations": {"acrossReleases": "Verified"}}
+    found = explain(verified, {**verified, "engine": {"image": "vllm/vllm-openai:v0.33.0"}})
+    kept, replaced = diff.warnings(found)
+    assert not found.discards_cache
+    assert kept.startswith("keeps the cache, verified at the first start")
+    assert "spec.engine.image" in replaced
+
+
 def test_an_edit_that_costs_nothing_warns_of_nothing() -> None:
     assert diff.warnings(explain({}, {"replicas": 3})) == ()
 

@@ -29,6 +29,7 @@ from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import TierStatus
 from kvtier_operator.conditions import Progress
+from kvtier_operator.observe.pod_reports import read_metrics
 from kvtier_operator.plan import make_generation
 from kvtier_operator.snapshot import EngineReport, LiveJanitor, Pod
 
@@ -117,6 +118,17 @@ def test_an_engine_that_does_without_the_volume_is_named_with_the_reason(
     found = conditions(varied(changed(pods=pods), spec=ENCRYPTED))["DiskHealthy"]
     assert (found["status"], found["reason"]) == ("False", reason)
     assert [each for each in words if each not in found["message"]] == []
+
+
+@pytest.mark.parametrize(("release", "reason"), [(1, "ReleaseCompared"), (2, "ReleaseRefused")])
+def test_an_engine_of_another_release_is_healthy_and_named(release: int, reason: str) -> None:
+    metrics = (
+        f'vllm:kvtier_disk_active{{engine="0"}} {release - 1}\nvllm:kvtier_disk_release{{engine="0"}} {release}.0\n'
+    )
+    pods = (replace(READY_POD, report=read_metrics(metrics.encode())),)
+    found = conditions(varied(changed(pods=pods)))["DiskHealthy"]
+    assert (found["status"], found["reason"]) == ("True", reason)
+    assert f"pod {READY_POD.name}" in found["message"]
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ class Attachment:
         stats: metrics.Stats,
         fs: FileSystem,
         generation: str = "",
+        image: str = "",
     ) -> None:
         """Prepare the directory; `open` begins to use it.
 
@@ -108,10 +109,11 @@ class Attachment:
             stats: Where metrics are counted.
             fs: The system calls.
             generation: Digest of the blocks that the engine was started for; empty where it was not told.
+            image: The engine's image; empty where that was not told.
         """
         self._fs, self._breaker, self._stats = fs, breaker, stats
         self._rows, self._rows_fd = rows, rows_fd
-        self._generation = generation
+        self._generation, self._image = generation, image
         self.keyring = Keyring(config.keys_dir) if config.keys_dir else None
         self.memory = BlockMemory()
         self.is_current = True
@@ -190,6 +192,7 @@ class Attachment:
             self._prepare(config)
         self.workers.start()
         self.lookups.start()
+        self._facts = facts
         self._claim = identity.RootClaim(Path(config.root), {**config.identity, **facts}, config.digest, fs=fs)
         # Before the engine can answer a request, so that the startup probe waits for all engines of the pod.
         self._tell(lambda: self._report.begin(self.refusal))
@@ -407,7 +410,7 @@ class Attachment:
                 self._refresh_live()
                 continue
             try:
-                self._claim.renew()
+                self._claim_root()
             except IdentityMismatch as error:
                 self.refused_field = error.field or UNREADABLE
                 self._refuse(error)
@@ -418,23 +421,26 @@ class Attachment:
                 self._decided.set()
                 self._closed.wait(RETRY_SECONDS)
                 continue
-            logger.info("kvtier %s: disk tier at %s", config.tier, config.root)
-            self.refusal = ""
-            self.workers.round_trip_seconds = _measure_round_trip(self._fs.rooted(config.root), config.root)
+            root, self.refusal = self._config.root, ""
+            logger.info("kvtier %s: disk tier at %s", config.tier, root)
+            self.workers.round_trip_seconds = _measure_round_trip(self._fs.rooted(root), root)
             self.is_readable = True
             self._tell(lambda: self._report.say(Phase.ATTACHED))
             return True
         return False
+
+    def _claim_root(self) -> bool:
+        """Claim the directory, as `RootClaim.renew` does."""
+        return self._claim.renew()
 
     def _stay_claimed(self) -> None:
         """Compare the description where it is another than before, and stop for ever if it is not of this engine.
 
         A directory that was removed is made again with the next block; what was known of it is forgotten.
         """
-        claim = self._claim
         try:
-            state = claim.look(may_write=self.mode.may_store)
-            is_new = claim.renew() if state is identity.RootState.OTHER else state is identity.RootState.GONE
+            state = self._claim.look(may_write=self.mode.may_store)
+            is_new = self._claim_root() if state is identity.RootState.OTHER else state is identity.RootState.GONE
         except IdentityMismatch as error:
             self.refused_field = error.field or UNREADABLE
             self.is_readable = False

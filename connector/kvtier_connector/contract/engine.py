@@ -42,6 +42,9 @@ COMPRESSION_OFF, COMPRESSION_ALWAYS = "Off", "Always"
 COMPRESSIONS = (COMPRESSION_OFF, "Auto", COMPRESSION_ALWAYS)
 """Whether blocks are written compressed: never, where the volume is slower than processors, or where it saves any."""
 
+ACROSS_RELEASES = (ACROSS_NEVER, ACROSS_VERIFIED) = ("Never", "Verified")
+"""Whether engines use blocks of another release of vLLM: never, or once computed blocks agree with them."""
+
 TENANT_SOURCES = ("None", "CacheSalt", "Parameter")
 """Where a request's tenant comes from: nowhere, its ``cache_salt``, or its ``kv_transfer_params``."""
 TENANT_PARAMETER = "kvtier_tenant"
@@ -103,6 +106,8 @@ class ConnectorConfig:
     encrypted are then neither written nor read."""
     compression: str = field(default=COMPRESSION_OFF, metadata=documents.ADDED)
     """One of `COMPRESSIONS`, of what is written."""
+    across_releases: str = field(default=ACROSS_NEVER, metadata=documents.ADDED)
+    """One of `ACROSS_RELEASES`; with ``Never``, the identity must tell releases apart."""
     tenant_from: str = "None"
     """One of `TENANT_SOURCES`."""
     live_file: str = ""
@@ -139,6 +144,7 @@ class ConnectorConfig:
             (self.refresh_seconds > 0, "refresh_seconds", "must be more than 0"),
             (self.keys_dir == "" or self.keys_dir.startswith("/"), "keys_dir", "must be an absolute path"),
             (self.compression in COMPRESSIONS, "compression", f"must be one of {', '.join(COMPRESSIONS)}"),
+            (self.across_releases in ACROSS_RELEASES, "across_releases", "must be Never or Verified"),
             (self.tenant_from in TENANT_SOURCES, "tenant_from", f"must be one of {', '.join(TENANT_SOURCES)}"),
             (self.min_tokens >= 0, "min_tokens", "must be 0 (no limit) or more"),
             (1 <= self.min_reuse <= MOST_REUSE, "min_reuse", f"must be between 1 and {MOST_REUSE}"),

@@ -27,6 +27,7 @@ from kvtier_connector.store.layout import (
     JOURNAL,
     PURGES_FILE,
     QUARANTINE,
+    RELEASES,
     TENANTS,
     TIER_FILE,
     find_home,
@@ -44,7 +45,7 @@ _ACTIVITY_SECONDS = 60.0
 """Pause between two looks at the journals of generations that are not current."""
 _QUIET_SECONDS = 3600.0
 """A tenant's tree that changed more recently may be about to be filled."""
-_PARTS = frozenset({BLOCKS, TENANTS, QUARANTINE, JOURNAL, PURGES_FILE, TIER_FILE})
+_PARTS = frozenset({BLOCKS, TENANTS, QUARANTINE, JOURNAL, RELEASES, PURGES_FILE, TIER_FILE})
 _BUSY = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY})
 
 
@@ -111,9 +112,9 @@ class Cleanup:
         return next((f"generation: {each.problem}" for each in self.generations if each.problem), "")
 
     def order(self, current: str) -> list[str]:
-        """Return the digests in the order in which their blocks are evicted last: the current one, then by activity."""
+        """Return the digests in the order in which their blocks are evicted last: current ones, then by activity."""
         active = {each.digest: self._active_ns.get(each.digest, each.created_ns) for each in self.generations}
-        return sorted(active, key=lambda digest: (digest != current, -active[digest], digest))
+        return sorted(active, key=lambda digest: (digest.partition(".r")[0] != current, -active[digest], digest))
 
     def retire(self, config: JanitorConfig, may_go_on: Callable[[], bool]) -> bool:
         """Remove generations that are neither current, nor to keep, nor in use; return whether all of it is done.
@@ -138,6 +139,7 @@ class Cleanup:
         latest = sorted(self._active_ns, key=lambda digest: (-self._active_ns[digest], digest))
         # Directories of weights that replaced the model's own are no previous generations: no edit leads back to them.
         kept = [digest for digest in latest if (home := find_home(digest)) and not home.epoch][: config.keep_previous]
+        kept += [digest for digest in latest if digest.partition(".r")[0] == config.current][:1]
         is_all_gone = True
         for digest in latest:
             if digest in kept or self._active_ns[digest] >= before_ns:

@@ -53,7 +53,7 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
         text = _read(fs, root)
         if text is None:
             make_directories(fs, str(root))
-            _create(fs, root, json.dumps(ours, sort_keys=True, indent=2) + "\n")
+            write_once(fs, f"{root}/{TIER_FILE}", json.dumps(ours, sort_keys=True, indent=2) + "\n")
             text = _read(fs, root)
     except OSError as error:
         raise StoreUnavailable(f"{root}: cannot be claimed: {error}") from error
@@ -191,12 +191,11 @@ def _read(fs: FileSystem, root: Path) -> bytes | None:
         return None
 
 
-def _create(fs: FileSystem, root: Path, text: str) -> None:
-    """Write the file aside and give it its name only when it is whole; keep the one that is there already.
+def write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool = False) -> None:
+    """Write the file aside and give it its name only when it is whole; keep one that is there, unless told to replace.
 
     It is written once in the life of a directory, so waiting for the device costs nothing here.
     """
-    path = f"{root}/{TIER_FILE}"
     partial = partial_path(path, new_token())
     fd = -1
     is_renamed = False
@@ -207,15 +206,17 @@ def _create(fs: FileSystem, root: Path, text: str) -> None:
         closing, fd = fd, -1
         fs.close(closing)
         try:
-            fs.link(partial, path)
+            if not is_replacing:
+                fs.link(partial, path)
+                return
         except FileExistsError:
             return
         except OSError as error:
             if error.errno not in _NO_HARD_LINKS:
                 raise
-            # Two creators may now replace each other's file. Both compare afterwards, so a stranger still notices.
-            fs.rename(partial, path)
-            is_renamed = True
+        # Without links two creators may replace each other's file. Both compare afterwards, so a stranger notices.
+        fs.rename(partial, path)
+        is_renamed = True
     finally:
         if not is_renamed:
             abandon(fs, fd, partial)

@@ -27,6 +27,8 @@ TIER_FILE = "tier.json"
 """The file at the root that says whose blocks these are."""
 PURGES_FILE = "purges.jsonl"
 """The file at the root that tells writers what was purged."""
+RELEASES = "releases"
+"""Directory of verdicts about the blocks, one of each release of vLLM that compared them with its own."""
 BESIDE_GENERATIONS = frozenset({"permit.json", "volume.json", "janitor.catalog"})
 """Files that kvtier keeps beside the generations of a tier."""
 

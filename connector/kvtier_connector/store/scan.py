@@ -25,6 +25,7 @@ from kvtier_connector.store.layout import (
     JOURNAL,
     PURGES_FILE,
     QUARANTINE,
+    RELEASES,
     TIER_FILE,
     BlockKey,
     is_partial,
@@ -110,7 +111,8 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     size, mtime_ns = status.st_size, status.st_mtime_ns
     name = path.rpartition("/")[2]
     is_file = stat.S_ISREG(status.st_mode)
-    if is_file and (path in {TIER_FILE, PURGES_FILE} or parse_journal_path(path) is not None):
+    is_ours = path in {TIER_FILE, PURGES_FILE} or path.startswith(f"{RELEASES}/")
+    if is_file and (is_ours or parse_journal_path(path) is not None):
         return None
     # An NFS client keeps a removed file under such a name while a process has it open, then removes it by itself.
     if name.startswith(".nfs"):
@@ -127,7 +129,7 @@ _Found = list[tuple[str, os.stat_result]]
 """Paths relative to the root, and what they are."""
 _Listed = tuple[float, _Found]
 """Files of one directory, with its share of the whole walk, less that of its subdirectories."""
-_FEW = frozenset({JOURNAL, QUARANTINE})
+_FEW = frozenset({JOURNAL, QUARANTINE, RELEASES})
 """Directories beside which the rest has nearly all files."""
 
 

@@ -49,18 +49,17 @@ MISSES = Metric(
     "Blocks that a lookup or a load could not serve, by cause. Of the request: min_tokens (the hit is too short), cost "
     "(computing is quicker), unwanted (its own parameters), tenant (unknown). Of its contents: media (a name of "
     "several pictures, sounds or videos), adapter (its weights are unknown or were replaced), weights (not compared "
-    "yet since a reset). Of the engine: budget (no room in the CPU tier), inert, mode, no_workers, shutdown. Of the "
-    "volume: absent, late_probe (no answer in time), deadline (a load took too long), stuck (it holds up every "
-    "worker), breaker (it fails), or the fault of the file.",
+    "yet since a reset). Of the engine: release (it compares blocks of another), budget (no room in the CPU tier), "
+    "inert, mode, no_workers, shutdown. Of the volume: absent, late_probe (no answer in time), deadline (a load took "
+    "too long), stuck (it holds up every worker), breaker (it fails), or the fault of the file.",
     ("cause",),
 )
 SKIPPED_STORES = Metric(
     "vllm:kvtier_disk_shed_stores",
-    "Blocks that were not written, by cause. Tenant, media, adapter, weights, inert, mode, no_workers, stuck, breaker, "
-    "deadline and shutdown are as for misses. Of the engine: queue_full (too much waits to be written), min_reuse (too "
-    "few requests asked for them yet), no_key (no active key to encrypt with). Of the volume: no_permit (not renewed "
-    "by the janitor), no_budget (the permit is used up), no_quota (the tenant's is used up), purged (a purge came "
-    "first), or its error.",
+    "Blocks that were not written, by cause. Tenant, media, adapter, weights, release, inert, mode, no_workers, stuck, "
+    "breaker, deadline and shutdown are as for misses. Of the engine: queue_full (too much waits to be written), "
+    "min_reuse (too few requests asked for them yet), no_key (no active key to encrypt with). Of the volume: no_permit "
+    "(not renewed), no_budget (the permit is used up), no_quota (the tenant's is used up), purged, or its error.",
     ("cause",),
 )
 SAVED_SECONDS = Metric(
@@ -83,6 +82,11 @@ REFUSED = Metric(
     "1 while the engine serves without the volume because the directory has another identity, by the first field of "
     "tier.json that differs. Or `generation`, or `replaced weights` while the weights are not those of the start.",
     ("field",),
+    is_gauge=True,
+)
+RELEASE = Metric(
+    "vllm:kvtier_disk_release",
+    "0: the blocks are of this release of vLLM or agree with it. 1: they are compared, and not used. 2: they differ.",
     is_gauge=True,
 )
 KEY_MISSING = Metric(
@@ -198,6 +202,7 @@ NO_ADAPTER = "adapter"
 NO_MEDIA = "media"
 UNWANTED = "unwanted"
 NEW_WEIGHTS = "weights"
+UNVERIFIED = "release"
 BYPASSED = "mode"
 QUEUE_FULL = "queue_full"
 UNREUSED = "min_reuse"

@@ -31,11 +31,12 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_connector.cascade.attach import Attachment, read_config
+from kvtier_connector.cascade.attach import read_config
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.cascade.lookup import Lookups
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Rates
+from kvtier_connector.cascade.releases import ReleasedAttachment, attachment_class
 from kvtier_connector.cascade.requests import TierRequest, TierRequests
 from kvtier_connector.cascade.transfers import POLL_SECONDS, ReuseFilter, Transfers
 from kvtier_connector.contract.errors import ConfigInvalid
@@ -79,6 +80,7 @@ class SharedVolumeTier(SecondaryTierManager):
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
         generation: str = "",
+        image: str = "",
         **unknown: Any,
     ) -> None:
         """Build the tier; `open` begins to use the volume, and the engine starts even if that cannot be used.
@@ -92,6 +94,7 @@ class SharedVolumeTier(SecondaryTierManager):
             locality: LOCAL or REMOTE, for requests that ask for tiers by locality.
             backpressure_detector: vLLM's, if configured; it sees how long stores take.
             generation: Digest of the blocks that this engine is started for, if the document may have moved on.
+            image: Name of the engine's image, which tells releases of vLLM apart.
             unknown: Anything else in the tier's configuration, which is refused.
 
         Raises:
@@ -100,7 +103,7 @@ class SharedVolumeTier(SecondaryTierManager):
         if unknown:
             raise ConfigInvalid(
                 f"secondary_tiers: {tier_type} does not know {', '.join(sorted(unknown))}; "
-                "it takes config_file, generation, enable_kv_events, locality and backpressure"
+                "it takes config_file, generation, image, enable_kv_events, locality and backpressure"
             )
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._spec = offloading_spec
@@ -135,7 +138,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self.rates = Rates(now=time.monotonic, min_tokens=config.min_tokens, **steps)
         self.drain = Drain(0 if engine is None else engine.shutdown_timeout, self.stats, name=config.tier)
         self.drain.watch()
-        self.attachment = Attachment(
+        self.attachment = attachment_class(config)(
             config,
             rows=primary_kv_view,
             rows_fd=getattr(offloading_spec, "region_fd", None),
@@ -143,6 +146,7 @@ class SharedVolumeTier(SecondaryTierManager):
             stats=self.stats,
             fs=self.fs,
             generation=generation,
+            image=image,
         )
         self.lookups = Lookups(
             self.attachment,
@@ -216,6 +220,8 @@ class SharedVolumeTier(SecondaryTierManager):
 
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
+        if isinstance(self.attachment, ReleasedAttachment):
+            self.attachment.offer(self.requests.of(job_metadata.req_context), job_metadata)
         self.transfers.store(job_metadata, refusal=self._why_not_storing())
 
     def retry(self, order: TransferJob) -> None:

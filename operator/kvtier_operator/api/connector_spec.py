@@ -333,6 +333,7 @@ LIMITED: Final[Mapping[str, tuple[str | int | bool | None, str]]] = {
     "disk.budget.ttl": ("168h", "blocks are kept until the room is needed"),
     "disk.canonicalLayout": (False, "its blocks are laid out for one tensorParallel"),
     "disk.blockTokens": (None, "it has units of its own (LMCache: spec.connector.lmcache.chunkTokens)"),
+    "generations.acrossReleases": ("Never", "its blocks are not compared"),
     "cpu.evictionPolicy": ("lru", "it evicts the least recently used, and nothing else can be set"),
 }
 """Fields that only some connectors honour, their defaults, and what the others would do, as the end of a sentence."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The volume of a KVCacheTier, its use and upkeep: spec.volume, spec.disk, spec.generations and spec.janitor. Pure."""
+"""The volume of a KVCacheTier, its use and upkeep: spec.volume, spec.disk and spec.janitor. Pure."""
 
 from __future__ import annotations
 
@@ -234,14 +234,6 @@ class Disk(ApiModel):
     before compression compute such blocks again. Changing it keeps the cache, and restarts the engines."""
     encryption: EncryptionSpec | None = None
     """Encryption of the blocks on the volume. Without it they lie there as they are."""
-
-
-class Generations(ApiModel):
-    """Fate of the blocks of earlier specs."""
-
-    keep_previous: Annotated[StrictInt, Field(ge=0, le=32, json_schema_extra={"format": "int32"})] = 1
-    """How many earlier generations stay on the volume, so that going back to one finds its blocks. Older ones are
-    removed. Whatever is kept counts towards the budget, and goes before blocks of the current one."""
 
 
 class JanitorResources(ApiModel):

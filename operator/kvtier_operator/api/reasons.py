@@ -126,6 +126,8 @@ class Reason(enum.Enum):
     STRANGER = "Stranger"
     DETACHED = "Detached"
     KEY_MISSING = "KeyMissing"
+    RELEASE_COMPARED = "ReleaseCompared"
+    RELEASE_REFUSED = "ReleaseRefused"
     CANARY_LOADED = "CanaryLoaded"
     CANARY_FOUND = "CanaryFound"
     CANARY_PENDING = "CanaryPending"

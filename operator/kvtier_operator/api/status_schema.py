@@ -151,9 +151,10 @@ class GenerationEntry(ApiModel):
 
     digest: Annotated[StrictStr, Field(max_length=64)]
     """Digest of its identity, and the name of its directory."""
-    role: Literal["Current", "Previous", "Unshared"] | None = None
-    """Engines use the `Current` one. Those that are `Previous` stay for a rollback, see `spec.generations`. Those that
-    are `Unshared` hold blocks of one engine whose weights cannot be told, and go an hour after its last use."""
+    role: Literal["Current", "Previous", "Release", "Unshared"] | None = None
+    """Engines use the `Current` one, or that of their `Release` of vLLM. Those that are `Previous` stay for a rollback,
+    see `spec.generations`. Those that are `Unshared` hold blocks of one engine whose weights cannot be told, and go an
+    hour after its last use."""
     used_bytes: Amount | None = None
     """Bytes that its blocks take, to about a percent."""
     blocks: Amount | None = None

@@ -15,9 +15,10 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from kvtier_operator import quantity
 from kvtier_operator.api import connector_spec
 from kvtier_operator.api.connector_spec import BUNDLED, Connector
-from kvtier_operator.api.disk_spec import NO_VOLUME, Disk, Generations, Janitor, VolumeSpec
+from kvtier_operator.api.disk_spec import NO_VOLUME, Disk, Janitor, VolumeSpec
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec
 from kvtier_operator.api.external_spec import EXTERNAL_RULES
+from kvtier_operator.api.generations_spec import Generations
 from kvtier_operator.api.model_spec import ONE_PLACE, ModelSpec
 from kvtier_operator.api.routing_spec import KvEvents, Routing
 from kvtier_operator.api.rules import TEXT, ApiModel, ByteQuantity, Checked, Converted, ObjectName, Rule, at

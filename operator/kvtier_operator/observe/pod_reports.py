@@ -94,6 +94,7 @@ _REFUSED: Final = re.compile(rb"^vllm:kvtier_disk_refused\{([^}]*)\} (\S+)", re.
 _KEY_MISSING: Final = re.compile(rb"^vllm:kvtier_disk_key_missing\{[^}]*\} 1(\.0*)?\s*$", re.MULTILINE)
 _INACTIVE: Final = re.compile(rb"^vllm:kvtier_disk_active\{[^}]*\} 0(\.0*)?\s*$", re.MULTILINE)
 _BYPASSED: Final = re.compile(rb"^vllm:kvtier_disk_mode\{[^}]*\} 2(\.0*)?\s*$", re.MULTILINE)
+_RELEASE: Final = re.compile(rb"^vllm:kvtier_disk_release\{[^}]*\} ([0-2])(?:\.0*)?\s*$", re.MULTILINE)
 _FIELD: Final = re.compile(rb'(?:^|,)field="([^"\\]*)"')
 _MOST_WORDS: Final = 200
 """Characters of a field's name or a problem that a message repeats."""
@@ -133,11 +134,13 @@ def read_metrics(body: bytes) -> EngineReport:
         field = _FIELD.search(labels)
         if field is not None and float(value) > 0:
             refused.add(field[1][:_MOST_WORDS].decode(errors="replace"))
+    release = max(map(int, _RELEASE.findall(body)), default=0)
     is_inactive = _INACTIVE.search(body) is not None and _BYPASSED.search(body) is None
     return EngineReport(
         refused=tuple(sorted(refused)),
         is_key_missing=_KEY_MISSING.search(body) is not None,
-        is_detached=is_inactive and not refused,
+        release=release,
+        is_detached=is_inactive and not refused and release != 1,
     )
 
 

@@ -33,6 +33,7 @@ from kvtier_operator.conditions import (
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts import pods
 from kvtier_operator.parts.part import Component, component_problem
+from kvtier_operator.parts.releases import generation_role, releases_agree
 from kvtier_operator.plan import TierPlan, releases_claim
 from kvtier_operator.plan.janitor_config import JanitorPlan
 from kvtier_operator.snapshot import LiveJanitor, Snapshot
@@ -286,31 +287,26 @@ def volume_has_room(stage: PlannedStage) -> Problem | None:
 
 def engines_own_the_directory(stage: PlannedStage) -> Problem | None:
     """No engine found the directory to belong to another model or layout."""
-    strays = [pod for pod in stage.snapshot.pods if pod.report is not None and pod.report.refused]
-    if not strays:
+    refused = {pod.name: pod.report.refused for pod in stage.snapshot.pods if pod.report and pod.report.refused}
+    if not refused:
         return None
-    fields = sorted({field for pod in strays if pod.report is not None for field in pod.report.refused})
+    fields = sorted({field for found in refused.values() for field in found})
+    why = (
+        f"tier.json of its generation says another {', '.join(fields)}. Blocks of one model are never served to "
+        "another. Name a commit in spec.model.revision and a digest in spec.engine.image, which starts a generation of "
+        "its own. Or remove this generation with `kvtier purge --generation`"
+    )
     if fields == ["generation"]:
-        return Problem(
-            Reason.STRANGER,
-            f"pod {listed([pod.name for pod in strays])} serves without the volume: its container was "
-            "restarted after the spec had changed, with settings that it was not made for. The rollout replaces it; if "
-            "it stays, delete the pod",
+        why = (
+            "its container was restarted after the spec had changed, with settings that it was not made for. The "
+            "rollout replaces it; if it stays, delete the pod"
         )
     if fields == [REPLACED_WEIGHTS]:
-        return Problem(
-            Reason.STRANGER,
-            f"pod {listed([pod.name for pod in strays])} serves without the volume: its weights were replaced "
-            "while it ran. Delete the pod to have an engine of the model's own weights, or set "
-            "spec.disk.mode: Bypass while weights are replaced again and again",
+        why = (
+            "its weights were replaced while it ran. Delete the pod to have an engine of the model's own weights, or "
+            "set spec.disk.mode: Bypass while weights are replaced again and again"
         )
-    return Problem(
-        Reason.STRANGER,
-        f"pod {listed([pod.name for pod in strays])} serves without the volume: tier.json of its generation "
-        f"says another {', '.join(fields)}. Blocks of one model are never served to another. Name a commit in "
-        "spec.model.revision and a digest in spec.engine.image, which starts a generation of its own. Or remove this "
-        "generation with `kvtier purge --generation`",
-    )
+    return Problem(Reason.STRANGER, f"pod {listed([*refused])} serves without the volume: {why}")
 
 
 def volume_answers(stage: PlannedStage) -> Problem | None:
@@ -386,6 +382,7 @@ DISK_HEALTHY: Final = _unless_awaited(
             active_key_is_there,
             janitor_reports,
             janitor_is_not_hindered,
+            releases_agree,
         ),
         ok=Reason.HEALTHY,
         text="engines and janitor work on the volume",
@@ -418,7 +415,7 @@ def generations(stage: PlannedStage, *, current: str) -> list[dict[str, Any]] | 
     return [
         {
             "digest": each.digest,
-            "role": _generation_role(each.digest, current),
+            "role": generation_role(each.digest, current),
             "usedBytes": each.used_bytes,
             "blocks": each.blocks,
             **_time("created", each.created),
@@ -430,12 +427,8 @@ def generations(stage: PlannedStage, *, current: str) -> list[dict[str, Any]] | 
 
 def with_roles(counted: Iterable[Mapping[str, Any]], *, current: str) -> list[dict[str, Any]]:
     """Return generations of an earlier count, with their roles beside the current one."""
-    found = [{**each, "role": _generation_role(each["digest"], current)} for each in counted]
+    found = [{**each, "role": generation_role(each["digest"], current)} for each in counted]
     return sorted(found, key=lambda each: each["digest"] != current)
-
-
-def _generation_role(digest: str, current: str) -> str:
-    return "Current" if digest == current else "Unshared" if "." in digest else "Previous"
 
 
 MOST_GENERATIONS: Final = 64

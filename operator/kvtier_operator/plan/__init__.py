@@ -200,6 +200,7 @@ def _plan(spec: TierSpec, tier: TierRef, decisions: Decisions, *, connector_imag
             identity=generation.identity,
             keys_dir="" if encryption is None else names.KEYS_MOUNT,
             compression=spec.disk.compression,
+            across_releases=spec.generations.across_releases,
             tenant_from=spec.disk.tenants.source,
             min_tokens=spec.disk.admission.min_tokens,
             min_reuse=spec.disk.admission.min_reuse,

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtier_operator import quantity
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.generations_spec import IMAGE_KEEPS_CACHE
 from kvtier_operator.api.parse import ABSENT, document, with_value
 
 
@@ -134,6 +135,8 @@ def warnings(diff: Diff) -> tuple[str, ...]:
             f"{_fields(change for change in diff.changes if change.is_new_generation)}; they stay for a rollback until "
             "they are removed as an old generation"
         )
+    elif any(change.field == "spec.engine.image" and not change.is_new_generation for change in diff.changes):
+        sentences.append(IMAGE_KEEPS_CACHE)
     if diff.ranks_hint:
         sentences.append(diff.ranks_hint)
     if diff.restarted_pods:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvtier_connector.contract.engine import BLOCK_FORMAT_VERSION
+from kvtier_connector.contract.engine import ACROSS_VERIFIED, BLOCK_FORMAT_VERSION
 from kvtier_operator.api import TierSpec
 from kvtier_operator.plan import engine_args
 
@@ -26,14 +26,14 @@ def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields that decide whether an engine of this spec may read a block.
 
     The image stands for what only the engine knows (resolved types, group layout): another image never reads the
-    blocks of this one.
+    blocks of this one, or compares them first.
     """
     env = {entry["name"]: entry for entry in spec.engine.env if entry["name"] in engine_args.ENVIRONMENT}
     return {
         "version": IDENTITY_VERSION,
         "model_name": spec.model.name,
         "model_revision": spec.model.revision,
-        "engine_image": spec.engine.image,
+        "engine_image": "any" if spec.generations.across_releases == ACROSS_VERIFIED else spec.engine.image,
         "engine_accelerator": spec.engine.accelerator.resource,
         "engine_tensor_parallel": "any" if spec.disk.canonical_layout else spec.engine.tensor_parallel,
         "engine_flags": engine_args.read(spec.engine.args).identity,

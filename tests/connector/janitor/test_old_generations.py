@@ -46,6 +46,15 @@ def test_a_directory_of_updated_weights_goes_when_no_engine_uses_it_and_takes_no
     assert {generation.digest for generation in usage.generations} == {"aa", "aa.p2", "bb"}
 
 
+def test_the_generation_of_a_release_that_refused_the_current_one_stays_with_it(rig: Rig) -> None:
+    previous, older, latest, current = (rig.engine(name) for name in ("bb", "aa.r1", "aa.r2", "aa"))
+    for engine, age in ((older, 4 * DAY), (previous, 3 * DAY), (latest, 2 * DAY), (current, 5 * DAY)):
+        engine.put(*range(3))
+        engine.age(age)
+    usage = rig.sweep(rig.sweeper(keep_previous=1))
+    assert {generation.digest for generation in usage.generations} == {"aa", "aa.r2", "bb"}
+
+
 def test_a_directory_that_no_generation_can_have_is_none_whatever_it_holds(rig: Rig) -> None:
     previous, current = rig.engine("bb"), rig.engine("aa")
     for engine, age in ((previous, 2 * DAY), (current, 0.0)):

@@ -169,6 +169,7 @@ def _bundled_connector(plan: TierPlan) -> dict[str, Any]:
                 "config_file": f"{names.CONFIG_MOUNT}/{CONFIG_FILE}",
                 # The file follows the spec while a pod of an earlier one may still be restarted.
                 "generation": plan.generation.digest,
+                **({"image": plan.spec.engine.image} if plan.generation.identity["engine_image"] == "any" else {}),
             }
         ],
     }

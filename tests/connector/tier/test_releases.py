@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of another release of vLLM use the blocks of a generation once what they compute agrees with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checks import check
+from engine_fleet import Engines
+from engine_parts import Shape, prompt_of
+from engine_rig import SimulatedEngine
+from rig import wait_until
+from slow_fs import GatedFs
+
+from kvtier_connector.cascade import releases
+from kvtier_connector.cascade.comparison import compare
+from kvtier_connector.cascade.releases import PROMPTS, ReleasedAttachment, Verdict
+from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
+from kvtier_connector.store.header import HEADER_BYTES
+from kvtier_connector.store.layout import parse_block_path
+
+OURS = [prompt_of(6, seed=number) for number in range(1, 3 * PROMPTS)]
+"""More than must agree: a prompt is left out where too many blocks wait to be compared."""
+OLD, NEW = "vLLM 0.32.0", "vLLM 0.33.0"
+Start = Callable[..., SimulatedEngine]
+Values = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def start(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Start an engine of a release."""
+
+    def start_engine(release: str, shape: Shape | None = None, **settings: Any) -> SimulatedEngine:
+        monkeypatch.setattr(releases, "release_name", lambda _image: release)
+        made = engines.make(shape, **{"across_releases": "Verified", **settings})
+        wait_until(lambda: bool(made.metric("vllm:kvtier_disk_mode") == 0), "the engine has looked at the volume")
+        return made
+
+    return start_engine
+
+
+@pytest.fixture
+def total(start: Start) -> int:
+    """Have the old release store the prompts; return how many tokens it computed."""
+    engine = start(OLD)
+    assert verdict_of(engine) is Verdict.ACCEPTED
+    return ask(engine, OURS)
+
+
+def verdict_of(engine: SimulatedEngine) -> Verdict:
+    attachment = engine.tier.attachment
+    assert isinstance(attachment, ReleasedAttachment)
+    assert attachment.gate is not None
+    return attachment.gate.verdict
+
+
+def ask(engine: SimulatedEngine, prompts: list[list[int]]) -> int:
+    """Ask for prompts one after the other; return how many of their tokens were computed."""
+    computed = 0
+    for prompt in prompts:
+        computed += engine.ask(f"ask-{len(engine.answers)}", prompt)
+        engine.run()
+    return computed
+
+
+def decide(engine: SimulatedEngine) -> Verdict:
+    """Wait for the verdict, and for the directory that follows from it."""
+    wait_until(lambda: verdict_of(engine) is not Verdict.COMPARING, "the engine has compared")
+    if verdict_of(engine) is Verdict.REFUSED:
+
+        def is_moved() -> bool:
+            ask(engine, [prompt_of(1, seed=50)])
+            return engine.metric("vllm:kvtier_disk_active") == 1
+
+        wait_until(is_moved, "the engine uses the generation of its release")
+    return verdict_of(engine)
+
+
+def own(root: Path) -> list[Path]:
+    return sorted(root.parent.glob(f"{root.name}.r*"))
+
+
+def note_of(root: Path) -> dict[str, Any]:
+    (path,) = (root / "releases").glob("r*.json")
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def spoil(root: Path, change: Callable[[bytearray], None]) -> None:
+    """Write other blocks in the place of all, as another release would have stored them."""
+    store = BlockStore(root)
+    for path in list(root.rglob("*.kvb")):
+        key = parse_block_path(str(path.relative_to(root)))
+        assert key is not None
+        content = bytearray(path.stat().st_size - HEADER_BYTES)
+        assert isinstance(store.get(key, memoryview(content)), Hit)
+        change(content)
+        path.unlink()
+        assert isinstance(store.put(key, memoryview(content)), Stored)
+
+
+def test_blocks_of_another_release_are_read_once_computed_ones_agree(
+    start: Start, engines: Engines, total: int
+) -> None:
+    files, root = engines.count(), engines.rigs.root
+    second = start(NEW)
+    assert second.metric("vllm:kvtier_disk_release") == Verdict.COMPARING
+    assert ask(second, OURS[:PROMPTS]) == total * PROMPTS // len(OURS)
+    ask(second, OURS[PROMPTS:])
+    assert decide(second) is Verdict.ACCEPTED
+    assert engines.count() == files
+    assert f"blocks of {PROMPTS} prompts agree, to 0.00%" in note_of(root)["why"]
+
+    later = start(NEW)
+    assert verdict_of(later) is Verdict.ACCEPTED
+    assert ask(later, OURS) < total / 2
+    assert ask(second, [prompt_of(6, seed=99)])
+    assert engines.count() > files
+    assert verdict_of(start(OLD)) is Verdict.ACCEPTED
+    assert check(root) == []
+    assert not own(root)
+
+
+def test_blocks_that_differ_are_not_believed_and_the_release_gets_a_generation_of_its_own(
+    start: Start, engines: Engines, total: int
+) -> None:
+    root = engines.rigs.root
+    spoil(root, lambda content: content.reverse())
+    second = start(NEW)
+    assert ask(second, OURS) == total
+    assert decide(second) is Verdict.REFUSED
+    assert "differs in" in note_of(root)["why"]
+    ask(second, [prompt_of(6, seed=99)])
+
+    later = start(NEW)
+    assert decide(later) is Verdict.REFUSED
+    assert later.metric("vllm:kvtier_disk_release") == Verdict.REFUSED
+    assert ask(later, [prompt_of(6, seed=99)]) < total / len(OURS)
+    (directory,) = own(root)
+    assert check(directory) == []
+    assert check(root) == []
+    assert verdict_of(start(OLD)) is Verdict.ACCEPTED
+
+
+@pytest.mark.parametrize(
+    ("has_blocks", "settings", "why"),
+    [
+        (False, {}, "has stored no blocks"),
+        (True, {"weights": 1}, "another engine.weights"),
+        (True, {"shape": Shape(windows=(None, 64))}, "another engine."),
+    ],
+)
+def test_a_release_whose_engines_differ_or_that_has_nothing_to_compare_begins_its_own_generation_at_once(
+    start: Start, engines: Engines, has_blocks: bool, settings: dict[str, Any], why: str
+) -> None:
+    ask(start(OLD), OURS if has_blocks else [])
+    assert decide(start(NEW, **settings)) is Verdict.REFUSED
+    assert why in note_of(engines.rigs.root)["why"]
+
+
+def test_engines_of_one_release_that_differ_are_refused_as_ever(start: Start, engines: Engines, total: int) -> None:
+    other = engines.make(weights=1, across_releases="Verified")
+    wait_until(lambda: bool(other.metric("vllm:kvtier_disk_refused", "engine.weights")), "it is refused")
+    assert not own(engines.rigs.root)
+    assert ask(other, OURS) == total
+
+
+def test_models_of_several_groups_are_not_compared(start: Start, engines: Engines) -> None:
+    shape = Shape(windows=(None, 64))
+    ask(start(OLD, shape), OURS)
+    assert decide(start(NEW, shape)) is Verdict.REFUSED
+    assert "are not compared" in note_of(engines.rigs.root)["why"]
+
+
+def test_too_few_prompts_with_blocks_end_the_comparison(
+    start: Start, engines: Engines, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases, "MOST_PROMPTS", 4)
+    second = start(NEW)
+    ask(second, [OURS[0], *(prompt_of(6, seed=number) for number in range(60, 63))])
+    assert decide(second) is Verdict.REFUSED
+    assert "of 4 prompts only 1 had blocks" in note_of(engines.rigs.root)["why"]
+
+
+def test_a_damaged_block_proves_nothing(start: Start, engines: Engines, total: int) -> None:
+    root = engines.rigs.root
+    for path in root.rglob("*.kvb"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    second = start(NEW)
+    assert ask(second, OURS) == total
+    wait_until(lambda: len(list((root / "quarantine").glob("*"))) >= PROMPTS, "damaged blocks were read")
+    assert verdict_of(second) is Verdict.COMPARING
+
+
+def test_a_volume_that_hangs_while_blocks_are_compared_holds_up_no_request(start: Start, total: int) -> None:
+    fs = GatedFs(lambda call, path: call == "open" and path.endswith(".kvb"))
+    second = start(NEW, fs=fs)
+    assert ask(second, OURS) == total
+    assert verdict_of(second) is Verdict.COMPARING
+    fs.open_gate()
+    assert ask(second, [prompt_of(2, seed=70)])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"release": "vLLM 0.33.0", "verdict": "accepted"}'])
+def test_a_note_that_is_none_is_not_believed_and_is_replaced(
+    start: Start, engines: Engines, total: int, text: str
+) -> None:
+    second = start(NEW)
+    ask(second, OURS)
+    decide(second)
+    (path,) = (engines.rigs.root / "releases").glob("r*.json")
+    path.write_text(text)
+    third = start(NEW)
+    assert verdict_of(third) is Verdict.COMPARING
+    ask(third, OURS)
+    assert decide(third) is Verdict.ACCEPTED
+    assert note_of(engines.rigs.root)["verdict"] == "accepted"
+
+
+def test_notes_are_believed_with_a_key_of_the_blocks_only(start: Start, engines: Engines, tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "k1").write_bytes(bytes(range(32)))
+    live = engines.rigs.live_file(active_key="k1")
+    settings = {"keys_dir": str(tmp_path / "keys"), "live_file": str(live)}
+    ask(start(OLD, **settings), OURS)
+    second = start(NEW, **settings)
+    ask(second, OURS)
+    assert decide(second) is Verdict.ACCEPTED
+    assert verdict_of(start(NEW, **settings)) is Verdict.ACCEPTED
+    (path,) = (engines.rigs.root / "releases").glob("r*.json")
+    for forged in ({"seal": "00"}, {"key": "k2"}, {"why": "trust me"}):
+        path.write_text(json.dumps({**note_of(engines.rigs.root), **forged}))
+        assert verdict_of(start(NEW, **settings)) is Verdict.COMPARING
+
+
+def test_engines_that_compare_at_once_agree(start: Start, total: int) -> None:
+    both = [start(NEW), start(NEW)]
+    ask(both[0], OURS)
+    assert decide(both[0]) is Verdict.ACCEPTED
+    assert ask(both[1], OURS[:1])
+    assert decide(both[1]) is Verdict.ACCEPTED
+
+
+def test_a_generation_that_another_release_made_anew_is_left(start: Start, engines: Engines, total: int) -> None:
+    root = engines.rigs.root
+    first = start(OLD)
+    shutil.rmtree(root)
+    assert verdict_of(start(NEW)) is Verdict.ACCEPTED
+    ask(first, [prompt_of(2, seed=70)])
+
+    def is_refused() -> bool:
+        ask(first, [prompt_of(2, seed=71)])
+        return bool(first.metric("vllm:kvtier_disk_refused", "founder"))
+
+    wait_until(is_refused, "the first engine has noticed")
+
+
+VALUES = np.random.default_rng(1).normal(size=1 << 18).astype(np.float32)
+NOISE = np.random.default_rng(2).normal(size=1 << 18).astype(np.float32)
+
+
+def with_rotated_part(values: Values) -> Values:
+    """Change the rotated 64 of the 576 numbers of each token, as MLA has them, in one of eight layers."""
+    changed = values.copy()
+    layer = changed[: len(values) // 8 // 576 * 576].reshape(-1, 576)
+    layer[:, -64:] *= -1
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("other", "is_alike"),
+    [
+        (VALUES, True),
+        (VALUES * (1 + 0.01 * NOISE), True),
+        (np.where(np.arange(len(VALUES)) % (20 * 1024) < 1024, NOISE, VALUES), True),
+        (VALUES * 1.1, False),
+        (np.concatenate([VALUES[: 7 << 15], NOISE[7 << 15 :]]), False),
+        (np.where(np.arange(len(VALUES)) // 8192 % 2 == 1, NOISE, VALUES), False),
+        (with_rotated_part(VALUES), False),
+        (np.where(np.arange(len(VALUES)) == 5, np.nan, VALUES), True),
+        (np.full_like(VALUES, np.nan), False),
+        (np.zeros_like(VALUES), False),
+    ],
+    ids=["equal", "rounded", "few-tokens", "scaled", "a-layer", "keys-alone", "rotary-part", "a-nan", "nans", "zeros"],
+)
+@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
+def test_blocks_are_alike_where_only_rounding_differs(element: str, other: Values, is_alike: bool) -> None:
+    def encode(values: Values) -> memoryview:
+        numbers = torch.from_numpy(values.astype(np.float32)).to(getattr(torch, element))
+        return memoryview(numbers.view(torch.uint8).numpy().tobytes())
+
+    assert (compare(encode(VALUES), encode(other), element).parts == 0) is is_alike
+
+
+@pytest.mark.parametrize(("element", "kind"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_quantized_blocks_are_alike_where_only_rounding_differs(element: str, kind: torch.dtype) -> None:
+    def encode(values: Values) -> memoryview:
+        return memoryview(torch.from_numpy(values).to(kind).view(torch.uint8).numpy().tobytes())
+
+    assert compare(encode(VALUES), encode(VALUES * (1 + 0.01 * NOISE)), element).parts == 0
+    assert compare(encode(VALUES), encode(VALUES * np.float32(1.5)), element).parts
+    assert compare(encode(VALUES), encode(VALUES * (1 + 0.01 * NOISE)), "nvfp4").parts
