@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import urllib3
 from kubernetes import client, config
+from pydantic_core import from_json
 
 from kvtier_operator import names
 from kvtier_operator.errors import (
@@ -296,7 +297,7 @@ class KubernetesCluster:
         if method != "GET" and not self._may_write():
             raise ClusterUnavailable(f"cannot {what}: this operator does not hold its Lease any more")
         with self._answer(method, path, what=what, body=body, content_type=content_type) as response:
-            document: Manifest = json.loads(response.data)
+            document: Manifest = from_json(response.data)
         return document
 
     @contextlib.contextmanager
@@ -355,7 +356,7 @@ class Events:
         for chunk in self._response.stream(1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in filter(None, lines):
-                event = json.loads(line)
+                event = from_json(line)
                 if event["type"] != "ERROR":
                     event["object"] |= {"apiVersion": self._scope.api_version, "kind": self._scope.kind}
                 yield event

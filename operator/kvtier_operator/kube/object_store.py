@@ -11,13 +11,14 @@ Thread-safe: informers write, workers read and write.
 from __future__ import annotations
 
 import builtins
-import json
 import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+
+from pydantic_core import from_json, to_json
 
 from kvtier_operator import names
 from kvtier_operator.names import Manifest
@@ -201,7 +202,10 @@ class ObjectStore:
         """Keep an object; return the groups that it is and was in, or None where it has not changed."""
         metadata = body["metadata"]
         watched = self._watched
-        text = json.dumps(watched.keep(body), separators=(",", ":")).encode()
+        with self._lock:
+            if self._is_known(where, metadata):
+                return None
+        text = to_json(watched.keep(body))
         like = self._like(metadata, text)
         kept = _Kept(
             metadata["uid"],
@@ -212,12 +216,9 @@ class ObjectStore:
             "" if watched.matters is None else watched.matters(body),
         )
         with self._lock:
+            if self._is_known(where, metadata):
+                return None
             before = self._kept.get(where)
-            # Of another incarnation, too: kopf reports the end of one and the beginning of the next in any order.
-            if before is not None and not _is_newer(kept.version, before.version):
-                return None
-            if kept.uid in self._gone and not _is_newer(kept.version, self._gone[kept.uid]):
-                return None
             if before is not None and (before.uid, before.packed) == (kept.uid, kept.packed):
                 self._kept[where] = kept
                 return None
@@ -231,6 +232,13 @@ class ObjectStore:
             return {kept.group}
         is_only_its_own = watched.matters is not None and (before.group, before.mark) == (kept.group, kept.mark)
         return set() if is_only_its_own else {kept.group, before.group}
+
+    def _is_known(self, where: tuple[str, str], metadata: Mapping[str, Any]) -> bool:
+        """Tell whether this version, or what came after it, was entered before. Caller holds the lock."""
+        # Of another incarnation, too: kopf reports the end of one and the beginning of the next in any order.
+        before, gone = self._kept.get(where), self._gone.get(metadata["uid"])
+        versions = [gone] if before is None else [gone, before.version]
+        return any(each is not None and not _is_newer(metadata["resourceVersion"], each) for each in versions)
 
     def _like(self, metadata: Mapping[str, Any], text: bytes) -> bytes:
         component = (metadata.get("labels") or {}).get(names.LABEL_COMPONENT, "")
@@ -267,7 +275,7 @@ def _pack(text: bytes, like: bytes) -> bytes:
 
 
 def _unpack(kept: _Kept) -> Manifest:
-    body: Manifest = json.loads(zlib.decompressobj(zdict=kept.like).decompress(kept.packed))
+    body: Manifest = from_json(zlib.decompressobj(zdict=kept.like).decompress(kept.packed))
     body["metadata"]["resourceVersion"] = kept.version
     return body
 
