@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: finds the verb, runs it, and turns its result into an exit code. Here are `run` and `version`.
+"""The command line: finds the verb, runs it, and turns its result into an exit code. Here is `run`.
 
 0: fine. 1: the verb found something, or could not do its work; the answer or standard error says what. 2: the command
 line is wrong, and nothing was done.
@@ -20,7 +20,7 @@ import click
 from click.shell_completion import ShellComplete
 
 from kvtier_cli import client, output
-from kvtier_cli.output import FINE, FOUND, INTERRUPTED
+from kvtier_cli.output import FOUND, INTERRUPTED
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_operator import __version__
 from kvtier_operator.errors import OperatorError
@@ -59,7 +59,6 @@ VERBS: Final[Mapping[str, Verb]] = {
     "report": Verb(_CLUSTER, "kvtier_cli.report:report", "pack a support bundle without secrets or prompts"),
     "install": Verb(_CLUSTER, "kvtier_cli.install:install", "print the operator, its chart, samples"),
     "run": Verb(_CLUSTER, "kvtier_cli.app:run", "run the operator until it is told to stop"),
-    "version": Verb(_CLUSTER, "kvtier_cli.app:version", "print the version"),
 }
 
 
@@ -152,14 +151,6 @@ def run(  # noqa: PLR0913 - options
         **{name: value for name, value in others.items() if value is not None},
     )
     return run_operator(settings, log_format=log_format, is_verbose=verbose)
-
-
-@click.command(epilog=output.examples("kvtier version", "kvtier version -o json"))
-@output.output_option()
-def version(*, output_format: str) -> int:
-    """Print the version."""
-    output.show({"version": __version__}, output_format, lambda: f"{__version__}\n")
-    return FINE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,7 +60,6 @@ def examine(where: client.Where) -> list[Finding]:
         ("operator", _operators),
         ("storage", _storage),
         ("nodes", _nodes),
-        ("namespace", _namespace),
         ("rights", _rights),
     )
     found = [_version(version)]
@@ -192,13 +191,6 @@ def _nodes(where: client.Where) -> Iterator[Finding]:
     else:
         remedy = "a device plugin makes them known; accelerator: {resource: none} runs vLLM's CPU build"
         yield Finding("nodes", "warning", f"{len(nodes)}, none with an accelerator that is known", remedy)
-
-
-def _namespace(where: client.Where) -> Iterator[Finding]:
-    name = where.asked_namespace
-    labels = where.client.ask(f"/api/v1/namespaces/{name}", f"read namespace {name}")["metadata"].get("labels") or {}
-    level = labels.get("pod-security.kubernetes.io/enforce", "none")
-    yield Finding("namespace", "ok", f"{name} enforces Pod Security {level}; kvtier's pods satisfy restricted")
 
 
 def _rights(where: client.Where) -> Iterator[Finding]:

@@ -7,13 +7,9 @@ Answers go to standard output, as a page or as JSON or YAML. Progress goes to st
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -22,6 +18,7 @@ import click
 
 from kvtier_connector.store.scan import Tell
 from kvtier_operator import quantity
+from kvtier_operator.quantity import show_bytes
 
 FINE: Final = 0
 """Exit code: all is well, or done."""
@@ -32,19 +29,10 @@ INTERRUPTED: Final = 130
 FORMATS: Final = ("table", "json", "yaml")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_REDRAW_SECONDS: Final = 0.2
-_FIRST_ETA_SECONDS: Final = 2.0
+_STEPS: Final = 1000
+"""Of a progress bar."""
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
 _SIZE: Final = re.compile(r"[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?", re.ASCII)
-
-
-def readable_size(count: float) -> str:
-    """Return a number of bytes with a unit that leaves few digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:  # noqa: PLR2004 - the step between these units
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def counted(count: int, noun: str) -> str:
@@ -137,40 +125,15 @@ def tell_step(text: str) -> None:
 
 @contextmanager
 def progress(noun: str = "block") -> Iterator[Tell]:
-    """Yield a function that is told the progress of work, and show it on standard error if that is a terminal.
+    """Yield a function that is told the progress of work, and show it on standard error if that is a terminal."""
 
-    A thread of its own redraws the line, so that it moves also while nothing is told.
-    """
-    if not sys.stderr.isatty():
-        yield lambda _share, _count, _bytes: None
-        return
-    latest = deque([(0.0, 0, 0)], maxlen=1)
-    began, is_over = time.monotonic(), threading.Event()
+    def words(state: tuple[int, int] | None) -> str:
+        count, size = state or (0, 0)
+        return f"{counted(count, noun)}{f', {show_bytes(size)}' if size else ''}"
 
-    def draw() -> None:
-        for sign in itertools.cycle("/-\\|"):
-            if is_over.wait(_REDRAW_SECONDS):
-                break
-            text = _progress_line(*latest[-1], took=time.monotonic() - began, noun=noun)
-            click.echo(f"\r\x1b[K{sign} {text}", err=True, nl=False, color=True)
-        click.echo("\r\x1b[K", err=True, nl=False, color=True)
-
-    thread = threading.Thread(target=draw, daemon=True)
-    thread.start()
-    try:
-        yield lambda *state: latest.append(state)
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def _progress_line(share: float, count: int, size: int, *, took: float, noun: str) -> str:
-    text = f"{duration(took)}  {share:4.0%}  {counted(count, noun)}"
-    if size:
-        text += f", {readable_size(size)}, {readable_size(size / max(took, 1e-3))}/s"
-    if took >= _FIRST_ETA_SECONDS and share > 0:
-        text += f", {duration(took / share - took)} left"
-    return text
+    is_shown = sys.stderr.isatty()
+    with click.progressbar(length=_STEPS, item_show_func=words, file=sys.stderr, hidden=not is_shown) as bar:
+        yield lambda share, count, size: bar.update(round(share * _STEPS) - bar.pos, (count, size))
 
 
 def size(text: str) -> int:

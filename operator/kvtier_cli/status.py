@@ -18,7 +18,7 @@ import click
 
 from kvtier_cli import client, output
 from kvtier_cli.client import Where
-from kvtier_cli.output import FINE, FOUND, columns, counted, duration, readable_size
+from kvtier_cli.output import FINE, FOUND, columns, counted, duration
 from kvtier_connector.contract import engine
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.contract.janitor import JANITOR_PORT
@@ -28,6 +28,7 @@ from kvtier_operator.errors import OperatorError
 from kvtier_operator.names import ObjectKey
 from kvtier_operator.observe.pod_reports import samples
 from kvtier_operator.parts.external.pods import attached_pods, external_of
+from kvtier_operator.quantity import show_bytes
 
 Document = dict[str, Any]
 SOURCES: Final = {"device": "GPU", "host": "CPU", "disk": "disk", "p2p": "peers"}
@@ -230,16 +231,16 @@ def _use(tier: TierDocument) -> str:
     capacity, used = tier.get("capacityBytes"), tier.get("usedBytes")
     if used is None:
         return "-"
-    return f"{readable_size(used)} of {readable_size(capacity)}" if capacity else readable_size(used)
+    return f"{show_bytes(used)} of {show_bytes(capacity)}" if capacity else show_bytes(used)
 
 
 def _use_of_tiers(document: TierDocument) -> tuple[str, str]:
     sizing = document["sizing"] or {}
     rows: list[tuple[str, ...]] = []
     if sizing.get("deviceKvTokens"):
-        rows.append(("GPU", readable_size(sizing["deviceKvBytes"]), f"{sizing['deviceKvTokens']:,} tokens, estimated"))
+        rows.append(("GPU", show_bytes(sizing["deviceKvBytes"]), f"{sizing['deviceKvTokens']:,} tokens, estimated"))
     if sizing.get("cpuBytes"):
-        rows.append(("CPU", readable_size(sizing["cpuBytes"]), f"{_tokens(sizing, 'cpuTokens')} for each engine"))
+        rows.append(("CPU", show_bytes(sizing["cpuBytes"]), f"{_tokens(sizing, 'cpuTokens')} for each engine"))
     rows += [
         ("disk", _use(tier), ", ".join(filter(None, (_tokens(sizing, "diskTokens"), _blocks(tier)))))
         for tier in document["tiers"] or ()
@@ -252,9 +253,9 @@ def _use_of_tiers(document: TierDocument) -> tuple[str, str]:
     ]
     tenants = [each for each in usage.get("tenants", ()) if each["tenant"]]
     largest = sorted(tenants, key=lambda each: -each["used_bytes"])[:_MOST_TENANTS]
-    rows += [("tenant", each["tenant"], readable_size(each["used_bytes"])) for each in largest]
+    rows += [("tenant", each["tenant"], show_bytes(each["used_bytes"])) for each in largest]
     if sizing.get("memoryBytes"):
-        rows.append(("pod", readable_size(sizing["memoryBytes"]), "of memory, as request and limit"))
+        rows.append(("pod", show_bytes(sizing["memoryBytes"]), "of memory, as request and limit"))
     return "SIZES AND USE", columns(rows, indent=2) if rows else ""
 
 

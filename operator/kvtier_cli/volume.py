@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 
 from kvtier_cli import client, output
 from kvtier_cli.client import Where
-from kvtier_cli.output import columns, counted, duration, readable_size
+from kvtier_cli.output import columns, counted, duration
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE
 from kvtier_connector.janitor import commands
@@ -27,6 +27,7 @@ from kvtier_connector.store.fsck import OLDER
 from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, Tell
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
+from kvtier_operator.quantity import show_bytes
 
 Document = Mapping[str, Any]
 CONFIG: Final = f"{names.JANITOR_CONFIG_MOUNT}/{JANITOR_CONFIG_FILE}"
@@ -274,9 +275,9 @@ def _inspect_page(document: Document, *, is_verbose: bool) -> str:
     volume = document["volume"]
     generations = document["generations"]
     head = (
-        f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}, in "
+        f"{counted(document['blocks'], 'block')}, {show_bytes(document['bytes'])}, in "
         f"{counted(len(generations), 'generation')}\n"
-        f"volume: {readable_size(volume['free'])} free of {readable_size(volume['bytes'])}\n"
+        f"volume: {show_bytes(volume['free'])} free of {show_bytes(volume['bytes'])}\n"
     )
     if not generations:
         return f"{_NOTHING}\n{head}"
@@ -305,7 +306,7 @@ def _generation(document: Document, *, is_verbose: bool) -> str:
 
 
 def _heap(heap: Document, noun: str = "block") -> str:
-    return f"{counted(heap['files'], noun)}, {readable_size(heap['bytes'])}"
+    return f"{counted(heap['files'], noun)}, {show_bytes(heap['bytes'])}"
 
 
 def _check_page(document: Document) -> str:
@@ -319,13 +320,13 @@ def _check_page(document: Document) -> str:
         sealed = counted(document["unverified"], "block")
         lines.append(f"{sealed} encrypted with a key that was not given: see --keys-dir")
     if document["compressed"]:
-        saved = readable_size(document["savedBytes"])
+        saved = show_bytes(document["savedBytes"])
         lines.append(f"{counted(document['compressed'], 'block')} compressed, which saves {saved}")
     if not document["blocks"] and not count:
         lines.append(_NOTHING)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(document["problemsByKind"].items()))
     lines.append(
-        f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}, "
+        f"{counted(document['blocks'], 'block')}, {show_bytes(document['bytes'])}, "
         f"{counted(count, 'problem')}" + (f": {kinds}" if kinds else "")
     )
     return "\n".join(lines) + "\n"
@@ -338,13 +339,13 @@ def _purge_page(document: Document) -> str:
     for each in document["generations"]:
         others = [f"{counted(each[kind], name)}" for kind, name in _OTHERS.items() if each[kind]]
         files = " and ".join([counted(each["blocks"], "block"), *others])
-        lines.append(f"{each['path']}: {verb} {files}, {readable_size(each['bytes'])}")
+        lines.append(f"{each['path']}: {verb} {files}, {show_bytes(each['bytes'])}")
         if each["problem"]:
             lines.append(f"{each['path']}: not all of it: {each['problem']}")
     if not document["generations"]:
         lines.append(_NOTHING)
     if len(document["generations"]) > 1:
-        lines.append(f"{verb} {counted(document['blocks'], 'block')}, {readable_size(document['bytes'])}")
+        lines.append(f"{verb} {counted(document['blocks'], 'block')}, {show_bytes(document['bytes'])}")
     return "\n".join([*lines, *_dry(document)]) + "\n"
 
 
@@ -356,7 +357,7 @@ def _gc_page(document: Document) -> str:
     if not document["evicted"]:
         lines.append("nothing is above its limits" if document["blocks"] else _NOTHING)
     lines += [f"problem: {each}" for each in document["problems"]]
-    lines.append(f"{counted(document['blocks'], 'block')}, {readable_size(document['bytes'])} on the volume")
+    lines.append(f"{counted(document['blocks'], 'block')}, {show_bytes(document['bytes'])} on the volume")
     return "\n".join([*lines, *(_dry(document) if document["evicted"] else [])]) + "\n"
 
 

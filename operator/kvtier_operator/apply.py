@@ -240,7 +240,7 @@ def _delete(cluster: Cluster, work: Work, found: Mapping[str, Any], changes: Cha
 
 def try_engines(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> ClusterError | None:
     """Return why the engines of a plan cannot be applied; None where they can, or run already."""
-    key = names.engine_key(plan.tier)
+    key = names.deployment_key(names.engine(plan.tier))
     live = snapshot.live.get(key)
     is_external = plan.spec.engine.external is not None
     if is_external or plan.rendered is not None or key in snapshot.foreign or key.kind in snapshot.unreadable:

@@ -122,7 +122,6 @@ class Operator:
         if self._has_begun:
             return
         self._has_begun = True
-        self.cache.forgive_kopf()
         self._http.start()
         self._queue.start()
         self._queue.add(EVERY_TIER)
@@ -151,8 +150,6 @@ class Operator:
 
     def _dead_watch(self) -> str | None:
         age, why = self.cache.trouble()
-        if self._has_begun:
-            age, why = max((age, why), self.cache.kopfs_trouble())
         return f"changes have not been reported for {age:.0f} s: {why}" if age > DEAD_WATCH_SECONDS else None
 
     def readable_scopes(self) -> tuple[str, ...]:

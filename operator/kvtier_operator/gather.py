@@ -109,12 +109,13 @@ def gather(
     if claim is None and existing_claim is not None:
         claim = reader.one(claim_key)
     tiers = [] if claim is None else cluster.tiers_on(claim_key.name, tier.namespace)
-    deployment = ours.get(names.engine_key(tier))
+    deployment = ours.get(names.deployment_key(names.engine(tier)))
     pods = reader.pods({names.LABEL_TIER: tier.name})
     # Other pods with our labels are not ours, nor are those of a foreign Deployment under one of our names.
+    components = (names.engine, names.janitor, names.router, names.redis, names.mooncake_master)
     engines, janitors, routers, *stores = (
         [found for found in pods if names.is_pod_of(found, key.name) and key not in foreign]
-        for key in (names.engine_key(tier), names.janitor_key(tier), names.router_key(tier), *names.store_keys(tier))
+        for key in (names.deployment_key(name(tier)) for name in components)
     )
     preflight_key = names.preflight_key(tier)
     external = external_of(body)
@@ -142,7 +143,9 @@ def gather(
         if external is None
         else count_engines(read, ours.get(engine_config.key_of(tier))),
         pods=tuple(_with_report(pod, tier, poller, port=port) for pod in read),
-        janitor=_with_availability(_janitor(janitors, ours, tier, poller), ours.get(names.janitor_key(tier)), now),
+        janitor=_with_availability(
+            _janitor(janitors, ours, tier, poller), ours.get(names.deployment_key(names.janitor(tier))), now
+        ),
         routers=tuple(map(_pod, routers)),
         stores=tuple(_pod(found) for each in stores for found in each),
         preflight=SeenJob(uid="?", is_foreign=True)

@@ -177,31 +177,14 @@ def claim_of(body: Mapping[str, Any]) -> str:
     return existing_claim_of(body) or claim(tier_ref(body))
 
 
-def engine_key(tier: TierRef) -> ObjectKey:
-    """Return the Deployment of the engines."""
-    return ObjectKey(api_version="apps/v1", kind="Deployment", name=engine(tier))
+def deployment_key(name: str) -> ObjectKey:
+    """Return a Deployment by its name."""
+    return ObjectKey(api_version="apps/v1", kind="Deployment", name=name)
 
 
 def preflight_key(tier: TierRef) -> ObjectKey:
     """Return the Job that tries a claim."""
     return ObjectKey(api_version="batch/v1", kind="Job", name=preflight(tier))
-
-
-def janitor_key(tier: TierRef) -> ObjectKey:
-    """Return the Deployment of the janitor."""
-    return ObjectKey(api_version="apps/v1", kind="Deployment", name=janitor(tier))
-
-
-def router_key(tier: TierRef) -> ObjectKey:
-    """Return the Deployment of the router."""
-    return ObjectKey(api_version="apps/v1", kind="Deployment", name=router(tier))
-
-
-def store_keys(tier: TierRef) -> tuple[ObjectKey, ...]:
-    """Return the Deployments of the stores: Redis, and Mooncake's master."""
-    return tuple(
-        ObjectKey(api_version="apps/v1", kind="Deployment", name=name(tier)) for name in (redis, mooncake_master)
-    )
 
 
 def pool_key(tier: TierRef) -> ObjectKey:

@@ -70,7 +70,7 @@ def test_what_lies_beside_a_tier_in_its_file_is_passed_over(verb: str, capsys: p
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
 

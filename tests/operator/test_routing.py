@@ -187,7 +187,7 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     assert (routing["status"], routing["reason"]) == ("False", reason)
     assert "is tried again soon" in routing["message"]
     assert ("install the definitions of Gateway API's inference" in routing["message"]) == (reason == "PoolKindMissing")
-    assert {names.engine_key(REF), ENGINE_SERVICE} <= cluster.existing()
+    assert {names.deployment_key(names.engine(REF)), ENGINE_SERVICE} <= cluster.existing()
     cluster.why = None
     outcome = run(cluster)
     assert (outcome.failure, outcome.poll_after) == (None, None)

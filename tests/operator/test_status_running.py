@@ -152,7 +152,7 @@ def crashed_janitor(**container: Any) -> Progress:
 
 HOMELESS = replace(janitor_pod(), is_scheduled=False, scheduling_message="0/3 nodes are available", containers=())
 REFUSED_BY_QUOTA = {
-    names.janitor_key(REF): Live(
+    names.deployment_key(names.janitor(REF)): Live(
         uid="u",
         resource_version="1",
         content={

@@ -10,7 +10,6 @@ Thread-safe: informers write, workers read and write.
 from __future__ import annotations
 
 import builtins
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -103,10 +102,6 @@ class Cache:
         self._informers: dict[tuple[str, str], list[Informer]] = {}
         self.foreign: set[tuple[ObjectKey, TierName]] = set()
         """Objects in the way of a tier that no watch reports: its reconciles look at them themselves."""
-        self._kopfs_thread = 0
-        """The thread that is in `on_tier_event`; 0 while none is."""
-        self._missed: tuple[float, str] | None = None
-        """The first tier whose change only a list brought since the last event of kopf, and when that was."""
         for watched in WATCHED if namespaces else (*WATCHED, NODES):
             key = (watched.api_version, watched.kind)
             store = self._stores[key] = ObjectStore(watched, self._on_change_of(watched.kind))
@@ -161,22 +156,9 @@ class Cache:
         """Return for how many seconds a kind could not be followed, and why."""
         return max(informer.trouble() for informer in self._all())
 
-    def kopfs_trouble(self) -> tuple[float, str]:
-        """Return for how many seconds kopf has not reported a change that a list of the tiers brought, and which."""
-        missed = self._missed
-        return (0.0, "") if missed is None else (time.monotonic() - missed[0], missed[1])
-
     def on_tier_event(self, tier: Manifest, *, is_deleted: bool) -> None:
         """Take in an event of kopf's watch of the tiers."""
-        self._kopfs_thread, self._missed = threading.get_ident(), None
-        try:
-            (self.tiers.on_delete if is_deleted else self.tiers.on_update)(tier)
-        finally:
-            self._kopfs_thread = 0
-
-    def forgive_kopf(self) -> None:
-        """Forget changes that kopf has not reported: it begins to watch only now."""
-        self._missed = None
+        (self.tiers.on_delete if is_deleted else self.tiers.on_update)(tier)
 
     def stamp(self, watched: WatchedKind) -> int:
         """Return a number that changes whenever objects of a kind do."""
@@ -194,8 +176,6 @@ class Cache:
             if not name:
                 found = {TierName(namespace=place, name=tier) for place, tier in self.tiers.places()}
             else:
-                if kind == names.KIND and threading.get_ident() != self._kopfs_thread and self._missed is None:
-                    self._missed = (time.monotonic(), f"kopf has not reported that {namespace}/{name} changed")
                 claims = {names.KIND: groups, names.CLAIM_KIND: {name}}.get(kind, set())
                 users = {tier for claim in claims for tier in self.tiers.names_of(namespace, claim)}
                 of_it = {name} if kind == names.KIND else groups

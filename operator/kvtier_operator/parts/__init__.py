@@ -90,7 +90,7 @@ PARTS: Final = (
     ),
     Part(
         name="engine",
-        keys=lambda tier: (names.engine_key(tier),),
+        keys=lambda tier: (names.deployment_key(names.engine(tier)),),
         wants=of_our_engines(lambda work: (deployment(work.plan),)),
         waits=lambda work: not preflight.lets_engines_start(work),
         needs=(claim.PART, engine_config.PART, "account"),

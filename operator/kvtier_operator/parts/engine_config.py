@@ -23,7 +23,7 @@ PART: Final = "config"
 def wanted(work: Work) -> tuple[Manifest, ...]:
     """Return the ConfigMap; engines that run without their claim get new live settings and nothing else."""
     plan, live = work.plan, work.snapshot.live
-    if claim.PART not in work.missing or names.engine_key(plan.tier) not in live:
+    if claim.PART not in work.missing or names.deployment_key(names.engine(plan.tier)) not in live:
         return (config(plan),)
     found = live.get(key_of(plan.tier))
     return () if found is None else (with_live_settings(found.content, plan.spec, plan.tier),)

@@ -175,7 +175,7 @@ def _judge_janitor(stage: ReadStage, previous: Status) -> Problem:
     found, name = stage.snapshot.janitor, names.janitor(stage.tier)
     if releases_claim(stage.spec, stage.snapshot):
         return unknown(Reason.JANITOR_STARTING, "the claim was deleted; the janitor starts again when there is one")
-    live = stage.snapshot.live.get(names.janitor_key(stage.tier))
+    live = stage.snapshot.live.get(names.deployment_key(names.janitor(stage.tier)))
     dead = component_problem(_OF_MESSAGES, found.pods, None if live is None else live.content)
     if dead is not None:
         return dead

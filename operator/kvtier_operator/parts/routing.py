@@ -323,7 +323,7 @@ def _router(spec: TierSpec, snapshot: Snapshot) -> Problem | None:
     settings, tier = spec.routing.router_settings, snapshot.tier
     if settings is None:
         return None
-    live = snapshot.live.get(names.router_key(tier))
+    live = snapshot.live.get(names.deployment_key(names.router(tier)))
     problem = component_problem(_OF_MESSAGES, snapshot.routers, None if live is None else live.content)
     if problem is not None:
         return problem

@@ -234,7 +234,7 @@ def kvtier(*words: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess
 
 def test_no_verb_waits_for_libraries_that_it_does_not_use(engine: Engine, rig: Rig) -> None:
     blocked = ("kopf", "kubernetes", "pydantic", "yaml", "vllm", "torch", "aiohttp")
-    for words in (["inspect", str(rig.dir)], ["check", str(rig.dir)], ["purge", str(rig.dir), "--all"], ["version"]):
+    for words in (["inspect", str(rig.dir)], ["check", str(rig.dir)], ["purge", str(rig.dir), "--all"], ["--version"]):
         done = kvtier(*words, blocked=blocked)
         assert (done.returncode, done.stderr) == (0, "")
 
