@@ -31,6 +31,8 @@ ADDED = frozenset(
         "connector/kvtier_connector/cascade/split.py",
         "connector/kvtier_connector/vllm_adapter/request_log.py",
         "connector/kvtier_connector/vllm_adapter/split_scheduler.py",
+        "e2e/bench/blocks/burst.py",
+        "e2e/bench/blocks/fewer_bytes.py",
         "e2e/bench/cells.py",
         "e2e/bench/throttle.py",
         "operator/kvtier_cli/attach.py",

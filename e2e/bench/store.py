@@ -55,13 +55,8 @@ class Region:
         os.ftruncate(self.file, blocks * block_bytes)
         self.memory = mmap.mmap(self.file, blocks * block_bytes)
         self._array: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
-        generator = np.random.default_rng(blocks)
-        self._array[:] = np.frombuffer(generator.bytes(self._array.nbytes), dtype=np.uint8)
+        self._array[:] = np.frombuffer(np.random.default_rng(blocks).bytes(self._array.nbytes), dtype=np.uint8)
         self._digests = [hashlib.sha256(self.row(number)).digest() for number in range(blocks)]
-
-    def view(self) -> memoryview:
-        """Return the whole buffer."""
-        return memoryview(self.memory)
 
     def row(self, number: int) -> memoryview:
         """Return one block."""
@@ -119,24 +114,27 @@ class Plain(Contestant):
 
     def load(self) -> None:
         """Read each file into its row."""
-        self._all(os.O_RDONLY, os.preadv)
+        list(self._pool.map(lambda row: self.move(row, os.O_RDONLY, os.preadv), range(self.region.blocks)))
 
     def store(self) -> None:
         """Write each row to its file."""
-        self._all(os.O_WRONLY | os.O_CREAT, os.pwritev)
+        flags = os.O_WRONLY | os.O_CREAT
+        list(self._pool.map(lambda row: self.move(row, flags, os.pwritev), range(self.region.blocks)))
 
-    def _all(self, flags: int, move: Callable[[int, list[memoryview], int], int]) -> None:
-        def act(number: int) -> None:
-            path = f"{self.directory}/{number % 64:02x}/{number:08x}.bin"
-            if flags & os.O_CREAT:
-                os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - thousands of them
-            fd = os.open(path, flags | (O_DIRECT if self.is_direct else 0), 0o600)
-            try:
-                assert move(fd, [self.region.row(number)], 0) == self.region.block_bytes
-            finally:
-                os.close(fd)
+    def path(self, number: int) -> str:
+        """Return the path of a row's file."""
+        return f"{self.directory}/{number % 64:02x}/{number:08x}.bin"
 
-        list(self._pool.map(act, range(self.region.blocks)))
+    def move(self, number: int, flags: int, move: Callable[[int, list[memoryview], int], int]) -> None:
+        """Move one block in one call."""
+        path = self.path(number)
+        if flags & os.O_CREAT:
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - thousands of them
+        fd = os.open(path, flags | (O_DIRECT if self.is_direct else 0), 0o600)
+        try:
+            assert move(fd, [self.region.row(number)], 0) == self.region.block_bytes
+        finally:
+            os.close(fd)
 
 
 class KvtierWorkers(Contestant):
@@ -147,7 +145,7 @@ class KvtierWorkers(Contestant):
     def open(self) -> None:
         """Start the processes and wait until all are ready."""
         region = self.region
-        rows = region.view().cast("B", (region.blocks, region.block_bytes))
+        rows = memoryview(region.memory).cast("B", (region.blocks, region.block_bytes))
         permit = StorePermit(str(self.directory / PERMIT_FILE))
         permit.is_needed = False
         settings = PoolSettings(root=str(self.directory / GENERATION), workers=self.threads, deadline_seconds=60.0)
@@ -192,10 +190,8 @@ class FsJob(Contestant):
         """Find the code; raise ImportError where vLLM is not installed."""
         from vllm.v1.kv_offload.tiering.fs import io
 
+        super().open()
         self._io: Any = io
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def load(self) -> None:
         """Load every block in one call."""
@@ -209,7 +205,8 @@ class FsJob(Contestant):
         size, names = self.region.block_bytes, [key.hash.hex() for key in self.keys]
         # As vLLM's tier names them, below its own directory.
         paths = [f"{self.directory}/{name[:3]}/{name[3:5]}_g0/{name}.bin" for name in names]
-        return paths, self.region.view(), [size * number for number in range(len(paths))], size, self.is_direct
+        places = [size * number for number in range(len(paths))]
+        return paths, memoryview(self.region.memory), places, size, self.is_direct
 
 
 CONTESTANTS: tuple[type[Contestant], ...] = (Plain, KvtierWorkers, FsJob)
@@ -250,7 +247,11 @@ class Bench:
     def _measure(self, kind: type[Contestant], region: Region, threads: int, repetition: int) -> None:
         for way in ("load", "store"):
             with self._contestant(kind, region, threads, "" if way == "load" else "stored-by-") as contestant:
-                if way == "load":
+                # Libraries, pages of memory and directories are there, as in an engine that has run for a while.
+                getattr(contestant, way)()
+                if way == "store":
+                    volumes.remove_blocks(contestant.directory, at_least=region.block_bytes)
+                else:
                     if self._volume == "disk":
                         volumes.forget_pages(contestant.directory)
                     region.erase()
