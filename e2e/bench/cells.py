@@ -8,7 +8,7 @@ import enum
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -29,7 +29,6 @@ _PARTS = 100
 """Most parts of one history."""
 PREPARE: Final = "prepare"
 """Begins the names of what puts on the volume what the cells after a restart ask for."""
-LONG_ROUNDS: Final = 2
 WINDOW_SECONDS: Final = 2.0
 BACK: Final = 0.95
 """The hit rate is the old one again where it is at least this share of it."""
@@ -67,6 +66,7 @@ class HeavySizes:
     """Least tokens of an answer; the most are twice as many."""
     long_prompts: int
     long_tokens: int
+    long_rounds: int
     bursts: int
     burst_tokens: int
     preempted: int
@@ -238,7 +238,7 @@ def play(player: Player, cell: str) -> None:
             player.note(f"{cell} first", player.ask(agents(sizes, step=0)))
             player.note(cell, player.ask(steps(sizes)))
         case HeavyCell.LONG:
-            for _round in range(LONG_ROUNDS):
+            for _round in range(sizes.long_rounds):
                 player.note(cell, player.ask(long_prompts(sizes)))
                 player.forget_all()
         case HeavyCell.BURSTS:
@@ -268,10 +268,17 @@ def _kill(player: Player, cell: str) -> None:
     rest = [request for request in requests if request["parts"] not in answered]
     found = player.ask([{**request, "start": max(0.0, request["start"] - until)} for request in rest])
     old = hit_share(again)
-    shares = windows(found["requests"])
+    shares = windows(found["requests"], hit_share)
     back = next((WINDOW_SECONDS * (n + 1) for n, share in enumerate(shares) if share >= BACK * old), None)
-    seconds = {"old_hits": old, "windows": shares, "back_seconds": back, "start_seconds": player.engine.start_seconds}
-    player.note(cell, {**found, **seconds, **survived})
+    told = {
+        "old_hits": old,
+        "old_first": mean_first(again),
+        "windows": shares,
+        "first_windows": windows(found["requests"], mean_first),
+        "back_seconds": back,
+        "start_seconds": player.engine.start_seconds,
+    }
+    player.note(cell, {**found, **told, **survived})
 
 
 def hit_share(requests: Sequence[Mapping[str, Any]]) -> float:
@@ -280,11 +287,16 @@ def hit_share(requests: Sequence[Mapping[str, Any]]) -> float:
     return sum(request["cached"] for request in requests) / tokens if tokens else 0.0
 
 
-def windows(requests: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the hit share of the requests whose first token came in each window; 0 for windows without any."""
+def windows(requests: Sequence[Request], figure: Callable[[Sequence[Request]], float]) -> list[float]:
+    """Return a figure of the requests whose first token came in each window."""
     last = max(request["at"] for request in requests)
     ends = range(int(last // WINDOW_SECONDS) + 1)
-    return [hit_share([each for each in requests if each["at"] // WINDOW_SECONDS == end]) for end in ends]
+    return [figure([each for each in requests if each["at"] // WINDOW_SECONDS == end]) for end in ends]
+
+
+def mean_first(requests: Sequence[Request]) -> float:
+    """Return the mean seconds to the first token; 0 without requests."""
+    return statistics.fmean(request["first"] for request in requests) if requests else 0.0
 
 
 def count_blocks(blocks: Path) -> dict[str, int]:

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -216,7 +217,8 @@ class Traffic:
             quiet_seconds=QUIET_SECONDS,
             limit_seconds=max(0.0, min(STORE_LIMIT_SECONDS, self._remaining())),
         )
-        if found < expected:
+        # Of layers with a window, only the last blocks are stored.
+        if found * self._settings.groups < expected:
             line = f"{self._backend}: {found} of {expected} blocks are on the volume"
             self._log.write({**self._record("missing"), "found": found, "expected": expected}, line)
 
@@ -292,6 +294,8 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
         "enable_prefix_caching": True,
     }
     weights.offer_plugin(plugin)
+    # A process that is spawned takes this path over, whatever the environment says.
+    sys.path.insert(0, str(plugin))
     paths = [str(plugin), str(ROOT), str(ROOT / "connector"), os.environ.get("PYTHONPATH", "")]
     if options.throttle is not None:
         os.environ |= {throttle.RATE: str(options.throttle * 1e9), throttle.CLOCK: str(work / "throttle")}

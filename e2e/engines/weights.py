@@ -225,8 +225,9 @@ def fill(parameters: Iterable[tuple[str, Any]]) -> None:
 
     with torch.inference_mode():
         for name, tensor in parameters:
-            if tensor.dim() == 1:
-                tensor.fill_(1.0)
+            if tensor.dim() < 2:  # noqa: PLR2004 - no matrix
+                # Biases that all prompts share would hide what they differ in.
+                tensor.fill_(0.0 if "bias" in name else 1.0)
             elif tensor.numel():
                 # By name and not by order, so that nothing depends on how the model lists its tensors.
                 generator = torch.Generator(device=tensor.device).manual_seed(SEED + zlib.crc32(name.encode()))

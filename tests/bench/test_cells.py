@@ -62,7 +62,7 @@ def request(at: float, cached: int, **changes: object) -> report.Record:
 
 def test_hits_are_told_by_windows_of_the_first_tokens() -> None:
     found = [request(0.1, 0), request(1.9, 50), request(4.1, 100), request(4.2, 100, tokens=300)]
-    assert windows(found) == [0.25, 0.0, 0.5]
+    assert windows(found, hit_share) == [0.25, 0.0, 0.5]
     assert hit_share(found[:2]) == 0.25
 
 

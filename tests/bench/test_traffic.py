@@ -23,6 +23,7 @@ class FakeEngine:
 
     def __init__(self, settings: Mapping[str, Any], fails_at: int) -> None:
         self.facts = {"seconds": 1.0, "gpu_blocks": settings["engine"].get("num_gpu_blocks_override", 0)}
+        self.start_seconds = 1.0
         self.arguments = settings["engine"]
         self.asked: list[list[Mapping[str, Any]]] = []
         self.calls: list[str] = []
@@ -46,10 +47,19 @@ class FakeEngine:
                     if not path.exists():
                         path.write_bytes(bytes(BLOCK_BYTES))
         one = {"tokens": 129, "cached": 128, "at": 0.1, "first": 0.1, "seconds": 0.2, "output": [1, 2]}
-        return {"seconds": 1.0, "began": 0.0, "requests": [{**request, **one} for request in requests]}
+        counts = {"preemptions": 0, "scheduled_tokens": 0}
+        return {
+            "seconds": 1.0,
+            "began": 0.0,
+            "counts": counts,
+            "requests": [{**request, **one} for request in requests],
+        }
 
     def forget(self, *, cpu_tier: bool = False) -> None:
         self.calls.append("forget all" if cpu_tier else "forget")
+
+    def kill(self) -> None:
+        self.calls.append("kill")
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +106,11 @@ class Rig:
         ("none", "restart", ["E"], ["E", "E in GPU"] * 3),
         ("none", "restart", ["single"], ["single first", "single again", "single in GPU"] * 2),
         ("fs", "restart", ["users"], ["users"] * 3),
+        ("none", "agents", [], ["agents first", "agents"]),
+        ("none", "long", [], ["long"] * 2),
+        ("none", "bursts", [], ["bursts512 first", "bursts512"]),
+        ("none", "preemption", [], ["preemption"]),
+        ("none", "killed", [], ["killed before", "killed"]),
         ("cpu", "traffic", ["prepare"], []),  # it has no volume for which anything could be prepared
     ],
 )
@@ -106,7 +121,7 @@ def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(
     rig.traffic.play(backend, stage, given)
     records = rig.records("cell")
     assert [(each["cell"], each["backend"], each["stage"]) for each in records] == [(c, backend, stage) for c in cells]
-    assert rig.engines[0].is_closed
+    assert all(engine.is_closed for engine in rig.engines)
 
 
 def test_a_stage_that_fails_is_a_record_and_the_next_one_is_played(tmp_path: Path) -> None:
