@@ -83,7 +83,7 @@ class EngineReport:
     is_key_missing: bool = False
     """Blocks are to be encrypted, and the active key is not there or is none."""
     release: int = 0
-    """Standing of the blocks with its release of vLLM: 0 its own or as good, 1 compared now, 2 refused."""
+    """Value of ``vllm:kvtier_disk_release``: compared, refused, or 0 where the engine uses the blocks."""
     is_detached: bool = False
     """It serves without the volume, which it was not refused by and is not told to leave alone."""
 

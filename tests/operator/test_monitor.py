@@ -24,6 +24,7 @@ from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult, Effect
 from kvtier_operator.observe.http_client import HttpClient
 from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.targets import EngineTarget, NoCanary, ObservationPlan, make_observation_plan
+from kvtier_operator.snapshot import EngineReport
 
 TIER = TierName(namespace="serving", name="llama")
 TARGETS = (EngineTarget(pod="a", address="10.0.0.1"), EngineTarget(pod="b", address="10.0.0.2"))
@@ -163,6 +164,13 @@ def test_a_canary_is_sent_only_where_it_can_prove_something(
     ask = make_observation_plan(parse(tier(**body)), snapshot(*pods), generation="g", chunk=Chunk())
     assert ask.refusal is refusal
     assert len(ask.targets) == len(pods)
+
+
+def test_no_canary_is_sent_while_engines_compare_the_blocks_of_another_release() -> None:
+    seen = snapshot("1.1.1.1", "1.1.1.2")
+    comparing = replace(seen, pods=(seen.pods[0], replace(seen.pods[1], report=EngineReport(release=1))))
+    ask = make_observation_plan(parse(tier()), comparing, generation="g", chunk=Chunk())
+    assert ask.refusal is NoCanary.ROLLING
 
 
 ADAPTER = {"name": "sql", "source": {"claim": "adapters", "path": "sql"}}

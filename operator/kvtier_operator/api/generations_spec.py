@@ -29,3 +29,6 @@ IMAGE_KEEPS_CACHE: Final = (
     "that they compute agree with its blocks. If one differs, they begin an empty cache, and this one stays"
 )
 """Cost of another image with `acrossReleases: Verified`."""
+
+COMPARED, REFUSED = 1, 2
+"""Values of ``vllm:kvtier_disk_release``: the engine compares the blocks of the generation, or does not use them."""

@@ -18,6 +18,7 @@ from typing import Final
 
 from kvtier_connector.contract import usage
 from kvtier_connector.contract.usage import Usage
+from kvtier_operator.api.generations_spec import COMPARED
 from kvtier_operator.snapshot import EngineReport
 
 _LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$")
@@ -140,7 +141,7 @@ def read_metrics(body: bytes) -> EngineReport:
         refused=tuple(sorted(refused)),
         is_key_missing=_KEY_MISSING.search(body) is not None,
         release=release,
-        is_detached=is_inactive and not refused and release != 1,
+        is_detached=is_inactive and not refused and release != COMPARED,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.generations_spec import COMPARED
 from kvtier_operator.observe.canary import TEXT_ALONE, Chunk, Subjects
 from kvtier_operator.observe.engine_client import KeySource, find_key
 from kvtier_operator.plan import engine_args
@@ -25,7 +26,7 @@ class NoCanary(enum.Enum):
     SINGLE_REPLICA = enum.auto()
     NO_ENGINES = enum.auto()
     ROLLING = enum.auto()
-    """Engines are on their way; afterwards."""
+    """Engines are on their way, or compare blocks of another release of vLLM; afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -110,6 +111,7 @@ def _refusal(spec: TierSpec, snapshot: Snapshot, serving: tuple[Pod, ...]) -> No
         return NoCanary.SINGLE_REPLICA
     engines = snapshot.engines
     is_rolling = engines.updated < engines.replicas or engines.observed_generation < engines.generation
+    is_rolling |= any(pod.report is not None and pod.report.release == COMPARED for pod in serving)
     # Pods of several owners have templates of their own.
     one_rollout = spec.engine.external is not None or len({pod.template_hash for pod in serving}) == 1
     return NoCanary.ROLLING if is_rolling or not one_rollout or len(serving) < 2 else None  # noqa: PLR2004  a pair

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from kvtier_operator import names
+from kvtier_operator.api.generations_spec import COMPARED, REFUSED
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import PlannedStage, Problem, listed, met
-
-_COMPARED, _REFUSED = 1, 2
-"""Values of ``vllm:kvtier_disk_release``."""
 
 
 def releases_agree(stage: PlannedStage) -> Problem | None:
     """Every engine uses the blocks of the generation, or one of its release's own; either is healthy."""
     found = {pod.name: pod.report.release for pod in stage.snapshot.pods if pod.report is not None}
-    if pods := sorted(name for name, release in found.items() if release == _REFUSED):
+    if pods := sorted(name for name, release in found.items() if release == REFUSED):
         return met(
             Reason.RELEASE_REFUSED,
             f"pod {listed(pods)} uses a generation of its release of vLLM, since the blocks of generation "
@@ -22,7 +20,7 @@ def releases_agree(stage: PlannedStage) -> Problem | None:
             f"{pods[0]} -c {names.ENGINE_CONTAINER}` says in what. An earlier spec.engine.image finds the earlier "
             "blocks; `kvtier purge --generation` removes them",
         )
-    if pods := sorted(name for name, release in found.items() if release == _COMPARED):
+    if pods := sorted(name for name, release in found.items() if release == COMPARED):
         return met(
             Reason.RELEASE_COMPARED,
             f"pod {listed(pods)} is of another image or release of vLLM than the blocks of generation "

@@ -8,6 +8,7 @@ Nothing that identifies the blocks changes with the fault: that is what a faulty
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,37 +69,51 @@ def prompt_of(name: str) -> list[int]:
     return [(7 * position * position + 13 * position + 97 * seed) % 1900 + 100 for position in range(1000)]
 
 
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"not within {PATIENCE_SECONDS:.0f} s: {what}")
+        time.sleep(0.05)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--config", type=Path, required=True, help="the connector's document")
     parser.add_argument("--volume", type=Path, required=True)
     parser.add_argument("--kv", default="auto", help="type of the KV cache")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--step", type=int, default=4096, help="most tokens of a step")
     parser.add_argument("--plant", choices=PLANTS)
-    parser.add_argument("prompts", nargs="+", help="names of prompts; the same name asked again is answered again")
+    parser.add_argument("acts", nargs="+", help="names of prompts; or stored, or verdict: wait for blocks or a note")
     options = parser.parse_args()
     if options.plant:
         plant(PLANTS[options.plant])
     llm = make_llm(
         options.model,
         options.config,
-        dtype=options.dtype,
+        dtype="bfloat16",
         max_model_len=2048,
         cpu_bytes=256 << 20,
-        engine={"kv_cache_dtype": options.kv, "max_num_batched_tokens": options.step},
+        engine={"kv_cache_dtype": options.kv},
         offload_prompt_only=True,
     )
     answers: dict[str, Any] = {}
-    for name in options.prompts:
-        before = len(set(options.volume.rglob("*.kvb")))
-        (answers[name],) = ask(llm, [prompt_of(name)])
-        computed = (1000 - answers[name]["cached_tokens"]) // CHUNK_TOKENS
-        deadline = time.monotonic() + (2.0 if options.plant else PATIENCE_SECONDS)
-        while len(set(options.volume.rglob("*.kvb"))) < before + computed and time.monotonic() < deadline:
-            time.sleep(0.05)
-    tell({"release": vllm.__version__, **answers, "metrics": read_metrics(llm)})
+
+    def are_stored() -> bool:
+        return len(list(options.volume.rglob("*.kvb"))) >= len(answers) * (1000 // CHUNK_TOKENS)
+
+    for act in options.acts:
+        if act == "stored":
+            wait_until(are_stored, "the volume has the blocks")
+        elif act == "verdict":
+            wait_until(lambda: list(options.volume.rglob("releases/r*.json")), "the engine has compared")
+        else:
+            (found,) = ask(llm, [prompt_of(act)])
+            (anew,) = ask(llm, [prompt_of(act)], reads_cache=False)
+            answers[act] = {**found, "computed": anew["tokens"]}
+            # The volume is read and compared meanwhile, as between the requests of a client.
+            time.sleep(0.2)
+    tell({"release": vllm.__version__, "answers": answers, "metrics": read_metrics(llm)})
 
 
 if __name__ == "__main__":
