@@ -210,6 +210,7 @@ def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:
     found = condition(cluster, "RoutingReady")
     assert found["reason"] == "PoolFailed"
     assert "delete or rename it" in found["message"]
+    assert found["message"].endswith("; or remove spec.routing.inferencePool")
     assert "spec" not in (cluster.look(POOL) or {})
 
 

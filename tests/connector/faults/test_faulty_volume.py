@@ -13,7 +13,7 @@ import pytest
 from checks import check
 from faulty_mounts import WAIT_SECONDS, Background, FaultyVolume, wait_for
 from plain_engine import PlainEngine
-from store_contract import BLOCK_BYTES, key, pages, payload
+from store_contract import BLOCK_BYTES, key, pages, payload, read
 
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Stored, StoreFault
@@ -47,9 +47,7 @@ def assert_sound(volume: FaultyVolume) -> None:
 
 def test_a_healthy_mount_of_this_kind_works(faulty_volume: FaultyVolume) -> None:
     store = tier(faulty_volume)
-    into = pages()
-    assert store.get(key(1), into) == Hit(BLOCK_BYTES)
-    assert into == payload(1)
+    assert read(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
     assert_sound(faulty_volume)
 
 

@@ -19,7 +19,7 @@ from e2e.bench.stress import stress
 from nodes import Nodes, nodes_on, wait_until
 from pools import ROW_BYTES, ROWS, PoolUnderTest
 from pools import payload as row_of
-from store_contract import key, pages, payload, remove
+from store_contract import key, pages, payload, read, remove
 
 from kvtier_connector.io_workers.pool import BREAKER, STUCK
 from kvtier_connector.io_workers.tasks import Ending
@@ -196,9 +196,7 @@ def assert_kept(nodes: Nodes, stored: list[int]) -> None:
     """What was stored is there for the other node, nothing half-written is, and room that is made is used."""
     reader = BlockStore(nodes.b)
     for number in stored:
-        into = pages(size=MIB)
-        assert reader.get(key(number), into) == Hit(HEADER_BYTES + MIB)
-        assert into == payload(number, MIB)
+        assert read(reader, key(number), MIB) == (Hit(HEADER_BYTES + MIB), bytes(payload(number, MIB)))
     assert not [path for path in nodes.a.rglob("*") if is_partial(path.name)]
     writer = BlockStore(nodes.a)
     for number in stored[: len(stored) // 2]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from nodes import PATIENCE_SECONDS, Nodes, wait_until
 from plain_engine import PlainEngine
-from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, remove
+from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, read, remove
 
 from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.contract.janitor import JanitorConfig
@@ -59,9 +59,7 @@ def test_what_one_node_stores_the_other_knows_and_reads(nodes: Nodes) -> None:
 
     wait_until(is_known, "the other node knows the blocks")
     for number in range(10):
-        into = pages()
-        assert reader.get(key(number), into) == Hit(BLOCK_BYTES)
-        assert into == payload(number)
+        assert read(reader, key(number)) == (Hit(BLOCK_BYTES), bytes(payload(number)))
         assert reader.put(key(number), payload(number)) == Present()
 
 

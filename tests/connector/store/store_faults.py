@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File systems that fail: at one call, for one name, or for good as when the process dies."""
+"""File systems that hang or fail: at one call, for one name, or for good as when the process dies."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from kvtier_connector.store.fs import FileSystem
 
@@ -19,6 +21,9 @@ class WatchedFs(FileSystem):
     def before(self, call: str, path: str | None) -> None:
         """Do nothing; tests override this."""
 
+    def before_io(self, call: str, fd: int) -> None:
+        self.before(call, None)
+
     def open(self, path: str, flags: int) -> int:
         self.before("open", path)
         return super().open(path, flags)
@@ -32,11 +37,11 @@ class WatchedFs(FileSystem):
             super().close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.before("preadv", None)
+        self.before_io("preadv", fd)
         return super().preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.before("pwritev", None)
+        self.before_io("pwritev", fd)
         return super().pwritev(fd, buffers, offset)
 
     def fsync(self, fd: int) -> None:
@@ -118,15 +123,43 @@ class CrashingFs(WatchedFs):
 
 
 class FailingFs(WatchedFs):
-    """Raises `error` at calls for which `when(call, path)` is true, and counts calls by name."""
+    """Raises `error` at calls for which `when(call, path)` is true, as long as `is_failing`."""
 
-    def __init__(self, error: BaseException, *, when: Callable[[str, str | None], bool]) -> None:
+    def __init__(self, error: BaseException, when: Callable[[str, str], bool]) -> None:
         self._error = error
         self._when = when
+        self.is_failing = True
 
     def before(self, call: str, path: str | None) -> None:
-        if self._when(call, path):
+        if self.is_failing and self._when(call, path or ""):
             raise self._error
+
+
+class GatedFs(WatchedFs):
+    """Calls for which `gate(call, path)` is true wait until `open_gate` is called, as on a dead network mount."""
+
+    def __init__(self, gate: Callable[[str, str], bool]) -> None:
+        self._gate = gate
+        self._opened = threading.Event()
+        self._changed = threading.Condition()
+        self.waiting = 0
+        self.calls: list[tuple[str, str]] = []
+
+    def open_gate(self) -> None:
+        self._opened.set()
+
+    def before_io(self, call: str, fd: int) -> None:
+        self.before(call, str(Path(f"/proc/self/fd/{fd}").readlink()))
+
+    def before(self, call: str, path: str | None) -> None:
+        with self._changed:
+            self.calls.append((call, path or ""))
+        if not self._opened.is_set() and self._gate(call, path or ""):
+            with self._changed:
+                self.waiting += 1
+            self._opened.wait(60)
+            with self._changed:
+                self.waiting -= 1
 
 
 class NthCallFails(WatchedFs):

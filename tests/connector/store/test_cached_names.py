@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from store_contract import BLOCK_BYTES, key, pages, payload
+from store_contract import BLOCK_BYTES, key, pages, payload, read
 
 from kvtier_connector.store import reading
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
@@ -68,9 +68,7 @@ def test_a_block_that_was_looked_for_in_vain_is_read_once_another_node_has_store
         writer.put(key(number), payload(number))
     assert reader.get(key(1), pages()) == Miss()
     writer.put(key(1), payload(1))
-    into = pages()
-    assert reader.get(key(1), into) == Hit(BLOCK_BYTES)
-    assert into == payload(1)
+    assert read(reader, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
 
 
 def test_a_miss_costs_one_call_where_names_come_from_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +85,7 @@ def test_a_miss_costs_one_call_where_names_come_from_no_cache(tmp_path: Path, mo
 def test_a_file_that_was_replaced_on_the_server_is_asked_for_anew(tmp_path: Path) -> None:
     fs = FuseClient()
     BlockStore(tmp_path).put(key(1), payload(1))
-    into = pages()
-    assert BlockStore(tmp_path, fs=fs, direct=False).get(key(1), into) == Hit(BLOCK_BYTES)
-    assert into == payload(1)
+    assert read(BlockStore(tmp_path, fs=fs, direct=False), key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
 
 
 def test_to_look_again_changes_nothing_and_raises_nothing(tmp_path: Path) -> None:

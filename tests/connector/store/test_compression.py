@@ -99,8 +99,7 @@ def header_of(root: Path, number: int) -> Header:
 
 
 def get(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes]:
-    into = pages(size=size)
-    return store.get(key(number), into), bytes(into)
+    return store_contract.read(store, key(number), size)
 
 
 def stream(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes]:

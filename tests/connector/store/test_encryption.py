@@ -24,6 +24,7 @@ from store_contract import (
     key,
     pages,
     payload,
+    read,
     remove,
     stream,
     whole_file,
@@ -76,9 +77,7 @@ def header_of(root: Path, of: BlockKey) -> Header:
 def test_an_encrypted_block_comes_back(root: Path, keys_dir: Path, size: int, direct: bool | None) -> None:
     store = make(root, keys_dir, direct=direct)
     assert store.put(key(1), payload(1, size)) == Stored(HEADER_BYTES + size)
-    into = pages(size=size)
-    assert store.get(key(1), into) == Hit(HEADER_BYTES + size)
-    assert into == payload(1, size)
+    assert read(store, key(1), size) == (Hit(HEADER_BYTES + size), bytes(payload(1, size)))
     assert stream(store, key(1), size) == (Hit(HEADER_BYTES + size), bytes(payload(1, size)))
     assert store.put(key(1), payload(1, size)) == Present()
 
@@ -97,9 +96,7 @@ def test_the_payload_stays_unless_it_is_scratch(root: Path, keys_dir: Path) -> N
     store.put(key(2), scratch, is_scratch=True)
     assert kept == payload(1)
     assert scratch != payload(2)
-    into = pages()
-    assert store.get(key(2), into) == Hit(BLOCK_BYTES)
-    assert into == payload(2)
+    assert read(store, key(2)) == (Hit(BLOCK_BYTES), bytes(payload(2)))
 
 
 def test_read_only_memory_can_be_encrypted(root: Path, keys_dir: Path) -> None:
@@ -282,9 +279,8 @@ def test_a_block_that_was_frozen_is_still_decrypted(root: Path, keys_dir: Path) 
     path = root / block_path(of)
     path.parent.mkdir(parents=True)
     path.write_bytes(frozen)
-    into = pages(size=8192)
-    assert make(root, keys_dir).get(of, into) == Hit(HEADER_BYTES + 8192)
-    assert into == bytes(index * 7 % 256 for index in range(8192))
+    expected = bytes(index * 7 % 256 for index in range(8192))
+    assert read(make(root, keys_dir), of, 8192) == (Hit(HEADER_BYTES + 8192), expected)
 
 
 def test_the_first_page_is_the_same_but_for_nonce_tag_and_checksum() -> None:

@@ -12,7 +12,7 @@ import pytest
 from checks import check
 from hypothesis import given
 from hypothesis import strategies as st
-from store_contract import HOME, NOW_NS, key, pages, payload, whole_file
+from store_contract import HOME, NOW_NS, key, pages, payload, read, whole_file
 
 from kvtier_connector.contract.engine import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
@@ -306,9 +306,7 @@ def test_a_block_that_was_frozen_is_still_read(root: Path, algorithm: Algorithm)
     path = root / block_path(FROZEN_KEY)
     path.parent.mkdir(parents=True)
     path.write_bytes(frozen)
-    into = pages(size=8192)
-    assert BlockStore(root).get(FROZEN_KEY, into) == Hit(HEADER_BYTES + 8192)
-    assert into == FROZEN_DATA
+    assert read(BlockStore(root), FROZEN_KEY, 8192) == (Hit(HEADER_BYTES + 8192), FROZEN_DATA)
 
 
 def test_the_writer_still_makes_the_frozen_bytes(root: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "store")]
 
 with warnings.catch_warnings():
     # Importing torch and vLLM warns of their own deprecations; ours still fail the tests.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from typing_extensions import override
-from vllm.config import ModelConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -209,3 +210,40 @@ def prompt_of(chunks: int, seed: int = 0, *, more: int = 5) -> list[int]:
     return [int(token) for token in generator.integers(0, VOCABULARY, chunks * BLOCK_TOKENS + 64)][
         : chunks * BLOCK_TOKENS + more
     ]
+
+
+def engine_config(shape: Shape, config_file: Path) -> VllmConfig:
+    """Return what vLLM knows of an engine of this shape, whose tier has the settings of a file."""
+    cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
+    cache.num_gpu_blocks = shape.gpu_blocks
+    model = model_config()
+    return VllmConfig(
+        model_config=model,
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.most_running,
+            max_num_batched_tokens=shape.most_tokens,
+            max_model_len=model.max_model_len,
+            enable_chunked_prefill=shape.is_chunking,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVTierConnector",
+            kv_connector_module_path="kvtier_connector.vllm_adapter.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy=shape.load_failure_policy,
+            engine_id=f"test-{uuid.uuid4().hex}",
+            kv_connector_extra_config={
+                "spec_name": "KVTierSpec",
+                "spec_module_path": "kvtier_connector.vllm_adapter.spec",
+                "cpu_bytes_to_use": shape.cpu_chunks * shape.blocks_per_chunk * PAGE_BYTES,
+                "blocks_per_chunk": shape.blocks_per_chunk,
+                "offload_prompt_only": shape.prompt_only,
+                "secondary_tiers": [
+                    {"type": "TierUnderTest", "module_path": "engine_rig", "config_file": str(config_file)}
+                ],
+            },
+        ),
+    )

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_config import engine_config
 from engine_loras import SimulatedLoras
 from engine_parts import (
     BLOCK_TOKENS,
@@ -29,6 +28,7 @@ from engine_parts import (
     Words,
     answer_of,
     attention,
+    engine_config,
     images_of,
     page_of,
     seen_by_model,
@@ -36,7 +36,7 @@ from engine_parts import (
     values_after,
     values_of,
 )
-from rig import ON_THREADS, PATIENCE_SECONDS, wait_until
+from rig import ON_THREADS, PATIENCE_SECONDS, add_up, wait_until
 from vllm.config import LoRAConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -306,8 +306,7 @@ class SimulatedEngine:
         size = self.shape.blocks_per_chunk
         return request.block_hashes[size - 1 :: size]
 
-    def wait_until_known(self, blocks: int) -> None:
-        """Wait until the index knows of so many blocks on the volume."""
+    def wait_until_attached(self) -> None:
         wait_until(lambda: self.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
 
     def is_idle(self) -> bool:
@@ -352,12 +351,7 @@ class SimulatedEngine:
 
         def take_noting() -> OffloadingConnectorStats | None:
             stats = take()
-            if stats is not None:
-                for metric, values in stats.data["data"].items():
-                    is_counter = stats.data["types"][metric] == "counter"
-                    for labels, value in values.items():
-                        series = (metric, tuple(labels))
-                        self._observed[series] = value + (self._observed.get(series, 0) if is_counter else 0)
+            add_up(stats, self._observed)
             return stats
 
         self.tier.get_stats = take_noting  # type: ignore[method-assign]  # it calls the real one

@@ -20,7 +20,7 @@ def restart(
 ) -> SimulatedEngine:
     """Start another engine, which knows what the volume has."""
     made = engines.make(shape, fs=fs, **settings)
-    made.wait_until_known(engines.count())
+    made.wait_until_attached()
     return made
 
 

@@ -282,14 +282,17 @@ class Rig:
 
     def metric(self, name: str, *labels: str) -> float:
         """Return a metric of the disk tier, summed since the start; 0 if it was never observed."""
-        stats = self.tier.get_stats()
-        if stats is not None:
-            for metric, values in stats.data["data"].items():
-                for label_values, value in values.items():
-                    series = (metric, tuple(label_values))
-                    is_counter = stats.data["types"][metric] == "counter"
-                    self._observed[series] = value + (self._observed.get(series, 0) if is_counter else 0)
+        add_up(self.tier.get_stats(), self._observed)
         return self._observed.get((name, labels), 0)
+
+
+def add_up(stats: Any, observed: dict[tuple[str, tuple[str, ...]], float]) -> None:
+    """Add counters to what was observed before, and note what gauges are now."""
+    for metric, values in stats.data["data"].items() if stats else ():
+        is_counter = stats.data["types"][metric] == "counter"
+        for labels, value in values.items():
+            series = (metric, tuple(labels))
+            observed[series] = value + (observed.get(series, 0) if is_counter else 0)
 
 
 class Rigs:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from rig import DIGEST, Rig, Rigs, key, keys, wait_until
-from slow_fs import FailingFs, GatedFs
+from store_faults import FailingFs, GatedFs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 

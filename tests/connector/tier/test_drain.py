@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rig import Rigs, key, keys, wait_until
-from slow_fs import GatedFs
+from store_faults import GatedFs
 
 from kvtier_connector.cascade import drain
 from kvtier_connector.cascade.drain import Drain

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
-from slow_fs import GatedFs
+from store_faults import GatedFs
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
 from kvtier_connector.contract.engine import encode_live

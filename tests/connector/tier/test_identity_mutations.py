@@ -222,5 +222,5 @@ def test_an_engine_with_other_weights_reads_only_without_their_fingerprint(
     assert computes_all(engines.make(), "first")
     stranger = engines.make(weights=5)
     if not is_known:
-        stranger.wait_until_known(1)
+        stranger.wait_until_attached()
     assert computes_all(stranger, "second") is is_known

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from checks import check
 from rig import Rig, Rigs, key, wait_until
-from slow_fs import FailingFs
+from store_faults import FailingFs
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
 CHAINS, LONGEST, ENGINES, STEPS = 4, 24, 3, 60

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
-from slow_fs import GatedFs
+from store_faults import GatedFs
 from vllm.v1.kv_offload.base import Medium
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -10,7 +10,7 @@ from clocks import Clock
 from engine_fleet import Engines
 from engine_parts import answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
-from slow_fs import GatedFs
+from store_faults import GatedFs
 
 from kvtier_connector.cascade.rates import KNOWN_SECONDS, STALLED_SECONDS, Rates, Way
 
@@ -159,7 +159,7 @@ def test_a_load_is_given_up_once_computing_would_be_over(rigs: Rigs, clock: Cloc
     fourth = engines.file_of(first, prompt, 3).name
     fs = GatedFs(lambda call, path: call == "preadv" and fourth in path)
     engine = engines.make(fs=fs, load_deadline_seconds=3600.0)
-    engine.wait_until_known(8)
+    engine.wait_until_attached()
     engine.tier.rates.now = clock
     engine.tier.rates.prefill.observe(PREFILL, 1.0)
     engine.add("computes the rest", prompt)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rig import ROW_BYTES, TOKENS_PER_BLOCK, Rig, Rigs, key, keys, note_positions, wait_until
-from slow_fs import GatedFs
+from store_faults import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_hash
 
 from kvtier_connector.cascade.requests import TierRequest

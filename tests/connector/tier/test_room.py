@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from rig import Rig, Rigs, key, keys, note_positions, wait_until
-from slow_fs import GatedFs
+from store_faults import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvtier_connector.cascade.fetch import Load

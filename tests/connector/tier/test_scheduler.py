@@ -17,7 +17,7 @@ from engine_parts import BLOCK_TOKENS, WINDOW_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
 from prompts import LATER, PROMPT, REST, finish, restart
 from rig import wait_until
-from slow_fs import FailingFs, GatedFs
+from store_faults import FailingFs, GatedFs
 from vllm.v1.request import RequestStatus
 
 from kvtier_connector.store.fs import LOCAL, FileSystem

@@ -14,7 +14,7 @@ from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
 from prompts import LATER, PROMPT, finish, restart
-from slow_fs import FailingFs
+from store_faults import FailingFs
 
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.health import Breaker, BreakerLimits

@@ -91,7 +91,7 @@ def second_engine(
     assert engines.assert_volume_holds(first, prompt) == CHUNKS
     first.close()
     second = engines.make(shape, fs=fs)
-    second.wait_until_known(CHUNKS * (1 + len(others)))
+    second.wait_until_attached()
     fs.is_paced = True
     return second
 
@@ -226,7 +226,7 @@ def test_long_prompts_that_do_not_fit_together_are_served_one_after_the_other(en
     first.run()
     first.close()
     second = engines.make(shape, fs=fs)
-    second.wait_until_known(CHUNKS)
+    second.wait_until_attached()
     for name, prompt in prompts.items():
         second.add(name, prompt)
     second.run()

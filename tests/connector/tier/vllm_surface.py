@@ -22,10 +22,16 @@ class Use:
 
     owner: str
     """``package.module`` or ``package.module:Class``."""
-    called: tuple[str, ...] = ()
-    """Functions and methods that kvtier calls, with the arguments; ``__init__`` for a constructor."""
-    read: str = ""
-    """Attributes of the module, of the class or of its instances, with spaces between."""
+    names: str
+    """Functions and methods that kvtier calls, with the arguments, ``__init__`` for a constructor; then attributes."""
+
+    @property
+    def called(self) -> list[str]:
+        return re.findall(r"\w+\([^)]*\)", self.names)
+
+    @property
+    def read(self) -> list[str]:
+        return re.sub(r"\w+\([^)]*\)", "", self.names).split()
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each difference."""
@@ -38,7 +44,7 @@ class Use:
         for written in self.called:
             yield from _mismatch(shown, owner, _Call.parse(written))
         known = names_of(owner) if self.read else set()
-        yield from (f"{shown} has no {name}" for name in self.read.split() if name not in known and name[-1] != "?")
+        yield from (f"{shown} has no {name}" for name in self.read if name not in known and name[-1] != "?")
 
 
 class _Call(NamedTuple):
@@ -92,193 +98,102 @@ def _set_by(method: Any) -> Iterator[str]:
         yield from (step.argval for step in dis.get_instructions(method) if step.opname == "STORE_ATTR")
 
 
-_OFFLOAD = "vllm.v1.kv_offload"
-_CORE = "vllm.v1.core"
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
-_OFFLOADING = f"{_CONNECTOR}.offloading"
+_PACKAGES = {
+    "connector": "vllm.distributed.kv_transfer.kv_connector.v1",
+    "core": "vllm.v1.core",
+    "offload": "vllm.v1.kv_offload",
+}
+_USES = """
+connector.offloading_connector:OffloadingConnector _canonical_layout connector_scheduler connector_worker
+connector.base:KVConnectorBase_V1 __init__(vllm_config, role, kv_cache_config)
+connector.base:KVConnectorTransferResults failed_recving
+connector.offloading.config build_offloading_config(vllm_config, kv_cache_config)
+offload.factory:OffloadingSpecFactory create_spec(config)
+vllm.config:KVTransferConfig kv_connector_extra_config kv_load_failure_policy
+core.sched.scheduler:Scheduler __init__(vllm_config, kv_cache_config, structured_output_manager, block_size)
+    _inflight_prefill_reserved_blocks() _preempt_request(request, timestamp, drop_stale_output) _pause_state
+    block_size connector connector_prefix_cache_stats kv_cache_manager max_num_active_reqs max_num_scheduled_tokens
+    pause_state running vllm_config waiting
+connector.offloading.scheduler:OffloadingConnectorScheduler _generate_job_id() manager config _req_status _jobs
+    _current_batch_load_jobs _current_batch_jobs_to_flush _current_batch_sync_loads? _current_batch_sync_load_bytes?
+    _chunks_being_loaded _full_attention_groups _sliding_window_groups _events_tracker
+connector.offloading.scheduler:RequestOffloadState __init__(config, req, req_context, offloading_context)
+    update_offload_keys() req req_context offloading_context group_states max_load_tokens max_offload_tokens
+    num_locally_computed_tokens transfer_jobs
+connector.offloading.scheduler:RequestGroupState offload_keys next_stored_chunk_idx
+connector.offloading.scheduler:GroupOffloadConfig load_window_size_in_chunks(num_tokens) tokens_per_chunk
+    kv_cache_spec sliding_window_size_in_chunks
+vllm.v1.kv_cache_interface:SlidingWindowSpec sliding_window extra_retained_tokens
+connector.offloading.scheduler:SchedulerOffloadConfig kv_group_configs blocks_per_chunk num_workers
+connector.offloading.scheduler:TransferJobStatus __init__(req_id, pending_count, keys, is_store) pending_count
+connector.offloading.common:TransferJob __init__(req_id, src_spec, dst_spec) dst_spec
+connector.offloading.common:OffloadingConnectorMetadata __init__(load_jobs, store_jobs, jobs_to_flush) load_jobs
+    store_jobs jobs_to_flush
+connector.offloading.common:OffloadingWorkerMetadata __init__(completed_jobs, transfer_stats) completed_jobs
+    transfer_stats
+connector.offloading.events:OffloadingEventsTracker record_lookup(req, group_config, chunk_idx, offload_key)
+    self_describing_enabled
+core.sched.output:SchedulerOutput num_scheduled_tokens preempted_req_ids kv_connector_block_state
+core.sched.output:KVConnectorBlockState boundary_state_offloads
+core.kv_cache_manager:KVCacheManager prefix_cache_lookup_enabled(request) block_pool coordinator
+core.block_pool:BlockPool get_num_free_blocks() cached_block_hash_to_block num_gpu_blocks
+core.kv_cache_coordinator:KVCacheCoordinator find_longest_cache_hit(block_hashes, max_cache_hit_length)
+vllm.v1.outputs:KVConnectorOutput finished_recving kv_connector_worker_meta
+vllm.v1.request:Request request_id cache_salt kv_hints? kv_transfer_params lora_request block_hashes num_tokens
+    num_prompt_tokens num_output_tokens num_preemptions arrival_time skip_reading_prefix_cache num_in_flight_tokens
+    num_stale_output_tokens drop_stale_output num_output_placeholders events prefill_stats num_computed_tokens
+    num_tokens_with_spec sampling_params mm_features
+offload.tiering.manager:TieringOffloadingManager __init__(primary_tier, secondary_tiers)
+    create_store_job(keys, req_context, tier_idx) _maybe_process_finished_jobs() _next_job_id()
+    _register_job(transfer_job, tier_idx) primary_tier _jobs _metrics _request_load_sources
+offload.tiering.manager:CPUPrimaryTierOffloadingManager
+    __init__(num_chunks, mmap_region, cache_policy, cache_policy_module_path, enable_events, info?)
+    get_kv_memoryview() prepare_load(keys, req_context) complete_load(keys, req_context)
+    prepare_read(keys, req_context) prepare_store(keys, req_context) _get_num_free_chunks() shutdown() _policy
+    _num_evictable_cache_chunks _num_write_pending_chunks events prepare_write complete_write complete_read
+offload.cpu.policies.base:CachePolicy get(key)
+offload.cpu.policies.base:ChunkStatus chunk_id is_ready
+offload.cpu.common:CPULoadStoreSpec __init__(block_ids) block_ids
+offload.base:PrepareStoreOutput keys_to_store store_spec
+offload.tiering.metrics:TieringMetricsTracker on_promotion_allocation_failure()
+connector.offloading.metrics:OffloadingConnectorStats
+    increase_counter(counter_name, counter_increase_value, labelvalues)
+    set_gauge(gauge_name, gauge_value, labelvalues)
+connector.offloading.worker:OffloadingConnectorWorker _load_jobs _unsubmitted_store_jobs kv_cache_config spec
+    vllm_config
+offload.cpu.spec:CPUOffloadingSpec num_chunks kv_bytes_per_chunk cpu_page_size_per_worker blocks_per_chunk config
+offload.cpu.shared_offload_region:SharedOffloadRegion
+    __init__(engine_id, num_chunks, rank, kv_bytes_per_chunk, cpu_page_size) create_next_worker_view(tensor_page_size)
+    cleanup()
+offload.base:GPULoadStoreSpec __init__(block_ids, group_sizes, block_indices) block_ids group_sizes block_indices
+vllm.lora.model_manager:LoRAModelManager list_adapters()
+vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin add_lora(lora_request)
+vllm.v1.worker.gpu_model_runner:GPUModelRunner get_model() add_lora(lora_request)
+offload.base:CanonicalKVCaches tensors group_data_refs
+offload.base:CanonicalKVCacheTensor tensor page_size_bytes
+offload.base:CanonicalKVCacheRef tensor_idx page_size_bytes
+offload.base:TransferResult __init__(job_id, success, transfer_size, transfer_time)
+offload.tiering.factory:SecondaryTierFactory create_secondary_tier(tier_config, primary_kv_view, offloading_spec)
+offload.tiering.base:SecondaryTierManager locality medium cache_hit_source
+offload.tiering.spec:TieringOffloadingSpec _manager _worker cache_policy_module_path eviction_policy kv_events_config
+    secondary_tier_configs blocks_per_chunk config cpu_page_size_per_worker kv_bytes_per_chunk num_chunks
+    replicated_layout cpu_info?
+offload.base:ReqContext get_state(cls) set_state(val) get_offload_key_position(key) req_id kv_transfer_params
+    _offload_key_positions
+offload.base:LookupResult HIT HIT_PENDING MISS RETRY
+offload.tiering.base:TransferJob job_id keys chunk_ids is_promotion req_context
+offload.tiering.base:JobResult __init__(job_id, success, successful_keys, transfer_time, transfer_bytes)
+offload.config:OffloadingConfig groups model cache parallel engine_id canonical_layout replicated_layout
+    kv_cache_layout
+offload.config:OffloadingParallelConfig rank world_size tp_size pp_size pcp_size dcp_size is_parallelism_agnostic
+"""
+"""An owner in each line, by a package's short name or its whole one, and what is used of it."""
 
-USES = (
-    Use(
-        f"{_CONNECTOR}.offloading_connector:OffloadingConnector",
-        read="_canonical_layout connector_scheduler connector_worker",
-    ),
-    Use(f"{_CONNECTOR}.base:KVConnectorBase_V1", called=("__init__(vllm_config, role, kv_cache_config)",)),
-    Use(f"{_CONNECTOR}.base:KVConnectorTransferResults", read="failed_recving"),
-    Use(f"{_OFFLOADING}.config", called=("build_offloading_config(vllm_config, kv_cache_config)",)),
-    Use(f"{_OFFLOAD}.factory:OffloadingSpecFactory", called=("create_spec(config)",)),
-    Use("vllm.config:KVTransferConfig", read="kv_connector_extra_config kv_load_failure_policy"),
-    Use(
-        "vllm.v1.core.sched.scheduler:Scheduler",
-        called=(
-            "__init__(vllm_config, kv_cache_config, structured_output_manager, block_size)",
-            "_inflight_prefill_reserved_blocks()",
-            "_preempt_request(request, timestamp, drop_stale_output)",
-        ),
-        read="_pause_state block_size connector connector_prefix_cache_stats kv_cache_manager max_num_active_reqs "
-        "max_num_scheduled_tokens pause_state running vllm_config waiting",
-    ),
-    Use(
-        f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler",
-        called=("_generate_job_id()",),
-        read="manager config _req_status _jobs _current_batch_load_jobs _current_batch_jobs_to_flush "
-        "_current_batch_sync_loads? _current_batch_sync_load_bytes? _chunks_being_loaded "
-        "_full_attention_groups _sliding_window_groups _events_tracker",
-    ),
-    Use(
-        f"{_OFFLOADING}.scheduler:RequestOffloadState",
-        called=("__init__(config, req, req_context, offloading_context)", "update_offload_keys()"),
-        read="req req_context offloading_context group_states max_load_tokens max_offload_tokens "
-        "num_locally_computed_tokens transfer_jobs",
-    ),
-    Use(f"{_OFFLOADING}.scheduler:RequestGroupState", read="offload_keys next_stored_chunk_idx"),
-    Use(
-        f"{_OFFLOADING}.scheduler:GroupOffloadConfig",
-        called=("load_window_size_in_chunks(num_tokens)",),
-        read="tokens_per_chunk kv_cache_spec sliding_window_size_in_chunks",
-    ),
-    Use("vllm.v1.kv_cache_interface:SlidingWindowSpec", read="sliding_window extra_retained_tokens"),
-    Use(f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig", read="kv_group_configs blocks_per_chunk num_workers"),
-    Use(
-        f"{_OFFLOADING}.scheduler:TransferJobStatus",
-        called=("__init__(req_id, pending_count, keys, is_store)",),
-        read="pending_count",
-    ),
-    Use(f"{_OFFLOADING}.common:TransferJob", called=("__init__(req_id, src_spec, dst_spec)",), read="dst_spec"),
-    Use(
-        f"{_OFFLOADING}.common:OffloadingConnectorMetadata",
-        called=("__init__(load_jobs, store_jobs, jobs_to_flush)",),
-        read="load_jobs store_jobs jobs_to_flush",
-    ),
-    Use(
-        f"{_OFFLOADING}.common:OffloadingWorkerMetadata",
-        called=("__init__(completed_jobs, transfer_stats)",),
-        read="completed_jobs transfer_stats",
-    ),
-    Use(
-        f"{_OFFLOADING}.events:OffloadingEventsTracker",
-        called=("record_lookup(req, group_config, chunk_idx, offload_key)",),
-        read="self_describing_enabled",
-    ),
-    Use(
-        f"{_CORE}.sched.output:SchedulerOutput", read="num_scheduled_tokens preempted_req_ids kv_connector_block_state"
-    ),
-    Use(f"{_CORE}.sched.output:KVConnectorBlockState", read="boundary_state_offloads"),
-    Use(
-        f"{_CORE}.kv_cache_manager:KVCacheManager",
-        called=("prefix_cache_lookup_enabled(request)",),
-        read="block_pool coordinator",
-    ),
-    Use(
-        f"{_CORE}.block_pool:BlockPool",
-        called=("get_num_free_blocks()",),
-        read="cached_block_hash_to_block num_gpu_blocks",
-    ),
-    Use(
-        f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator",
-        called=("find_longest_cache_hit(block_hashes, max_cache_hit_length)",),
-    ),
-    Use("vllm.v1.outputs:KVConnectorOutput", read="finished_recving kv_connector_worker_meta"),
-    Use(
-        "vllm.v1.request:Request",
-        read="request_id cache_salt kv_hints? kv_transfer_params lora_request block_hashes num_tokens "
-        "num_prompt_tokens num_output_tokens num_preemptions arrival_time skip_reading_prefix_cache "
-        "num_in_flight_tokens num_stale_output_tokens drop_stale_output num_output_placeholders "
-        "events prefill_stats num_computed_tokens num_tokens_with_spec sampling_params mm_features",
-    ),
-    Use(
-        f"{_OFFLOAD}.tiering.manager:TieringOffloadingManager",
-        called=(
-            "__init__(primary_tier, secondary_tiers)",
-            "create_store_job(keys, req_context, tier_idx)",
-            "_maybe_process_finished_jobs()",
-            "_next_job_id()",
-            "_register_job(transfer_job, tier_idx)",
-        ),
-        read="primary_tier _jobs _metrics _request_load_sources",
-    ),
-    Use(
-        f"{_OFFLOAD}.tiering.manager:CPUPrimaryTierOffloadingManager",
-        called=(
-            "__init__(num_chunks, mmap_region, cache_policy, cache_policy_module_path, enable_events, info?)",
-            "get_kv_memoryview()",
-            "prepare_load(keys, req_context)",
-            "complete_load(keys, req_context)",
-            "prepare_read(keys, req_context)",
-            "prepare_store(keys, req_context)",
-            "_get_num_free_chunks()",
-            "shutdown()",
-        ),
-        read="_policy _num_evictable_cache_chunks _num_write_pending_chunks events prepare_write "
-        "complete_write complete_read",
-    ),
-    Use(f"{_OFFLOAD}.cpu.policies.base:CachePolicy", called=("get(key)",)),
-    Use(f"{_OFFLOAD}.cpu.policies.base:ChunkStatus", read="chunk_id is_ready"),
-    Use(f"{_OFFLOAD}.cpu.common:CPULoadStoreSpec", called=("__init__(block_ids)",), read="block_ids"),
-    Use(f"{_OFFLOAD}.base:PrepareStoreOutput", read="keys_to_store store_spec"),
-    Use(f"{_OFFLOAD}.tiering.metrics:TieringMetricsTracker", called=("on_promotion_allocation_failure()",)),
-    Use(
-        f"{_OFFLOADING}.metrics:OffloadingConnectorStats",
-        called=(
-            "increase_counter(counter_name, counter_increase_value, labelvalues)",
-            "set_gauge(gauge_name, gauge_value, labelvalues)",
-        ),
-    ),
-    Use(
-        f"{_OFFLOADING}.worker:OffloadingConnectorWorker",
-        read="_load_jobs _unsubmitted_store_jobs kv_cache_config spec vllm_config",
-    ),
-    Use(
-        f"{_OFFLOAD}.cpu.spec:CPUOffloadingSpec",
-        read="num_chunks kv_bytes_per_chunk cpu_page_size_per_worker blocks_per_chunk config",
-    ),
-    Use(
-        f"{_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion",
-        called=(
-            "__init__(engine_id, num_chunks, rank, kv_bytes_per_chunk, cpu_page_size)",
-            "create_next_worker_view(tensor_page_size)",
-            "cleanup()",
-        ),
-    ),
-    Use(
-        f"{_OFFLOAD}.base:GPULoadStoreSpec",
-        called=("__init__(block_ids, group_sizes, block_indices)",),
-        read="block_ids group_sizes block_indices",
-    ),
-    Use("vllm.lora.model_manager:LoRAModelManager", called=("list_adapters()",)),
-    Use("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", called=("add_lora(lora_request)",)),
-    Use("vllm.v1.worker.gpu_model_runner:GPUModelRunner", called=("get_model()", "add_lora(lora_request)")),
-    Use(f"{_OFFLOAD}.base:CanonicalKVCaches", read="tensors group_data_refs"),
-    Use(f"{_OFFLOAD}.base:CanonicalKVCacheTensor", read="tensor page_size_bytes"),
-    Use(f"{_OFFLOAD}.base:CanonicalKVCacheRef", read="tensor_idx page_size_bytes"),
-    Use(f"{_OFFLOAD}.base:TransferResult", called=("__init__(job_id, success, transfer_size, transfer_time)",)),
-    Use(
-        f"{_OFFLOAD}.tiering.factory:SecondaryTierFactory",
-        called=("create_secondary_tier(tier_config, primary_kv_view, offloading_spec)",),
-    ),
-    Use(f"{_OFFLOAD}.tiering.base:SecondaryTierManager", read="locality medium cache_hit_source"),
-    Use(
-        f"{_OFFLOAD}.tiering.spec:TieringOffloadingSpec",
-        read="_manager _worker cache_policy_module_path eviction_policy kv_events_config "
-        "secondary_tier_configs blocks_per_chunk config cpu_page_size_per_worker kv_bytes_per_chunk "
-        "num_chunks replicated_layout cpu_info?",
-    ),
-    Use(
-        f"{_OFFLOAD}.base:ReqContext",
-        called=("get_state(cls)", "set_state(val)", "get_offload_key_position(key)"),
-        read="req_id kv_transfer_params _offload_key_positions",
-    ),
-    Use(f"{_OFFLOAD}.base:LookupResult", read="HIT HIT_PENDING MISS RETRY"),
-    Use(f"{_OFFLOAD}.tiering.base:TransferJob", read="job_id keys chunk_ids is_promotion req_context"),
-    Use(
-        f"{_OFFLOAD}.tiering.base:JobResult",
-        called=("__init__(job_id, success, successful_keys, transfer_time, transfer_bytes)",),
-    ),
-    Use(
-        f"{_OFFLOAD}.config:OffloadingConfig",
-        read="groups model cache parallel engine_id canonical_layout replicated_layout kv_cache_layout",
-    ),
-    Use(
-        f"{_OFFLOAD}.config:OffloadingParallelConfig",
-        read="rank world_size tp_size pp_size pcp_size dcp_size is_parallelism_agnostic",
-    ),
-)
+
+def _use(line: str) -> Use:
+    owner, names = line.split(maxsplit=1)
+    package, _, rest = owner.partition(".")
+    return Use(f"{_PACKAGES.get(package, package)}.{rest}", names)
+
+
+USES = tuple(_use(line) for line in re.sub(r"\n +", " ", _USES).strip().splitlines())
