@@ -45,6 +45,7 @@ ADDED = frozenset(
         "operator/kvtier_operator/parts/external/pods.py",
         "operator/kvtier_operator/parts/external/templates.py",
         "operator/kvtier_operator/parts/releases.py",
+        "operator/kvtier_operator/parts/network_policies.py",
         "operator/kvtier_operator/plan/model_families.py",
     }
 )

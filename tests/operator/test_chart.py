@@ -33,6 +33,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "own-namespace": {"scope": "Namespaced"},
     "replicas": {"replicas": 3, "priorityClassName": "system-cluster-critical"},
     "one-without-election": {"leaderElection": {"enabled": False}},
+    "network-policy": {"networkPolicy": {"enabled": True, "scrapers": [{"podSelector": {}}], "egress": [{"to": [{}]}]}},
+    "closed": {"networkPolicy": {"enabled": True, "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]}},
     "monitors": {
         "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}, "podMonitor": {"enabled": True}}
     },
@@ -346,7 +348,7 @@ def test_values_win_over_neither_the_selector_nor_the_restricted_standard() -> N
     }
     deployment = next(each for each in render(values) if each["kind"] == "Deployment")
     template, selector = deployment["spec"]["template"], deployment["spec"]["selector"]["matchLabels"]
-    assert template["metadata"]["labels"] == {**selector, "team": "a"}
+    assert template["metadata"]["labels"] == {**selector, "app.kubernetes.io/part-of": "kvtier", "team": "a"}
     assert selector["app.kubernetes.io/name"] == "9"
     assert template["spec"]["securityContext"] == {
         "runAsNonRoot": True,

@@ -29,6 +29,7 @@ from kvtier_localcluster.apiserver.registry import writes
 from kvtier_operator import names
 
 POLICY = "/apis/policy/v1"
+NETWORKING = "/apis/networking.k8s.io/v1"
 SLOW = 120.0
 
 
@@ -118,6 +119,23 @@ def is_routed_and_not_any_more(kubectl: Client) -> None:
     until(kubectl.is_ready, seconds=SLOW)
 
 
+def is_closed_off_and_opened(kubectl: Client) -> None:
+    for egress in ([{"ports": [{"port": 443}]}], []):
+        policy = {"networkPolicy": {"egress": egress}}
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": policy})
+
+        def stands(rules: int = 2 + len(egress)) -> bool:
+            found = kubectl.get(NETWORKING, "networkpolicies", "llama-engine")
+            return found is not None and len(found["spec"]["egress"]) == rules
+
+        until(stands, seconds=SLOW)
+    kubectl.delete(NETWORKING, "networkpolicies", "llama-janitor")
+    until(lambda: kubectl.get(NETWORKING, "networkpolicies", "llama-janitor"), seconds=SLOW)
+    kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"networkPolicy": None}})
+    until(lambda: kubectl.get(NETWORKING, "networkpolicies", "llama-engine") is None, seconds=SLOW)
+    until(kubectl.is_ready, seconds=SLOW)
+
+
 def goes(kubectl: Client) -> None:
     kubectl.delete(TIERS, "kvcachetiers", "llama")
     until(lambda: kubectl.get(APPS, "deployments", "llama-engine") is None, seconds=SLOW)
@@ -157,6 +175,7 @@ LIFECYCLES: tuple[Callable[[Client], None], ...] = (
     does_without_its_janitor_and_with_it_again,
     grows_its_claim,
     is_routed_and_not_any_more,
+    is_closed_off_and_opened,
     cannot_mount_its_volume,
     goes,
     is_refused,

@@ -27,6 +27,9 @@
   # Of the janitors, and the one of the operator that works in the namespace.
   resources: [leases]
   verbs: [get, list, create, update, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete] # deleted where a tier gives them up
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete] # deleted where a tier gives up its router

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``spec.routing`` and ``spec.kvEvents``: how a request comes to the replica that has its cache. Pure."""
+"""``spec.routing``, ``spec.kvEvents`` and ``spec.networkPolicy``: who reaches the replicas, and which one. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StrictInt, StrictStr, StringConstraints
 
 from kvtier_operator.api.engine_spec import ServiceSettings, refuse_flags
+from kvtier_operator.api.pod_template import Anything
 from kvtier_operator.api.rules import ApiModel, ByteQuantity, Checked, CpuQuantity, ObjectName, Rule, Word, at
 
 EVENTS_PORT: Final = 5557
@@ -141,3 +142,28 @@ class Routing(ApiModel):
     def router_settings(self) -> Router | None:
         """Return how the router is to be; None where there is none."""
         return (self.router or Router()) if self.type == ROUTER else None
+
+
+_Objects = Annotated[tuple[Anything, ...], Field(max_length=64)]
+
+
+class NetworkPolicySpec(ApiModel):
+    """A NetworkPolicy for each component of the tier.
+
+    Pods of the tier reach each other and DNS. The operator reaches the engines, the router and the janitor. Janitor and
+    router reach the API server. The network plugin of the cluster must enforce policies. Mounts of the volume are
+    traffic of the node, which no policy concerns.
+    """
+
+    clients: _Objects | None = None
+    """Peers that may send requests to the engines and the router and read KV events, as in `from` of a NetworkPolicy.
+    Left out, every pod of the namespace; with `[]`, no pod but those of the tier."""
+    scrapers: _Objects = ()
+    """Peers that may read the metrics of engines, router and janitor, such as the namespace of Prometheus. Engines
+    serve metrics and requests on one port, so these peers can send requests to engines, too."""
+    egress: _Objects | None = None
+    """Rules about what else the engines may reach, as in `egress` of a NetworkPolicy: a model hub, a Redis of your own.
+    Left out, TCP port 443 of any address. With `[]`, nothing: for a model on a volume."""
+    api_server: _Objects = ()
+    """Peers at which janitor and router find the API server, as in `to` of a NetworkPolicy; any address if left out.
+    Its ports are 443 and 6443."""

@@ -20,7 +20,7 @@ from kvtier_operator.api.engine_spec import NO_ACCELERATOR, EngineSpec
 from kvtier_operator.api.external_spec import EXTERNAL_RULES
 from kvtier_operator.api.generations_spec import Generations
 from kvtier_operator.api.model_spec import ONE_PLACE, ModelSpec
-from kvtier_operator.api.routing_spec import KvEvents, Routing
+from kvtier_operator.api.routing_spec import KvEvents, NetworkPolicySpec, Routing
 from kvtier_operator.api.rules import TEXT, ApiModel, ByteQuantity, Checked, Converted, ObjectName, Rule, at
 
 
@@ -154,6 +154,8 @@ class TierSpec(ApiModel):
     kv_events: KvEvents | None = None
     """Has engines and the janitor publish what they store and remove, for routers; nothing is published if left out.
     Changing it restarts the engines and keeps the cache."""
+    network_policy: NetworkPolicySpec | None = None
+    """Makes NetworkPolicies for the pods of the tier; none if left out. Changing it replaces no engine."""
     proof: ProofSpec = ProofSpec()
     """How the operator finds out whether the tier works."""
     operator_class_name: ObjectName | None = None

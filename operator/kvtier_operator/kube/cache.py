@@ -74,6 +74,7 @@ WATCHED: Final = (
             ("v1", "ServiceAccount"),
             ("apps/v1", "Deployment"),
             ("batch/v1", "Job"),
+            ("networking.k8s.io/v1", "NetworkPolicy"),
             ("policy/v1", "PodDisruptionBudget"),
             (names.RBAC, "Role"),
             (names.RBAC, "RoleBinding"),

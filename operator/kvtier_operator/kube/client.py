@@ -118,25 +118,6 @@ def own_namespace() -> str:
         return "default"
 
 
-_PLURALS: Final[Mapping[tuple[str, str], str]] = {
-    ("v1", "ConfigMap"): "configmaps",
-    ("v1", "Event"): "events",
-    ("v1", "Node"): "nodes",
-    ("v1", "PersistentVolumeClaim"): "persistentvolumeclaims",
-    ("v1", "Pod"): "pods",
-    ("v1", "Secret"): "secrets",
-    ("v1", "Service"): "services",
-    ("v1", "ServiceAccount"): "serviceaccounts",
-    ("apps/v1", "Deployment"): "deployments",
-    ("batch/v1", "Job"): "jobs",
-    ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
-    (names.COORDINATION, names.LEASE_KIND): "leases",
-    (names.RBAC, "Role"): "roles",
-    (names.RBAC, "RoleBinding"): "rolebindings",
-    (names.API_VERSION, names.KIND): names.PLURAL,
-    (names.INFERENCE_POOL, names.POOL_KIND): "inferencepools",
-}
-
 PAGE: Final = 100
 """Objects that are read of a long list at a time: parsed, each takes some ten kilobytes, and its list ten times that
 of a tier that is looked at."""
@@ -395,7 +376,8 @@ def connect(
 def _path(api_version: str, kind: str, namespace: str, name: str = "") -> str:
     root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
     scope = f"/namespaces/{namespace}" if namespace else ""
-    return f"{root}{scope}/{_PLURALS[api_version, kind]}{f'/{name}' if name else ''}"
+    plural = "networkpolicies" if kind == "NetworkPolicy" else f"{kind.lower()}s"
+    return f"{root}{scope}/{plural}{f'/{name}' if name else ''}"
 
 
 def _query(parameters: Mapping[str, str]) -> str:

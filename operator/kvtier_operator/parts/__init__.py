@@ -18,6 +18,7 @@ from kvtier_operator.parts.connectors import stores
 from kvtier_operator.parts.engine import UP_TO_DATE, deployment
 from kvtier_operator.parts.external import checks as attached
 from kvtier_operator.parts.external.checks import by_owner, of_our_engines
+from kvtier_operator.parts.network_policies import NETWORK_POLICIES
 from kvtier_operator.parts.part import Part, Work
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import Snapshot
@@ -71,6 +72,7 @@ PARTS: Final = (
         keys=lambda tier: _keys(names.engine(tier), _BUDGET),
         wants=of_our_engines(lambda work: (routing.disruption_budget(work.plan),)),
     ),
+    NETWORK_POLICIES,
     # Engines connect to them when they start.
     Part(
         name="stores",

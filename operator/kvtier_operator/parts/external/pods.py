@@ -23,7 +23,10 @@ def external_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     external = engine.get("external") if isinstance(engine, Mapping) else None
     selector = external.get("selector") if isinstance(external, Mapping) else None
     labels = selector.get("matchLabels") if isinstance(selector, Mapping) else None
-    return external if isinstance(external, Mapping) and isinstance(labels, Mapping) and labels else None
+    if not isinstance(external, Mapping) or not isinstance(labels, Mapping) or not labels:
+        return None
+    # Of the text of a selector, these two part labels and values.
+    return None if any({",", "="} & set(f"{key}{value}") for key, value in labels.items()) else external
 
 
 def live_settings(body: Mapping[str, Any]) -> TierSpec | None:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who reaches whom under the policies of a tier and those of the chart."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from chart import NAMESPACE as SYSTEM
+from chart import render as chart
+from tiers import tier
+
+from kvtier_operator import names
+from kvtier_operator.api import parse
+from kvtier_operator.parts import render
+from kvtier_operator.plan import make_unchecked_plan
+
+Labels = Mapping[str, str]
+MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+INTERNET, API_SERVER = "203.0.113.7", "198.51.100.1"
+HYBRID = {"type": "Hybrid", "hybrid": {"nixl": {}}}
+TRIAL = {"type": "LMCache", "lmcache": {"redis": {"trial": {}}}}
+
+
+class Network:
+    """Pods with their labels, and what the policies let them do."""
+
+    def __init__(self, *manifests: dict[str, Any]) -> None:
+        self.policies = [each for each in manifests if each["kind"] == "NetworkPolicy"]
+        self.pods: dict[str, tuple[str, Labels]] = {
+            "stranger": ("elsewhere", {}),
+            "client": ("serving", {"app": "chat"}),
+            "prometheus": ("monitoring", {}),
+        }
+        for each in manifests:
+            if each["kind"] in {"Deployment", "Job"}:
+                template = each["spec"]["template"]
+                self.pods[each["metadata"]["name"]] = (each["metadata"]["namespace"], template["metadata"]["labels"])
+
+    def of(self, pod: str) -> list[dict[str, Any]]:
+        namespace, labels = self.pods[pod]
+        return [
+            each["spec"]
+            for each in self.policies
+            if each["metadata"]["namespace"] == namespace and _matches(each["spec"]["podSelector"], labels)
+        ]
+
+    def lets(self, source: str, target: str, port: int) -> bool:
+        """Tell whether both ends let a pod connect to a pod or an address."""
+        leaves = self._is_allowed(source, target, port, "egress", "to")
+        return leaves and (target not in self.pods or self._is_allowed(target, source, port, "ingress", "from"))
+
+    def _is_allowed(self, pod: str, other: str, port: int, direction: str, side: str) -> bool:
+        policies = self.of(pod)
+        rules = [rule for each in policies for rule in each.get(direction, ())]
+        home = self.pods[pod][0]
+        return not policies or any(
+            ("ports" not in rule or any(_covers(each, port) for each in rule["ports"]))
+            and (side not in rule or any(self._is_peer(peer, other, home) for peer in rule[side]))
+            for rule in rules
+        )
+
+    def _is_peer(self, peer: dict[str, Any], other: str, home: str) -> bool:
+        if other not in self.pods:
+            block = peer.get("ipBlock", {}).get("cidr")
+            return block is not None and ipaddress.ip_address(other) in ipaddress.ip_network(block)
+        namespace, labels = self.pods[other]
+        if "namespaceSelector" in peer:
+            of_namespace = {"kubernetes.io/metadata.name": namespace}
+            return _matches(peer["namespaceSelector"], of_namespace) and _matches(peer.get("podSelector", {}), labels)
+        return "podSelector" in peer and namespace == home and _matches(peer["podSelector"], labels)
+
+
+def _matches(selector: dict[str, Any], labels: Labels) -> bool:
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
+
+
+def _covers(rule: dict[str, Any], port: int) -> bool:
+    return rule["protocol"] == "TCP" and bool(rule["port"] <= port <= rule.get("endPort", rule["port"]))
+
+
+def network(*, policy: Mapping[str, Any] | None = None, **spec: Any) -> Network:
+    body = tier(**spec)
+    body["metadata"]["namespace"] = "serving"
+    body["spec"]["networkPolicy"] = dict(policy or {})
+    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+    operator = chart({"networkPolicy": {"enabled": True, "scrapers": [MONITORING]}})
+    return Network(*made, *operator)
+
+
+OPERATOR = "kvtier-operator"
+ROUTED = {"routing": {"type": "Router"}, "kvEvents": {}, "proof": {"preflight": "Always"}}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "port", "is_let"),
+    [
+        ("client", "llama-engine", 8000, True),
+        ("client", "llama-engine", 5557, True),
+        ("client", "llama-engine", 5600, True),
+        ("client", "llama-engine", 29500, False),
+        ("client", "llama-janitor", 5557, True),
+        ("client", "llama-janitor", 9400, False),
+        ("client", "llama-router", 8000, True),
+        ("client", "llama-router", 29000, False),
+        ("stranger", "llama-engine", 8000, False),
+        ("stranger", "llama-router", 8000, False),
+        ("stranger", OPERATOR, 9090, False),
+        ("prometheus", "llama-engine", 8000, True),
+        ("prometheus", "llama-janitor", 9400, True),
+        ("prometheus", "llama-janitor", 5557, False),
+        ("prometheus", "llama-router", 29000, True),
+        ("prometheus", OPERATOR, 9090, True),
+        (OPERATOR, "llama-engine", 8000, True),
+        (OPERATOR, "llama-janitor", 9400, True),
+        (OPERATOR, API_SERVER, 6443, True),
+        (OPERATOR, INTERNET, 80, False),
+        ("llama-router", "llama-engine", 8000, True),
+        ("llama-router", API_SERVER, 443, True),
+        ("llama-engine", "llama-engine", 29500, True),
+        ("llama-engine", INTERNET, 443, True),
+        ("llama-engine", INTERNET, 80, False),
+        ("llama-engine", "client", 8000, False),
+        ("llama-janitor", API_SERVER, 6443, True),
+        ("llama-janitor", "llama-engine", 8000, False),
+        ("llama-preflight", INTERNET, 443, False),
+    ],
+)
+def test_traffic_that_a_component_needs_is_let_and_no_other(
+    source: str, target: str, port: int, *, is_let: bool
+) -> None:
+    found = network(policy={"scrapers": [MONITORING]}, **ROUTED)
+    found.pods["llama-preflight"] = ("serving", names.selector(names.tier_ref(tier()), names.COMPONENT_PREFLIGHT))
+    assert found.lets(source, target, port) is is_let
+
+
+@pytest.mark.parametrize(
+    ("policy", "source", "target", "is_let"),
+    [
+        ({"clients": []}, "client", "llama-engine", False),
+        ({"clients": []}, "llama-engine", "llama-engine", True),
+        ({"clients": [MONITORING]}, "prometheus", "llama-engine", True),
+        ({"egress": []}, "llama-engine", INTERNET, False),
+        ({"egress": [{"to": [{"ipBlock": {"cidr": f"{INTERNET}/32"}}]}]}, "llama-engine", INTERNET, True),
+        ({"apiServer": [{"ipBlock": {"cidr": f"{API_SERVER}/32"}}]}, "llama-janitor", API_SERVER, True),
+        ({"apiServer": [{"ipBlock": {"cidr": f"{API_SERVER}/32"}}]}, "llama-janitor", INTERNET, False),
+    ],
+)
+def test_a_tier_says_who_else_may_be_reached(policy: dict[str, Any], source: str, target: str, *, is_let: bool) -> None:
+    assert network(policy=policy).lets(source, target, 8000 if target == "llama-engine" else 443) is is_let
+
+
+@pytest.mark.parametrize("connector", [None, HYBRID, TRIAL], ids=["bundled", "nixl", "redis"])
+def test_each_pod_of_a_tier_is_selected_by_one_policy(connector: dict[str, Any] | None) -> None:
+    found = network(**ROUTED if connector is None else {"connector": connector})
+    ours = [pod for pod, (namespace, labels) in found.pods.items() if names.LABEL_TIER in labels or namespace == SYSTEM]
+    assert len(ours) >= 3
+    assert {pod: len(found.of(pod)) for pod in ours} == dict.fromkeys(ours, 1)
+
+
+def test_engines_reach_the_redis_of_their_tier_alone() -> None:
+    found = network(connector=TRIAL)
+    assert found.lets("llama-engine", "llama-redis", 10_001)
+    assert not found.lets("client", "llama-redis", 10_001)
+    assert not found.lets("llama-redis", INTERNET, 443)
+
+
+def test_engines_of_two_roles_reach_each_other() -> None:
+    found = network(connector=HYBRID)
+    found.pods["decode"] = ("serving", {**found.pods["llama-engine"][1], names.LABEL_TIER: "decode"})
+    assert found.lets("decode", "llama-engine", 5600)
+    assert found.lets("llama-engine", "decode", 5600)
+    assert not network().lets("client", "llama-engine", 5600)
+
+
+def test_no_policy_is_made_where_none_is_asked_for() -> None:
+    body = tier()
+    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+    assert not [each for each in (*made, *chart()) if each["kind"] == "NetworkPolicy"]
