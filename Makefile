@@ -101,6 +101,7 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.api.crd --check
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
+	.venv/bin/python .ci/chart_pages.py --check
 	.venv/bin/python .ci/metrics.py --check
 	$(RUN) kvtier_monitoring --check
 	.venv/bin/python .ci/image_locks.py --check
@@ -111,6 +112,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	$(RUN) kvtier_operator.api.crd --write
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
+	.venv/bin/python .ci/chart_pages.py --write
 	.venv/bin/python .ci/metrics.py --write
 	$(RUN) kvtier_monitoring --write
 	.venv/bin/python .ci/image_locks.py --write

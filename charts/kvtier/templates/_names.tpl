@@ -54,11 +54,23 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{- define "kvtier.image" -}}
+{{- $image := printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- if .Values.image.digest -}}
-{{ .Values.image.repository }}@{{ .Values.image.digest }}
-{{- else -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- $image = printf "%s@%s" .Values.image.repository .Values.image.digest -}}
 {{- end -}}
+{{- include "kvtier.mirrored" (list . $image) -}}
+{{- end -}}
+
+{{- /* An image from the mirror, if there is one. */ -}}
+{{- define "kvtier.mirrored" -}}
+{{- $registry := (index . 0).Values.global.imageRegistry -}}
+{{- ternary (regexReplaceAllLiteral "^ghcr[.]io/" (index . 1) (printf "%s/" $registry)) (index . 1) (ne $registry "") -}}
+{{- end -}}
+
+{{- /* Image of the connector or the janitor: as given, that of the mirror, or empty for the operator's own default. */ -}}
+{{- define "kvtier.ownImage" -}}
+{{- $default := ternary (printf "ghcr.io/kvtier/%s:%s" (index . 1) (index . 0).Chart.AppVersion) "" (ne (index . 0).Values.global.imageRegistry "") -}}
+{{- include "kvtier.mirrored" (list (index . 0) (default $default (index . 2))) -}}
 {{- end -}}
 
 {{- /* Namespaces that are served, as a JSON list; empty for all. */ -}}
