@@ -10,7 +10,7 @@ GUEST_NETFS ?= nfs nfs3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-all test-slow test-localcluster durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator test-gpu lock clean
+.PHONY: help venv demo docs test test-all test-slow test-localcluster durations test-random test-vllm test-backends test-netfs test-netfs-guest stress-netfs check lint format types imports generate fresh golden cluster conformance e2e e2e-kind bench bench-janitor bench-operator test-gpu release-dry-run lock clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,7 @@ fresh: venv ## generated files agree with the code
 	$(RUN) kvtier_operator.metrics --check
 	.venv/bin/python .ci/helm.py --check
 	.venv/bin/python .ci/chart_pages.py --check
+	.venv/bin/python .ci/bundle.py --check
 	.venv/bin/python .ci/metrics.py --check
 	$(RUN) kvtier_monitoring --check
 	.venv/bin/python .ci/image_locks.py --check
@@ -113,6 +114,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	$(RUN) kvtier_operator.metrics --write
 	.venv/bin/python .ci/helm.py --write
 	.venv/bin/python .ci/chart_pages.py --write
+	.venv/bin/python .ci/bundle.py --write
 	.venv/bin/python .ci/metrics.py --write
 	$(RUN) kvtier_monitoring --write
 	.venv/bin/python .ci/image_locks.py --write
@@ -154,6 +156,9 @@ test-models: venv ## classes of models in real engines, about three minutes each
 
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
 	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s
+
+release-dry-run: venv ## wheel, plugin, chart, bundle and images with what is here, and an installation in an embedded cluster
+	.venv/bin/python .ci/release_dry_run.py "$(DATA)/release"
 
 lock: venv ## resolve the locked versions anew, or with ONLY=--tools just what is new; `make generate` then locks the images
 	.venv/bin/python .ci/lock.py $(ONLY)

@@ -139,7 +139,7 @@ def chart_yaml() -> str:
             }
         ],
         "crdsExamples": examples,
-        "images": [{"name": use.split()[0].rstrip(","), "image": image} for image, use in images().items()],
+        "images": [{"name": use.split()[0].rstrip(",").lower(), "image": image} for image, use in images().items()],
         "links": [
             {"name": "documentation", "url": f"{REPOSITORY}/tree/main/docs"},
             {"name": "support", "url": f"{REPOSITORY}/issues"},

@@ -32,7 +32,7 @@ def commands() -> dict[str, list[str]]:
     mine = [each for each in dict.fromkeys(scripts) if not each.startswith((".venv", ".kvtier"))]
     images = sorted(
         str(path.relative_to(ROOT))
-        for folder in ("operator", "connector")
+        for folder in ("operator", "connector", "bundle")
         for path in (ROOT / folder).glob("*Dockerfile")
     )
     workflows = sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github/workflows").glob("*.yaml"))

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what a release is installed from: ``python .ci/release.py VERSION OUT IMAGE=DIGEST …``.
 
-The chart, whose images are named by the digests that were pushed, and ``install.yaml`` with the CRD and the same
-operator for who does not use Helm. The version must be the one in the code, so that a tag cannot name another.
+The chart names its images by the digests that were pushed. ``install.yaml`` has the CRD and the same operator for who
+does not use Helm. An archive has the bundle for OLM. The version must be the one in the code, so that a tag cannot
+name another.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +54,19 @@ def helm(*arguments: str) -> str:
     ).stdout
 
 
+def bundle(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the archive of OLM's bundle."""
+    spec = importlib.util.spec_from_file_location("bundle", ROOT / ".ci/bundle.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with tempfile.TemporaryDirectory() as scratch:
+        module.write_into(Path(scratch) / "bundle", digests)
+        with tarfile.open(folder / f"kvtier-bundle-{version_of_code()}.tar.gz", "w:gz") as archive:
+            archive.add(Path(scratch) / "bundle", "bundle")
+
+
 def main(version: str, out: str, *pushed: str) -> None:
     """Write chart and install.yaml."""
     digests = dict(each.split("=", 1) for each in pushed)
@@ -69,6 +85,7 @@ def main(version: str, out: str, *pushed: str) -> None:
         helm("lint", "--strict", str(chart))
         helm("package", str(chart), f"--destination={folder}", f"--version={version_of_code()}")
         rendered = helm("template", "kvtier", str(chart), "--namespace=kvtier-system", POLICIES)
+    bundle(folder, digests)
     namespace = {
         "apiVersion": "v1",
         "kind": "Namespace",

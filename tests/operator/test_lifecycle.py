@@ -197,7 +197,7 @@ def test_every_kind_is_listed_once_in_pages_and_then_only_watched(api: ApiServer
     with ready(kubectl, resync_seconds=0.5) as metrics:
         passes = ok_passes(metrics)
         until(lambda: ok_passes(metrics) > passes + 3)
-    plurals = {plural for _, plural, _ in (*CHILDREN, CLAIM)} | {"pods", "jobs"}
+    plurals = {plural for _, plural, _ in (*CHILDREN, CLAIM)} | {"pods", "jobs", "networkpolicies"}
     once = [each for each in listed if each[0] != "kvcachetiers"]
     assert sorted(once) == sorted((plural, "250") for plural in plurals)
     # These are listed again and again, in case their watch has missed one.
