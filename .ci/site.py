@@ -25,7 +25,8 @@ _PICTURE = re.compile(r"^(!\[[^\]]*\]\(([^)\s]+\.(?:png|svg))\))$", re.MULTILINE
 
 def pages() -> list[Path]:
     """Return the pages, relative to the root of the repository."""
-    named = ["README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "crds/API.md", "e2e/bench/README.md"]
+    named = ["README.md", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "GOVERNANCE.md", "CODE_OF_CONDUCT.md"]
+    named += ["ROADMAP.md", "crds/API.md", "charts/kvtier/README.md", "e2e/bench/README.md"]
     found = [*named, "e2e/localcluster/README.md", "connector/FORMAT.md", "connector/METRICS.md"]
     found += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
     found += ["e2e/backends/results/README.md", "e2e/matrix/results/README.md"]
