@@ -185,9 +185,7 @@ def _parse(body: Manifest, config: Mapping[str, Any] | None) -> TierSpec:
 
 def make_snapshot(tier: TierRef, found: Nodes | None) -> Snapshot | None:
     """Return a snapshot of a cluster with nothing but nodes."""
-    if found is None:
-        return None
-    return Snapshot(tier=tier, nodes=found)
+    return None if found is None else Snapshot(tier=tier, nodes=found)
 
 
 def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:

@@ -24,7 +24,7 @@ from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE
 from kvtier_connector.janitor import commands
 from kvtier_connector.store.fsck import OLDER
-from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, Tell
+from kvtier_connector.store.scan import Tell
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
 from kvtier_operator.quantity import show_bytes
@@ -95,27 +95,17 @@ def inspect(target: str, *, verbose: bool, threads: int, output_format: str, whe
 )
 @_TARGET
 @click.option("--keys-dir", type=_KEYS, help="keys of encrypted blocks, one file each; without them only headers count")
-@click.option(
-    "--partial-age",
-    metavar="TIME",
-    type=output.seconds,
-    default=f"{PARTIAL_AGE_SECONDS:.0f}s",
-    show_default=True,
-    help="partial files younger than this belong to a writer at work",
-)
 @_threads(min(16, 2 * (os.cpu_count() or 1)))
 @output.output_option()
 @client.cluster_options
-def check(  # noqa: PLR0913 - options
-    target: str, *, keys_dir: str | None, partial_age: float, threads: int, output_format: str, where: Where
-) -> int:
+def check(target: str, *, keys_dir: str | None, threads: int, output_format: str, where: Where) -> int:
     """Verify every byte of every block, and list the problems. Changes nothing.
 
     Exit code 1: there are problems.
     """
     if keys_dir and not is_directory(target, where):
         raise click.UsageError("--keys-dir is for a directory: the janitor of a tier has no keys, so they stay here")
-    options = {"keys_dir": keys_dir, "partial_age_seconds": partial_age, "threads": threads}
+    options = {"keys_dir": keys_dir, "threads": threads}
     return _run("check", target, where, output_format, options)
 
 

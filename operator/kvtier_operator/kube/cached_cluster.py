@@ -89,8 +89,10 @@ class CachedCluster:
         return [each for each in found if wanted.items() <= (each["metadata"].get("labels") or {}).items()]
 
     def tiers_on(self, claim: str, namespace: str) -> builtins.list[Manifest]:
-        """Return the tiers that keep their blocks on a claim, as far as is known."""
-        return self._cache.tiers.of(namespace, claim)
+        """Return the other tiers that keep their blocks on a claim, as far as is known."""
+        tiers = self._cache.tiers
+        others = (name for name in tiers.names_of(namespace, claim) if name != self._tier.name)
+        return [found for found in (tiers.get(namespace, name) for name in others) if found is not None]
 
     def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
         """Create or update an object."""
