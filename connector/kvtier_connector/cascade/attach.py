@@ -430,7 +430,6 @@ class Attachment:
         return False
 
     def _claim_root(self) -> bool:
-        """Claim the directory, as `RootClaim.renew` does."""
         return self._claim.renew()
 
     def _stay_claimed(self) -> None:

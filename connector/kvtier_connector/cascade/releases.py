@@ -22,6 +22,7 @@ import mmap
 import queue
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -153,7 +154,9 @@ class ReleaseGate:
         try:
             if self._read(self._founder) is None and (self._was_accepted or not self._has_blocks()):
                 make_directories(self._fs, f"{self._root}/{RELEASES}")
-                identity.write_once(self._fs, self._founder, self._sealed({"release": self.release}))
+                if identity.write_once(self._fs, self._founder, self._sealed({"release": self.release})):
+                    # The last of several releases holds, once all have written.
+                    time.sleep(_WAIT_SECONDS)
         except OSError as error:
             raise StoreUnavailable(f"{self._founder}: cannot be written: {error}") from error
 

@@ -191,10 +191,11 @@ def _read(fs: FileSystem, root: Path) -> bytes | None:
         return None
 
 
-def write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool = False) -> None:
+def write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool = False) -> bool:
     """Write the file aside and give it its name only when it is whole; keep one that is there, unless told to replace.
 
-    It is written once in the life of a directory, so waiting for the device costs nothing here.
+    It is written once in the life of a directory, so waiting for the device costs nothing here. True: the volume has no
+    hard links, so writers at once replace each other's file.
     """
     partial = partial_path(path, new_token())
     fd = -1
@@ -208,15 +209,15 @@ def write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool = Fal
         try:
             if not is_replacing:
                 fs.link(partial, path)
-                return
+                return False
         except FileExistsError:
-            return
+            return False
         except OSError as error:
             if error.errno not in _NO_HARD_LINKS:
                 raise
-        # Without links two creators may replace each other's file. Both compare afterwards, so a stranger notices.
         fs.rename(partial, path)
         is_renamed = True
+        return not is_replacing
     finally:
         if not is_renamed:
             abandon(fs, fd, partial)

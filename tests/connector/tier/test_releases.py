@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,13 @@ from engine_fleet import Engines
 from engine_parts import Shape, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
-from slow_fs import GatedFs
+from store_faults import GatedFs
 
 from kvtier_connector.cascade import releases
 from kvtier_connector.cascade.comparison import compare
 from kvtier_connector.cascade.releases import PROMPTS, ReleasedAttachment, Verdict
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.layout import parse_block_path
 
@@ -202,7 +205,7 @@ def test_a_damaged_block_proves_nothing(start: Start, engines: Engines, total: i
 
 
 def test_a_volume_that_hangs_while_blocks_are_compared_holds_up_no_request(start: Start, total: int) -> None:
-    fs = GatedFs(lambda call, path: call == "open" and path.endswith(".kvb"))
+    fs = GatedFs(lambda call, path: call == "open" and (path or "").endswith(".kvb"))
     second = start(NEW, fs=fs)
     assert ask(second, OURS) == total
     assert verdict_of(second) is Verdict.COMPARING
@@ -262,6 +265,25 @@ def test_a_generation_that_another_release_made_anew_is_left(start: Start, engin
         return bool(first.metric("vllm:kvtier_disk_refused", "founder"))
 
     wait_until(is_refused, "the first engine has noticed")
+
+
+class WithoutLinks(FileSystem):
+    """A volume without hard links, on which the old release founds the generation a moment after the new one did."""
+
+    def link(self, source: str, target: str) -> None:
+        raise OSError(errno.EPERM, f"{source} and {target}: no links")
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        if target.endswith("founder.json"):
+            Timer(0.2, Path(target).write_text, (json.dumps({"release": OLD}),)).start()
+
+
+def test_one_of_the_releases_that_begin_a_generation_at_once_founds_it_also_without_hard_links(
+    start: Start, engines: Engines
+) -> None:
+    assert decide(start(NEW, fs=WithoutLinks())) is Verdict.REFUSED
+    assert "has stored no blocks" in note_of(engines.rigs.root)["why"]
 
 
 VALUES = np.random.default_rng(1).normal(size=1 << 18).astype(np.float32)
