@@ -44,7 +44,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "plan": Verb(_PLANS, "kvtier_cli.plan:plan", "show sizes of a tier, or the cost of an edit"),
     "validate": Verb(_PLANS, "kvtier_cli.plan:validate", "show the mistakes in a file, with remedies"),
     "render": Verb(_PLANS, "kvtier_cli.plan:render", "print the objects that the operator would make"),
-    "attach": Verb(_PLANS, "kvtier_cli.attach:attach", "print engines of another owner with what a tier puts in"),
+    "attach": Verb(_PLANS, "kvtier_cli.engines.attach:attach", "print engines of another owner with what they need"),
     "status": Verb(_TIERS, "kvtier_cli.status:status", "show problems, sizes, use and hits"),
     "pause": Verb(_TIERS, "kvtier_cli.status:pause", "stop the operator from changing a tier, until --off"),
     "mode": Verb(_TIERS, "kvtier_cli.status:mode", "show or set whether engines use the volume, while they run"),

@@ -18,9 +18,10 @@ import click
 
 from kvtier_cli import client, output
 from kvtier_cli.output import FINE, FOUND
-from kvtier_cli.status import SOURCES, hits, is_ready
+from kvtier_cli.status import is_ready
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterUnavailable
+from kvtier_operator.observe.engine_view import SOURCES, hits
 
 Document = dict[str, Any]
 _ENGINES: Final = 2

@@ -18,6 +18,7 @@ import click
 
 from kvtier_cli import client, output
 from kvtier_cli.client import Where
+from kvtier_cli.engines.look import engine_page, look_at, metrics_page
 from kvtier_cli.output import FINE, FOUND, columns, counted, duration
 from kvtier_connector.contract import engine
 from kvtier_connector.contract.errors import ConfigInvalid
@@ -26,19 +27,13 @@ from kvtier_connector.contract.usage import USAGE_PATH
 from kvtier_operator import names
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.names import ObjectKey
-from kvtier_operator.observe.pod_reports import samples
+from kvtier_operator.observe import engine_view
 from kvtier_operator.parts.external.pods import attached_pods, external_of
+from kvtier_operator.plan.reported import REPORTED
 from kvtier_operator.quantity import show_bytes
 
 Document = dict[str, Any]
-SOURCES: Final = {"device": "GPU", "host": "CPU", "disk": "disk", "p2p": "peers"}
-"""vLLM's names for the sources of cached tokens, and those of the pages."""
 _MOST_ASKED: Final = 8
-_PROMPT: Final = "vllm:prompt_tokens_total"
-_CACHED: Final = "vllm:prompt_tokens_cached_by_source_total"
-_SAVED: Final = "vllm:kvtier_disk_saved_seconds_total"
-_COMPUTE_RATE: Final = "vllm:kvtier_disk_compute_tokens_per_second"
-_LOAD_RATE: Final = "vllm:kvtier_disk_load_tokens_per_second"
 
 
 def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Document:
@@ -65,7 +60,7 @@ def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Do
         **{name: status.get(name) for name in ("sizing", "storage", "generation", "generations", "tiers")},
     }
     if asks_pods:
-        document |= _ask(where, namespace, tier, [] if external else pods)  # whose containers have any name
+        document |= _ask(where, namespace, tier, pods)
     return document
 
 
@@ -92,11 +87,11 @@ def _ask(where: Where, namespace: str, tier: str, pods: list[names.Manifest]) ->
     """Ask the ready pods; those that do not answer are listed in `silent`."""
     asked = [pod for pod in pods if is_ready(pod)][:_MOST_ASKED]
     janitors = [pod for pod in where.client.pods(namespace, tier, names.COMPONENT_JANITOR) if is_ready(pod)][:1]
-    pages = [(pod, names.HTTP_PORT, "/metrics") for pod in asked]
-    pages += [(pod, JANITOR_PORT, USAGE_PATH) for pod in janitors]
+    pages = [(pod, *metrics_page(pod)) for pod in asked]
+    pages += [(pod, JANITOR_PORT, USAGE_PATH, names.JANITOR_CONTAINER) for pod in janitors]
     silent: list[str] = []
 
-    def fetch(page: tuple[names.Manifest, int, str]) -> str:
+    def fetch(page: tuple[names.Manifest, int, str, str]) -> str:
         try:
             text: str = where.client.fetch(*page)
         except OperatorError as error:
@@ -107,36 +102,7 @@ def _ask(where: Where, namespace: str, tier: str, pods: list[names.Manifest]) ->
     with ThreadPoolExecutor(max_workers=_MOST_ASKED + 1) as pool:
         texts = list(pool.map(fetch, pages))
     usage = json.loads(texts[-1]) if janitors and texts[-1] else None
-    return {"hits": hits(texts[: len(asked)]), "usage": usage, "silent": silent}
-
-
-def hits(expositions: list[str]) -> Document:
-    """Return the sums of the engines' counters of prompt tokens since their start; empty without an exposition."""
-    totals: dict[str, float] = {}
-    rates: dict[str, list[float]] = {_COMPUTE_RATE: [], _LOAD_RATE: []}
-    prompt, saved = 0.0, 0.0
-    for name, labels, value in (sample for text in expositions for sample in samples(text)):
-        if name == _PROMPT:
-            prompt += value
-        elif name == _CACHED:
-            totals[labels["source"]] = totals.get(labels["source"], 0.0) + value
-        elif name == _SAVED:
-            saved += value
-        elif name in rates and value > 0:
-            rates[name].append(value)
-    if not expositions:
-        return {}
-    return {
-        "promptTokens": round(prompt),
-        "bySource": {source: round(count) for source, count in totals.items() if count},
-        "computeTokensPerSecond": _mean(rates[_COMPUTE_RATE]),
-        "loadTokensPerSecond": _mean(rates[_LOAD_RATE]),
-        "prefillSecondsNotSpent": round(saved, 1),
-    }
-
-
-def _mean(values: list[float]) -> float:
-    return round(sum(values) / len(values), 1) if values else 0.0
+    return {"hits": engine_view.hits(texts[: len(asked)]), "usage": usage, "silent": silent}
 
 
 def ready(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -237,6 +203,9 @@ def _use(tier: TierDocument) -> str:
 def _use_of_tiers(document: TierDocument) -> tuple[str, str]:
     sizing = document["sizing"] or {}
     rows: list[tuple[str, ...]] = []
+    if sizing.get("kvBytesPerToken"):
+        source = sizing["kvFormula"] if sizing.get("kvFormula", "").startswith(REPORTED) else ""
+        rows.append(("KV", show_bytes(sizing["kvBytesPerToken"]), f"for each token {source}".strip()))
     if sizing.get("deviceKvTokens"):
         rows.append(("GPU", show_bytes(sizing["deviceKvBytes"]), f"{sizing['deviceKvTokens']:,} tokens, estimated"))
     if sizing.get("cpuBytes"):
@@ -271,22 +240,14 @@ def _hits(document: TierDocument) -> tuple[str, str]:
     found = document.get("hits")
     if not found:
         return "HITS", ""
-    prompt, by_source = found["promptTokens"], found["bySource"]
-    rows = [
-        (name, f"{by_source.get(source, 0):,} tokens", f"{by_source.get(source, 0) / prompt:.1%}" if prompt else "")
-        for source, name in SOURCES.items()
-        if source != "p2p" or by_source.get(source)
-    ]
-    computed = max(0, prompt - sum(by_source.values()))
-    rows.append(("computed", f"{computed:,} tokens", f"{computed / prompt:.1%}" if prompt else ""))
-    text = columns(rows, indent=2)
+    text = columns([(name, f"{count:,} tokens", share) for name, count, share in engine_view.shares(found)], indent=2)
     if found["computeTokensPerSecond"]:
         text += (
             f"  measured: computing {found['computeTokensPerSecond']:,.0f} tokens/s, loading "
             f"{found['loadTokensPerSecond']:,.0f} tokens/s; the disk saved {duration(found['prefillSecondsNotSpent'])} "
             "of prefill\n"
         )
-    return f"HITS  of {prompt:,} prompt tokens since these engines started", text
+    return f"HITS  of {found['promptTokens']:,} prompt tokens since these engines started", text
 
 
 def _next(document: TierDocument) -> Iterator[str]:
@@ -304,20 +265,32 @@ def _next(document: TierDocument) -> Iterator[str]:
         yield "nothing: no problem is known"
 
 
-@click.command(epilog=output.examples("kvtier status", "kvtier status llama -v"))
+@click.command(epilog=output.examples("kvtier status llama -v", "kvtier status --engine llama-engine-7d9f8c6b5-x2x4q"))
 @click.argument("tier", required=False, shell_complete=client.complete_tier)
 @click.option("-A", "--all-namespaces", is_flag=True, help="tiers of every namespace")
+@click.option("--engine", "pod", metavar="POD", help="what one engine is doing, from its metrics and its log")
 @click.option("-v", "--verbose", is_flag=True, help="also conditions without a problem")
 @click.option("--ask/--no-ask", default=True, help="ask engines and janitor for hits and use (takes the right to exec)")
 @output.output_option()
 @client.cluster_options
 def status(  # noqa: PLR0913 - options
-    tier: str | None, *, all_namespaces: bool, verbose: bool, ask: bool, output_format: str, where: client.Where
+    tier: str | None,
+    *,
+    all_namespaces: bool,
+    pod: str | None,
+    verbose: bool,
+    ask: bool,
+    output_format: str,
+    where: client.Where,
 ) -> int:
     """Show problems, sizes, use and hits of TIER, and the next steps; without TIER, one line for each tier.
 
-    Exit code 1: a tier is not Ready.
+    Exit code 1: a tier is not Ready, or the engine serves without the volume although it may use it.
     """
+    if pod:
+        seen = look_at(where, where.asked_namespace, pod)
+        output.show(seen, output_format, lambda: engine_page(seen))
+        return FINE if seen["volume"]["isUsed"] or seen["volume"]["mode"] == "Bypass" else FOUND
     if tier and all_namespaces:
         raise click.UsageError("-A is for all tiers: leave TIER out, or name its namespace with -n")
     namespace = "" if all_namespaces else where.asked_namespace

@@ -60,9 +60,17 @@ class Options:
     picture: Path | None
 
 
+class _Rate(click.FloatRange):
+    """A finite number; ``nan`` is in every range, and ``inf`` in those without an end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        return found if math.isfinite(found) else self.fail(f"{value} is no finite number", param, ctx)
+
+
 def options(function: output.Function) -> output.Function:
     """Give a verb the options of a trace, which `parse_options` takes."""
-    positive = click.FloatRange(min=0, min_open=True)
+    positive = _Rate(min=0, min_open=True)
     picture, file = (click.Path(exists=exists, dir_okay=False, path_type=Path) for exists in (False, True))
     described: list[tuple[str, dict[str, Any]]] = [
         ("--picture", {"type": picture, "help": "draw it over the volume's size, with --trace"}),

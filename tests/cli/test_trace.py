@@ -188,3 +188,12 @@ def test_a_line_that_is_no_text_is_refused_wherever_it_is(tmp_path: Path, capsys
 def test_options_of_a_trace_need_one(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", tier(tmp_path), *option]) == 2
     assert "go with --trace FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--rate", "--prefill-rate"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "1e999"])
+def test_a_rate_that_is_no_finite_number_is_refused_by_its_option(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), option, value]) == 2
+    assert f"Invalid value for '{option}': {value}" in capsys.readouterr().err.replace("-inf is", f"{value} is")

@@ -132,6 +132,9 @@ class Engine:
         lines = []
         if self.refused:
             lines.append(f'vllm:kvtier_disk_refused{{engine="0",field="{self.refused}"}} 1.0')
+        sizes = {"chunk_bytes": PAYLOAD_BYTES, "token_bytes": PAYLOAD_BYTES // CHUNK_CHARACTERS}
+        lines += [f'vllm:kvtier_{name}{{engine="0"}} {float(size)}' for name, size in sizes.items()]
+        lines.append(f'vllm:kvtier_disk_active{{engine="0"}} {float(not self.refused)}')
         with self.lock:
             self.follow()
         is_missing = self.blocks.keyring is not None and self.active_key() is None

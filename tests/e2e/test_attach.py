@@ -107,6 +107,12 @@ def test_an_engine_of_ours_reads_what_an_attached_one_computed(bench: Bench) -> 
     assert read_from_disk(mine) == 0
     assert complete(mine) == answer
     assert read_from_disk(mine) >= len(PROMPT) // 64 * 64
+    theirs = next(pod for pod in bench.list(kinds.POD) if pod["metadata"].get("labels", {}).get("app") == "guest")
+    for name in (pod["metadata"]["name"], theirs["metadata"]["name"]):
+        seen = json.loads(run_command(bench, "status", "--engine", name, "-o", "json"))
+        assert (seen["tier"], seen["volume"]["isUsed"]) == ("both", True)
+        assert seen["generation"] == ours.status()["generation"]["current"]
+        assert seen["hits"]["promptTokens"] >= len(PROMPT)
     assert ours.reaches("Ready", "True")["reason"] == "Ready"
 
 
@@ -133,6 +139,8 @@ def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_
     host = address(bench, "alone")
     until(lambda: complete(host) and read_from_disk(host) > 0)
     until(lambda: tier.disk().get("usedBytes"))
+    # The table of known models has no such model: its engine says how large its KV is.
+    until(lambda: tier.status()["sizing"].get("kvFormula", "").startswith("reported by the engine alone-"))
     shown = run_command(bench, "status", "alone", "-o", "json")
     assert [each["ready"] for each in json.loads(shown)["engines"]] == [True]
 

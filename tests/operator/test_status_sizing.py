@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from healthy_tier import HEALTHY, NODE, NOON, READY_POD, REF, VIEW, changed, conditions, varied, with_engines
@@ -16,7 +17,7 @@ from kvtier_operator.conditions import Progress
 from kvtier_operator.plan import Decisions, decide, engine_args, report
 from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.sizing import GIB, make_sizing
-from kvtier_operator.snapshot import Engines, Node, Nodes, Pod
+from kvtier_operator.snapshot import EngineReport, Engines, Node, Nodes, Pod
 
 
 def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
@@ -163,3 +164,30 @@ def test_page_tables_of_a_cpu_tier_of_a_tebibyte_are_counted_for_each_process_th
     one, eight = (sized(1 << 40, ranks=ranks) for ranks in (1, 8))
     assert eight.io_worker_bytes - one.io_worker_bytes == 7 * 2 * GIB
     assert eight.io_worker_bytes >= 9 * 2 * GIB
+
+
+REPORT = EngineReport(token_bytes=14336, chunk_bytes=1835008)
+
+
+def reported(*reports: EngineReport | None, **spec: Any) -> dict[str, Any]:
+    """Return the sizing of a tier whose engines reported this."""
+    pods = tuple(replace(READY_POD, name=f"e-{place}", report=report) for place, report in enumerate(reports))
+    found = status.report(varied(VIEW, spec=parse(tier(**spec)), snapshot=replace(HEALTHY, pods=pods)), {}, now=NOON)
+    sizing: dict[str, Any] = found["sizing"]
+    return sizing
+
+
+def test_sizes_that_the_config_does_not_tell_are_those_that_the_engines_reported() -> None:
+    unknown = {"model": {"name": "org/new-architecture"}}
+    assert "kvBytesPerToken" not in reported(None, **unknown)
+    sizing = reported(None, REPORT, REPORT, **unknown)
+    assert (sizing["kvBytesPerToken"], sizing["chunkBytes"]) == (14336, 1835008)
+    assert sizing["kvFormula"] == "reported by the engine e-1"
+    assert (sizing["cpuTokens"], sizing["diskTokens"]) == ((64 << 30) // 14336, (2 << 40) // 14336)
+    assert not any("unknown" in note for note in sizing.get("notes", ()))
+    # In the middle of a rollout to another model, they say different things.
+    assert "kvBytesPerToken" not in reported(REPORT, replace(REPORT, token_bytes=8192), **unknown)
+
+
+def test_what_the_config_tells_is_not_replaced_by_a_report() -> None:
+    assert reported(REPORT)["kvBytesPerToken"] == 131072

@@ -101,6 +101,18 @@ def test_an_engine_that_serves_without_the_volume_says_so(body: bytes, is_detach
     assert pod_reports.read_metrics(body).is_detached is is_detached
 
 
+SIZES = b"""\
+vllm:kvtier_chunk_bytes{engine="0",model_name="m"} 1.835008e+06
+vllm:kvtier_token_bytes{engine="0",model_name="m"} %s
+"""
+
+
+@pytest.mark.parametrize(("token", "read"), [(b"14336.0", 14336), (b"1e+999", 0), (b"nan", 0), (b"-1.0", 0)])
+def test_an_engine_says_how_large_its_kv_is(token: bytes, read: int) -> None:
+    found = pod_reports.read_metrics(METRICS + SIZES % token)
+    assert (found.token_bytes, found.chunk_bytes) == (read, 1835008)
+
+
 @pytest.mark.parametrize("body", [b"", b"\xff\xfe", b"vllm:kvtier_disk_refused{} 1.0\n", b"vllm:other 1\n"])
 def test_metrics_without_a_refusal_tell_of_none(body: bytes) -> None:
     assert pod_reports.read_metrics(body) == EngineReport()

@@ -75,7 +75,9 @@ def decode(kind: type[AnyDocument], text: str, *, file: str, version: int, image
         if name not in types:
             raise ConfigInvalid(f"{file}: unknown field {name!r}")
         if not fits(types[name], value):
-            raise ConfigInvalid(f"{file}: {name}={value!r} must be {_words(types[name])}")
+            wanted = _WORDS[types[name].removesuffix(_OR_NONE)]
+            or_null = ", or null" if types[name].endswith(_OR_NONE) else ""
+            raise ConfigInvalid(f"{file}: {name}={value!r} must be {wanted}{or_null}")
     try:
         return kind(**document)
     except TypeError as error:
@@ -102,10 +104,6 @@ def refuse_unusable(record: Document, claims: Iterable[Requirement], *, file: st
     for is_valid, name, remedy in claims:
         if not is_valid:
             raise ConfigInvalid(f"{file}: {name}={getattr(record, name)!r} {remedy}")
-
-
-def _words(kind: str) -> str:
-    return _WORDS[kind.removesuffix(_OR_NONE)] + (", or null" if kind.endswith(_OR_NONE) else "")
 
 
 def fits(kind: str, value: Any) -> bool:

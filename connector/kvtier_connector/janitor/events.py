@@ -146,7 +146,8 @@ class EventFeed:
         if name in self._stored:
             del self._stored[name]  # not published yet
         elif self._is_published(row):
-            self._removed.append(self._removed_event(row))
+            hashes = [shown(self._catalog.key(row).hash, is_integer=self._is_integer)]
+            self._removed.append(BlockRemoved(block_hashes=hashes, **self._common(row)))
 
     def _changes(self) -> Iterator[Event]:
         yield from self._removed
@@ -179,10 +180,6 @@ class EventFeed:
             lora_name=None,
             **self._common(row),
         )
-
-    def _removed_event(self, row: int) -> BlockRemoved:
-        hashes = [shown(self._catalog.key(row).hash, is_integer=self._is_integer)]
-        return BlockRemoved(block_hashes=hashes, **self._common(row))
 
     def _common(self, row: int) -> dict[str, Any]:
         """Return the fields of every event; the owner is the tier, the generation's directory, and a tenant if any."""

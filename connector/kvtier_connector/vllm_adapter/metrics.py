@@ -122,6 +122,9 @@ WAITING_REQUESTS = Metric(
     "vllm:kvtier_disk_waiting_requests", "Requests that wait for room in the CPU tier to be loaded.", is_gauge=True
 )
 
+CHUNK_BYTES = Metric("vllm:kvtier_chunk_bytes", "Bytes of a chunk: a row of the CPU tier, and a file.", is_gauge=True)
+TOKEN_BYTES = Metric("vllm:kvtier_token_bytes", "Bytes of a token, over all ranks and KV groups.", is_gauge=True)
+
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
     "Requests that found blocks on the shared volume, by decision: load, split (the head was computed meanwhile), "

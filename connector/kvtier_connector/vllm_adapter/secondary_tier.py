@@ -300,6 +300,8 @@ class SharedVolumeTier(SecondaryTierManager):
         self.stats.set(metrics.WAITING_REQUESTS, self.waiting)
         self.stats.set(metrics.VOLUME_RATE, self.rates.volume.value)
         self.stats.set(metrics.PREFILL_RATE, self.rates.prefill.value)
+        self.stats.set(metrics.CHUNK_BYTES, self.row_bytes)
+        self.stats.set(metrics.TOKEN_BYTES, sum(self.row_bytes / tokens for tokens in self.requests.tokens.values()))
         return self.stats.take()
 
     @override

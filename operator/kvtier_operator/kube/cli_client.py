@@ -91,14 +91,14 @@ class CliClient:
         selector = f"{names.LABEL_TIER}={tier},{names.LABEL_COMPONENT}={component}"
         return self.cluster.list("v1", "Pod", namespace=namespace, selector=selector)
 
-    def fetch(self, pod: Manifest, port: int, path: str) -> str:
+    def fetch(self, pod: Manifest, port: int, path: str, container: str = "") -> str:
         """Return what a pod serves over HTTP, by way of a command inside it: no port needs to be open to us."""
         address = pod["status"].get("podIP", "127.0.0.1")
         host = f"[{address}]" if ":" in address else address
         lines: list[str] = []
         code, complaint = self.execute(
             pod,
-            _container(pod),
+            container or _container(pod),
             ["python3", "-c", _FETCH, f"http://{host}:{port}{path}"],
             lines.append,
         )

@@ -96,6 +96,10 @@ _KEY_MISSING: Final = re.compile(rb"^vllm:kvtier_disk_key_missing\{[^}]*\} 1(\.0
 _INACTIVE: Final = re.compile(rb"^vllm:kvtier_disk_active\{[^}]*\} 0(\.0*)?\s*$", re.MULTILINE)
 _BYPASSED: Final = re.compile(rb"^vllm:kvtier_disk_mode\{[^}]*\} 2(\.0*)?\s*$", re.MULTILINE)
 _RELEASE: Final = re.compile(rb"^vllm:kvtier_disk_release\{[^}]*\} ([0-2])(?:\.0*)?\s*$", re.MULTILINE)
+_SIZES: Final = re.compile(
+    rb"^vllm:kvtier_(token_bytes|chunk_bytes)\{[^}]*\} (\d+(?:\.\d+)?(?:e\+\d+)?)\s*$", re.MULTILINE
+)
+_MOST_BYTES: Final = 1 << 50
 _FIELD: Final = re.compile(rb'(?:^|,)field="([^"\\]*)"')
 _MOST_WORDS: Final = 200
 """Characters of a field's name or a problem that a message repeats."""
@@ -142,6 +146,7 @@ def read_metrics(body: bytes) -> EngineReport:
         is_key_missing=_KEY_MISSING.search(body) is not None,
         release=release,
         is_detached=is_inactive and not refused and release != COMPARED,
+        **{name.decode(): int(size) for name, text in _SIZES.findall(body) if (size := float(text)) < _MOST_BYTES},
     )
 
 

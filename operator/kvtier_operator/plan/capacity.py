@@ -14,6 +14,7 @@ from kvtier_operator.plan import chunks, engine_args, nodes
 from kvtier_operator.plan.chunks import Checkpoints, Chunking, bytes_of
 from kvtier_operator.plan.decisions import Decisions, checkpoints_of, kv_of
 from kvtier_operator.plan.model_layout import KvUnknown, ModelLayout
+from kvtier_operator.plan.reported import UNKNOWN, add_reported
 from kvtier_operator.snapshot import Snapshot
 
 MEMORY_SHARE: Final = 0.92
@@ -30,7 +31,8 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
     disk = _disk_bytes(spec, snapshot)
     kv = kv_of(spec)
     if isinstance(kv, KvUnknown):
-        return Capacity(disk_bytes=disk, notes=(f"KV bytes per token are unknown: {kv.why}", *_chunk_notes(spec, kv)))
+        found = Capacity(disk_bytes=disk, notes=(f"{UNKNOWN}: {kv.why}", *_chunk_notes(spec, kv)))
+        return add_reported(found, snapshot, cpu_bytes=decisions.cpu_bytes)
     tokens = chunks.tokens_of(decisions.chunking, kv)
     device, device_formula = _device_kv(spec, decisions, snapshot)
     found = Capacity(
@@ -46,6 +48,7 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
         device_kv_tokens=None if device is None else device // (kv.token_bytes * kv.device_copies),
         device_formula=device_formula,
     )
+    found = add_reported(found, snapshot, cpu_bytes=decisions.cpu_bytes)
     kept = checkpoints_of(spec, decisions.chunking)
     return _with_notes(found, kv, decisions.chunking, _checkpoint_notes(kept, kv, tokens))
 

@@ -188,6 +188,8 @@ def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers
     assert isinstance(kv, ModelLayout)
     assert runs.identity()["engine.bytes_per_chunk"] == chunks.bytes_of(128, kv)
     assert runs.sizes == {chunks.bytes_of(128, kv) + chunks.HEADER_BYTES}
+    told = [first["metrics"][f"vllm:kvtier_{name}"] for name in ("chunk_bytes", "token_bytes")]
+    assert told == [chunks.bytes_of(128, kv), chunks.bytes_of(128, kv) / 128]
 
     assert third["doomed"]["cached_tokens"] == 0
     assert third["doomed"]["tokens"] == first["doomed"]["tokens"]

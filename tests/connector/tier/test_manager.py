@@ -9,7 +9,7 @@ import pytest
 from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
 from store_faults import GatedFs
 from vllm.v1.kv_offload.base import Medium
-from vllm.v1.kv_offload.config import OffloadingModelConfig
+from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_connector.contract.errors import ConfigInvalid
@@ -185,3 +185,13 @@ def test_shutting_down_twice_is_the_same_as_once(rigs: Rigs) -> None:
     rig.offload(keys(2))
     rig.tier.shutdown()
     rig.tier.shutdown()
+
+
+def test_an_engine_says_how_large_its_kv_is(rigs: Rigs) -> None:
+    groups = (
+        OffloadingGroupConfig(tokens_per_block=16, layer_names=("full",), group_id=0),
+        OffloadingGroupConfig(tokens_per_block=64, layer_names=("states",), group_id=1),
+    )
+    engine = rigs.make(config=offloading_config(groups=groups))
+    assert engine.metric("vllm:kvtier_chunk_bytes") == ROW_BYTES
+    assert engine.metric("vllm:kvtier_token_bytes") == ROW_BYTES / 16 + ROW_BYTES / 64
