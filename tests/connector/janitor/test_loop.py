@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
-from store_faults import WatchedFs
+from store_faults import GatedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig
 from waiting import until
 
@@ -79,19 +79,9 @@ def test_only_the_elected_one_acts(rig: Rig, engine: Engine) -> None:
         assert not loop.report().usage.is_active
 
 
-class Hanging(WatchedFs):
-    """Answers nothing until it is let go."""
-
-    def __init__(self) -> None:
-        self.is_let_go = threading.Event()
-
-    def before(self, call: str, path: str | None) -> None:
-        assert self.is_let_go.wait(DEADLINE_SECONDS)
-
-
 def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -> None:
     rig.engine()
-    fs = Hanging()
+    fs = GatedFs(lambda *_: True)
     loop = Loop(
         rig.config,
         make=lambda config, may_act: Sweeper(config, fs=fs, may_act=may_act),
@@ -101,7 +91,7 @@ def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -
     with running(loop):
         wait_for(lambda: "hang" in loop.report().problems, "the problem")
         assert loop.health() == ""
-        fs.is_let_go.set()
+        fs.open_gate()
         wait_for(lambda: loop.report().usage.is_counted and not loop.report().problems, "its end")
 
 

@@ -89,6 +89,16 @@ class WatchedFs(FileSystem):
         return super().scandir(path)
 
 
+class NotingFs(WatchedFs):
+    """Notes each call by its name."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def before(self, call: str, path: str | None) -> None:
+        self.calls.append(call)
+
+
 class CrashingFs(WatchedFs):
     """The process dies at the given step: that call and all later ones do nothing but raise.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from store_contract import BLOCK_BYTES, key, pages, payload, remove, writes
-from store_faults import WatchedFs
+from store_faults import NotingFs
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
 from kvtier_connector.store.fs import ALIGNMENT, FileSystem
@@ -20,26 +20,18 @@ from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.mounts import Mount
 
 
-class Counting(WatchedFs):
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def before(self, call: str, path: str | None) -> None:
-        self.calls.append(call)
-
-
 def hashed(number: int) -> BlockKey:
     """Return a key whose directory is that of the number: three hexadecimal digits."""
     return BlockKey(bytes.fromhex(f"{number:03x}".ljust(64, "0")), 0)
 
 
 @pytest.fixture
-def fs() -> Counting:
-    return Counting()
+def fs() -> NotingFs:
+    return NotingFs()
 
 
 @pytest.fixture
-def store(tmp_path: Path, fs: Counting) -> BlockStore:
+def store(tmp_path: Path, fs: NotingFs) -> BlockStore:
     claim(tmp_path, {}, "d1gest")
     return BlockStore(tmp_path, fs=fs, direct=False)
 
@@ -48,7 +40,7 @@ LOOK = ["open", "fstat", "close"]
 """At the mark of purges, before the rename."""
 
 
-def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore, fs: Counting) -> None:
+def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore, fs: NotingFs) -> None:
     # Its directories are there now.
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     remove(tmp_path, key(1))
@@ -58,7 +50,7 @@ def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore,
 
 
 def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_more(
-    tmp_path: Path, store: BlockStore, fs: Counting
+    tmp_path: Path, store: BlockStore, fs: NotingFs
 ) -> None:
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     # In vain, and once more; the mark is looked for, made, and looked at.
@@ -109,21 +101,21 @@ def test_directories_belong_to_their_group_below_one_that_was_copied_without_its
     assert {stat.S_IMODE(each.stat().st_mode) for each in blocks.rglob("*") if each.is_dir()} == {0o2770}
 
 
-def test_a_load_of_a_block_costs_four_calls(store: BlockStore, fs: Counting) -> None:
+def test_a_load_of_a_block_costs_four_calls(store: BlockStore, fs: NotingFs) -> None:
     store.put(key(1), payload(1))
     fs.calls.clear()
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
     assert fs.calls == ["open", "preadv", "fstat", "close"]
 
 
-def test_a_block_that_is_there_costs_four_calls_and_no_write(store: BlockStore, fs: Counting) -> None:
+def test_a_block_that_is_there_costs_four_calls_and_no_write(store: BlockStore, fs: NotingFs) -> None:
     store.put(key(1), payload(1))
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Present()
     assert fs.calls == ["open", "fstat", "preadv", "close"]
 
 
-def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: Counting) -> None:
+def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: NotingFs) -> None:
     ours = RootClaim(tmp_path, {}, "d1gest", fs=fs)
     ours.renew()
     fs.calls.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from store_contract import key, pages, payload
-from store_faults import ShortFs, WatchedFs
+from store_faults import NotingFs, ShortFs
 
 from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome
@@ -34,15 +34,6 @@ class Taker:
         return True
 
 
-class Calls(WatchedFs):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def before(self, call: str, path: str | None) -> None:
-        self.calls.append(call)
-
-
 def stream(root: Path, of: BlockKey, taker: Taker, *, fs: FileSystem = LOCAL, direct: bool = False) -> Outcome | None:
     return BlockStore(root, fs=fs, direct=direct).stream(of, pages(size=SIZE), taker)
 
@@ -53,7 +44,7 @@ def test_a_large_block_is_read_in_pieces_through_the_page_cache_only(
 ) -> None:
     if direct and not DirectIo(LOCAL, str(tmp_path), direct=None).is_supported():
         pytest.skip("the temporary directory does not take O_DIRECT")
-    fs = Calls()
+    fs = NotingFs()
     store = BlockStore(tmp_path, fs=fs, direct=direct)
     store.put(key(1), payload(1, SIZE))
     fs.calls.clear()
@@ -110,7 +101,7 @@ def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(tmp_path: Path) ->
     BlockStore(tmp_path).put(key(1), payload(1, SIZE))
     with (tmp_path / block_path(key(1))).open("r+b") as file:
         file.write(b"what")
-    fs = Calls()
+    fs = NotingFs()
     assert stream(tmp_path, key(1), Taker(), fs=fs) is Fault.MAGIC
     assert fs.calls.count("preadv") == 1
 

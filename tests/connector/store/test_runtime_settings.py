@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from clocks import Clock
-from store_faults import FailingFs, WatchedFs
+from store_faults import FailingFs, NotingFs
 
 from kvtier_connector.contract.engine import LiveSettings, encode_live
 from kvtier_connector.store.permit import Mode, RuntimeSettings
@@ -100,20 +100,13 @@ def test_a_file_that_cannot_be_read_is_reported(mounted: ConfigMapDirectory, tmp
 
 
 def test_the_file_is_read_at_most_every_so_many_seconds(mounted: ConfigMapDirectory, tmp_path: Path) -> None:
-    opened: list[str] = []
-
-    class Counting(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "open":
-                opened.append(str(path))
-
-    clock = Clock(1000.0)
+    clock, fs = Clock(1000.0), NotingFs()
     mounted.write(said(Mode.READ_WRITE))
-    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=5, fs=Counting(), now=clock)
+    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=5, fs=fs, now=clock)
     for _ in range(11):
         live_file.refresh()
         clock.seconds += 1
-    assert len(opened) == 3
+    assert fs.calls.count("open") == 3
 
 
 def test_without_a_file_the_volume_is_in_use_for_ever() -> None:

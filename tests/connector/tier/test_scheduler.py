@@ -178,15 +178,13 @@ def test_with_two_groups_a_chunk_of_either_that_does_not_come_costs_a_recompute_
     assert engines.assert_volume_holds(reader, PROMPT) == engines.count()
 
 
-class SlowToLookUp(GatedFs):
-    """Answers lookups of blocks when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda call, path: call == "stat" and path.endswith(".kvb"))
+def slow_to_look_up() -> GatedFs:
+    """Return a volume that answers lookups of blocks when it is told to."""
+    return GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
 
 
 def test_a_request_aborted_while_it_is_looked_up_leaves_nothing(engines: Engines, writer: SimulatedEngine) -> None:
-    fs = SlowToLookUp()
+    fs = slow_to_look_up()
     reader = engines.make(fs=fs)
     reader.add("r", PROMPT)
     wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the lookup hangs")
@@ -270,7 +268,7 @@ def count_lookups(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> l
 def test_a_request_that_waits_costs_no_look_up(
     engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fs = SlowToLookUp()
+    fs = slow_to_look_up()
     reader = engines.make(fs=fs)
     calls = count_lookups(reader, monkeypatch)
     reader.add("probed", PROMPT)
