@@ -16,7 +16,7 @@ import pytest
 import yaml
 from healthy_tier import READY_POD
 
-from kvtier_operator import names
+from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.conditions import Problem
@@ -239,6 +239,76 @@ def test_mooncakes_own_class_reads_the_file() -> None:
     assert read.master_server_address == "llama-mooncake.serving.svc:50051"
     assert (read.mode, read.global_segment_size, read.local_buffer_size) == ("embedded", 32 << 30, 4 << 30)
     assert environment("mooncake")["MOONCAKE_CONFIG_PATH"] == "/etc/kvtier/mooncake.json"
+
+
+def mooncake(config: dict[str, Any], **master: Any) -> tuple[Any, list[str]]:
+    """Return what vLLM reads of the file, and the flags of the master."""
+    from vllm.distributed.mooncake_store import MooncakeStoreConfig  # noqa: PLC0415  takes seconds
+
+    made = rendered(tier({"type": "Mooncake", "mooncake": {"config": {"protocol": "tcp", **config}, "master": master}}))
+    file = next(each["data"]["mooncake.json"] for each in made if "mooncake.json" in each.get("data", {}))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as written:
+        written.write(file)
+        written.flush()
+        read = MooncakeStoreConfig.from_file(written.name)
+    (pod,) = (
+        each["spec"]["template"]["spec"]
+        for each in made
+        if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-mooncake"
+    )
+    return read, pod["containers"][0]["args"]
+
+
+def test_mooncakes_disk_is_that_of_an_owner_and_the_master_is_told() -> None:
+    read, args = mooncake({"mode": "standalone-store", "enable_offload": True})
+    assert (read.mode, read.global_segment_size, read.enable_offload) == ("standalone-store", 0, True)
+    assert args == ["--port=50051", "--enable_offload=true"]
+    assert mooncake({"enable_offload": True}, args=["-enable_offload=false"])[1][1:] == ["-enable_offload=false"]
+    assert mooncake({})[1] == ["--port=50051"]
+
+
+# flexkv/common/config.py of taco-project/FlexKV, commit 0079590724e44d2bdaa6a18a81862ea41af1dbdc: UserConfig, and names
+# that a file may override.
+FLEXKV_FIELDS = {"cpu_cache_gb", "ssd_cache_gb", "ssd_cache_dir", "enable_gds"}
+FLEXKV_OVERRIDES = {"evict_ratio", "index_accel", "max_file_size_gb", "transfer_sms_h2d", "transfer_sms_d2h"}
+
+
+def flexkv(config: dict[str, Any]) -> tuple[int, int, list[str], dict[str, Any], dict[str, Any]]:
+    """Return memory, disk and directories as FlexKV reads them, the engine's container and the volumes."""
+    made = rendered(tier({"type": "FlexKV", "flexKV": {"config": config}}))
+    document = json.loads(next(each["data"]["flexkv.json"] for each in made if "flexkv.json" in each.get("data", {})))
+    assert document.keys() <= FLEXKV_FIELDS | FLEXKV_OVERRIDES
+    memory, disk = document.get("cpu_cache_gb", 16), document.get("ssd_cache_gb", 0)
+    assert memory > 0
+    assert disk == 0 or disk > memory
+    directories = [each.strip() for each in document.get("ssd_cache_dir", "./ssd_cache").split(";") if each.strip()]
+    pod = next(
+        each["spec"]["template"]["spec"]
+        for each in made
+        if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine"
+    )
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    (container,) = (each for each in pod["containers"] if each["name"] == names.ENGINE_CONTAINER)
+    return memory, disk, directories, container, volumes
+
+
+def test_flexkv_gets_the_memory_of_the_tier_and_a_directory_of_the_nodes_disk() -> None:
+    memory, disk, _, plain, volumes = flexkv({})
+    assert (memory, disk) == (64, 0)
+    assert "kvtier-offload" not in volumes
+    memory, disk, directories, engine, volumes = flexkv({"ssd_cache_gb": 500, "evict_ratio": 0.1})
+    assert (memory, disk) == (64, 500)
+    assert volumes["kvtier-offload"]["emptyDir"]["sizeLimit"] == "501Gi"
+    assert directories == [each["mountPath"] for each in engine["volumeMounts"] if each["name"] == "kvtier-offload"]
+    assert {"config", "kvtier-offload"} <= {each["name"] for each in engine["volumeMounts"]}
+    asked = [each["resources"]["requests"]["ephemeral-storage"] for each in (plain, engine)]
+    assert quantity.parse_bytes(asked[1]) - quantity.parse_bytes(asked[0]) == 500 << 30
+
+
+def test_a_directory_of_the_users_own_is_left_to_flexkv() -> None:
+    memory, disk, directories, _, volumes = flexkv({"cpu_cache_gb": 8, "ssd_cache_gb": 9, "ssd_cache_dir": "/a;/b"})
+    assert (memory, disk, directories) == (8, 9, ["/a", "/b"])
+    assert "kvtier-offload" not in volumes
 
 
 def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod() -> None:

@@ -246,8 +246,15 @@ class FlexKV(ApiModel):
     """
 
     config: Anything
-    """FlexKV's own configuration (`FLEXKV_CONFIG_PATH`), written as it is to a file of the pods. The host memory it
-    takes belongs into `spec.cpu.size`."""
+    """FlexKV's own configuration (`FLEXKV_CONFIG_PATH`), written to a file of the pods. Left out, `cpu_cache_gb` is
+    `spec.cpu.size` in whole GiB. `ssd_cache_gb` without `ssd_cache_dir` gets a directory of that size on the node's
+    disk; FlexKV wants it larger than `cpu_cache_gb`."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return the size of the directory that the operator makes on the node's disk."""
+        size = self.config.get("ssd_cache_gb", 0)
+        return size << 30 if "ssd_cache_dir" not in self.config and type(size) is int and size > 0 else 0
 
 
 class MooncakeMaster(ApiModel):
@@ -273,8 +280,9 @@ class Mooncake(ApiModel):
 
     config: Anything
     """Mooncake's own configuration (`MOONCAKE_CONFIG_PATH`), written to a file of the pods. With `master`, the operator
-    sets `master_server_address`. Left out in the embedded mode, `global_segment_size` is each rank's share of
-    `spec.cpu.size`."""
+    sets `master_server_address`. Left out, `global_segment_size` is each rank's share of `spec.cpu.size`, and 0 in the
+    mode `standalone-store`, where a `mooncake_client` of yours has memory and disk. With `enable_offload`,
+    the master gets its flag, too."""
     master: MooncakeMaster | None = None
     """The master service is made by the operator. Without it, `config.master_server_address` names yours."""
     load_async: StrictBool = True
@@ -488,6 +496,8 @@ class Connector(ApiModel):
         if self.is_on_node_disk:
             return cpu_bytes
         lmcache = self.used_lmcache
+        if self.flex_kv is not None:
+            return self.flex_kv.disk_bytes
         return 0 if lmcache is None or lmcache.local_disk is None else lmcache.local_disk.size_bytes
 
     @property

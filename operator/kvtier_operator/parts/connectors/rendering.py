@@ -401,8 +401,8 @@ def _with_file(plan: TierPlan, rendered: Rendered, variable: str, file: str, doc
     return replace(
         rendered,
         env=(_variable(variable, f"{names.CONFIG_MOUNT}/{file}"), *rendered.env),
-        volumes=(volume,),
-        mounts=(mount,),
+        volumes=(volume, *rendered.volumes),
+        mounts=(mount, *rendered.mounts),
         files={file: json.dumps(document, indent=2, sort_keys=True, default=dict) + "\n"},
     )
 
@@ -410,9 +410,14 @@ def _with_file(plan: TierPlan, rendered: Rendered, variable: str, file: str, doc
 def _flexkv(plan: TierPlan) -> Rendered:
     settings = plan.spec.connector.flex_kv
     assert settings is not None
+    # Of whole GiB, and none is refused.
+    config = {"cpu_cache_gb": max(1, plan.decisions.cpu_bytes >> 30), **settings.config}
     made = Rendered(transfer=_connector("FlexKVConnectorV1"))
-    # Its reader takes JSON, which is YAML, too.
-    return _with_file(plan, made, "FLEXKV_CONFIG_PATH", FLEXKV_FILE, settings.config)
+    if settings.disk_bytes:
+        volume, mount = _node_disk(plan, settings.disk_bytes)
+        config["ssd_cache_dir"] = OFFLOAD_MOUNT
+        made = replace(made, volumes=(volume,), mounts=(mount,))
+    return _with_file(plan, made, "FLEXKV_CONFIG_PATH", FLEXKV_FILE, config)
 
 
 def _mooncake(plan: TierPlan) -> Rendered:
@@ -423,9 +428,10 @@ def _mooncake(plan: TierPlan) -> Rendered:
         config["master_server_address"] = (
             f"{names.mooncake_master(plan.tier)}.{plan.tier.namespace}.svc:{settings.master.port}"
         )
-    if config.get("mode", "embedded") == "embedded" and "global_segment_size" not in config:
-        # Each rank gives this much of its memory to the pool.
-        config["global_segment_size"] = plan.decisions.cpu_bytes // plan.spec.engine.tensor_parallel
+    if "global_segment_size" not in config:
+        # Each rank gives this much of its memory to the pool; vLLM takes no other number than 0 where an owner has it.
+        each = plan.decisions.cpu_bytes // plan.spec.engine.tensor_parallel
+        config["global_segment_size"] = each if config.get("mode", "embedded") == "embedded" else 0
     made = Rendered(
         transfer=_connector("MooncakeStoreConnector", {"load_async": settings.load_async}),
         env=(_pod_address("MOONCAKE_REQUESTER_LOCAL_HOSTNAME"),),

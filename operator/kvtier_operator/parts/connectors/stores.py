@@ -141,11 +141,13 @@ def _mooncake_master(plan: TierPlan) -> tuple[Manifest, ...]:
     if settings is None or settings.master is None:
         return ()
     master = settings.master
+    has_flag = any(word.lstrip("-").startswith("enable_offload") for word in master.args)
+    offloads = ["--enable_offload=true"] if settings.config.get("enable_offload") and not has_flag else []
     container = {
         "name": "mooncake-master",
         "image": master.image or plan.spec.engine.image,
         "command": ["mooncake_master"],
-        "args": [f"--port={master.port}", *master.args],
+        "args": [f"--port={master.port}", *offloads, *master.args],
         "ports": [{"name": "rpc", "containerPort": master.port, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}},
     }
