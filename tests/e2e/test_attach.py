@@ -144,6 +144,12 @@ def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_
     shown = run_command(bench, "status", "alone", "-o", "json")
     assert [each["ready"] for each in json.loads(shown)["engines"]] == [True]
 
+    rival = Tier(bench, "rival", engine={**engine, **external}, disk={"budget": {"maxBytes": "1Gi"}})
+    for each, other in ((rival, "alone"), (tier, "rival")):
+        assert f"(by tier {other})" in each.reaches("Ready", "False", "PodsClaimedTwice")["message"]
+    rival.patch(engine={"external": {"selector": {"matchLabels": {"app": "nowhere"}}}})
+    tier.reaches("Ready", "True")
+
     bench.patch(kinds.DEPLOYMENT, "alone", {"spec": {"replicas": 0}})
     removed = attach(bench, "alone", "deployment/alone", "--remove")
     assert removed["spec"]["template"]["spec"] == before["spec"]["template"]["spec"]
