@@ -141,6 +141,8 @@ class KvtierWorkers(Contestant):
     """Ours as the engine uses it: as many processes as the others have threads, each with a buffer of its own."""
 
     name = report.OURS
+    settings: ClassVar[dict[str, Any]] = {}
+    """More fields of `PoolSettings`."""
 
     def open(self) -> None:
         """Start the processes and wait until all are ready."""
@@ -148,13 +150,15 @@ class KvtierWorkers(Contestant):
         rows = memoryview(region.memory).cast("B", (region.blocks, region.block_bytes))
         permit = StorePermit(str(self.directory / PERMIT_FILE))
         permit.is_needed = False
-        settings = PoolSettings(root=str(self.directory / GENERATION), workers=self.threads, deadline_seconds=60.0)
+        root = str(self.directory / GENERATION)
+        settings = PoolSettings(root=root, workers=self.threads, deadline_seconds=60.0, **self.settings)
         regions = [Rows(region.file, 0, region.blocks)]
         self._workers = WorkerPool(settings, permit=permit, breaker=Breaker(), rows=rows, regions=regions)
         rows.release()
         self._workers.start()
         # An engine needs one of them; here all are measured.
-        while not all(self._workers._is_worker_ready(number) for number in range(self.threads)):  # noqa: SLF001  nothing public tells it
+        first = range(settings.first_workers or self.threads)
+        while not all(self._workers._is_worker_ready(number) for number in first):  # noqa: SLF001  nothing public tells it
             time.sleep(0.01)
 
     def close(self) -> None:

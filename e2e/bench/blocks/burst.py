@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from e2e.bench import report, volumes
+from e2e.bench.blocks import slow_streams
 from e2e.bench.store import GENERATION, MIB, KvtierWorkers, Plain, Region
 
 from kvtier_connector.io_workers.tasks import Lane, Task
@@ -47,7 +48,8 @@ class PlainMoves(Plain):
 
     def begin(self, lane: Lane, rows: Iterable[int]) -> None:
         """Begin to move blocks."""
-        flags, move = (os.O_RDONLY, os.preadv) if lane is Lane.LOAD else (os.O_WRONLY | os.O_CREAT, os.pwritev)
+        fs = slow_streams.SlowStreams()
+        flags, move = (os.O_RDONLY, fs.preadv) if lane is Lane.LOAD else (os.O_WRONLY | os.O_CREAT, fs.pwritev)
 
         def act(row: int) -> None:
             self.move(row, flags, move)
@@ -182,7 +184,13 @@ def main() -> None:
     parser.add_argument("--hit", type=int, default=4, help="blocks that are loaded at once")
     parser.add_argument("--every", type=float, default=0.25, help="seconds between hits")
     parser.add_argument("--seconds", type=float, default=2.0, help="of loads without stores")
+    parser.add_argument("--first", type=int, default=0, help="workers at first; the others start where they help")
+    parser.add_argument("--stream-mb", type=float, help="each read and each write moves so many MB a second")
     options = parser.parse_args()
+    WorkerMoves.settings = {"first_workers": options.first}
+    if options.stream_mb:
+        os.environ[slow_streams.RATE] = str(options.stream_mb * 1e6)
+        WorkerMoves.settings["file_system"] = "e2e.bench.blocks.slow_streams:SlowStreams"
     print(table(measure(options)), flush=True)
 
 
