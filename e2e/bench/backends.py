@@ -22,7 +22,12 @@ KNOWN: Final = tuple(name for name, backend in BACKENDS.items() if name == NONE 
 
 def has_volume(backend: str) -> bool:
     """Say whether the backend puts blocks on a volume."""
-    return "secondary_tiers" in BACKENDS[backend].get("transfer", {}).get("kv_connector_extra_config", {})
+    return "{directory}" in json.dumps(BACKENDS[backend])
+
+
+def volume(backend: str) -> str:
+    """Return the name of the directory for the backend's blocks, or nothing."""
+    return BACKENDS[backend].get("volume", backend) if has_volume(backend) else ""
 
 
 def transfer_config(  # noqa: PLR0913  what an engine is told
@@ -48,8 +53,12 @@ def transfer_config(  # noqa: PLR0913  what an engine is told
     (directory / CONFIG_FILE).write_text(encode(config), encoding="utf-8")
     known = json.dumps(BACKENDS[backend]).replace("{directory}", str(directory))
     found: dict[str, Any] = json.loads(known)["transfer"]
-    extra = {"cpu_bytes_to_use": cpu_bytes, **found.get("kv_connector_extra_config", {})}
-    if found["kv_connector"] != "SimpleCPUOffloadConnector":
+    extra = found.get("kv_connector_extra_config", {})
+    if found["kv_connector"] == "LMCacheConnectorV1":
+        extra["lmcache.max_local_cpu_size"] = cpu_bytes / 1e9
+    else:
+        extra["cpu_bytes_to_use"] = cpu_bytes
+    if found["kv_connector"] in {"OffloadingConnector", "KVTierConnector"}:
         extra["block_size"] = block_tokens
     if is_cpu_build:
         extra |= BACKENDS[backend].get("on_cpu_build", {})

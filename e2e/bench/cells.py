@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import yaml
-from e2e.bench import workloads
+from e2e.bench import throttle, workloads
 from e2e.bench.workloads import NEXT_SEED, Cell, Request, Sizes, make_request
 from e2e.engines.process import EngineProcess
 
@@ -49,6 +50,8 @@ class HeavyCell(enum.StrEnum):
     """Long answers that the GPU has no room for."""
     KILLED = "killed"
     """Conversations whose engine is killed."""
+    RATES = "rates"
+    """Arrivals and single prompts from a volume that is slowed down on purpose, after a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,6 @@ class HeavySizes:
     """Least tokens of an answer; the most are twice as many."""
     long_prompts: int
     long_tokens: int
-    long_rounds: int
     bursts: int
     burst_tokens: int
     preempted: int
@@ -80,6 +82,9 @@ class HeavySizes:
     """When the engine is killed, in turns of all conversations."""
     killed_per_second: float
     killed_output: int
+    long_rounds: int
+    volume_rates: Sequence[float]
+    """GB/s that a slow volume is read at; 0 for one that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ def sized(usual: _Sized, given: Mapping[str, Any]) -> _Sized:
 class Player(Protocol):
     """Plays cells with its engine and its volume."""
 
+    sizes: Sizes
     heavy: HeavySizes
     rounds: int
     blocks: Path
@@ -251,6 +257,24 @@ def play(player: Player, cell: str) -> None:
                 player.note(cell, player.ask(preempted(sizes, first=number * sizes.preempted)))
         case HeavyCell.KILLED:
             _kill(player, cell)
+        case HeavyCell.RATES:
+            _slow_down(player, cell)
+
+
+def _slow_down(player: Player, cell: str) -> None:
+    """Slow the volume down to each of several rates; at the last it may hang."""
+    bucket = throttle.Bucket(Path(os.environ[throttle.FILE]))
+    for rate in player.heavy.volume_rates:
+        name = f"{cell} {rate} GB/s" if rate else f"{cell} hung"
+        for kind, asked in (
+            ("D", [workloads.arrivals(player.sizes)]),
+            ("single", [[each] for each in workloads.singles(player.sizes)]),
+        ):
+            bucket.rate = rate * 1e9
+            for requests in asked:
+                player.note(f"{name} {kind}", player.ask(requests))
+            bucket.rate = math.inf
+            player.forget_all()
 
 
 def _kill(player: Player, cell: str) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slows a volume down on purpose: the I/O processes of an engine share one rate at which they read blocks.
 
-The environment names the rate, and vLLM loads the plugin in each of its processes. Other calls are as quick as ever.
+A file has the rate, which may change while they serve. The environment names the file, and vLLM loads the plugin in
+each of its processes. Other calls are as quick as ever.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import math
 import mmap
 import os
 import struct
@@ -19,34 +21,44 @@ from typing import Final
 from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.store.header import HEADER_BYTES
 
-RATE: Final = "KVTIER_BENCH_BYTES_PER_SECOND"
-"""Of all processes together; 0 for a volume that hangs."""
-CLOCK: Final = "KVTIER_BENCH_THROTTLE_FILE"
-"""File with the time until which the volume is busy, by the monotonic clock."""
+FILE: Final = "KVTIER_BENCH_THROTTLE_FILE"
+"""Names the file: the time until which the volume is busy by the monotonic clock, and bytes a second."""
 _LAG_SECONDS = 0.005
 """A sleep ends late; so much is caught up."""
 _BUSY_UNTIL = struct.Struct("d")
+_RATE = struct.Struct("d")
+_HANG_SECONDS = 0.05
 
 
 class Bucket:
     """A rate that processes of one host share. A process may have many, each of one thread."""
 
-    def __init__(self, path: Path, bytes_per_second: float) -> None:
-        """Open the file, and make it if it is not there."""
-        self._rate = bytes_per_second
+    def __init__(self, path: Path) -> None:
+        """Open the file, and make it if it is not there: with a rate of 0."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o660)
-        os.ftruncate(self._file, _BUSY_UNTIL.size)
-        self._shared = mmap.mmap(self._file, _BUSY_UNTIL.size)
+        os.ftruncate(self._file, _BUSY_UNTIL.size + _RATE.size)
+        self._shared = mmap.mmap(self._file, _BUSY_UNTIL.size + _RATE.size)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second of all processes together; infinite for a volume as quick as it is, 0 for one that hangs."""
+        return float(_RATE.unpack_from(self._shared, _BUSY_UNTIL.size)[0])
+
+    @rate.setter
+    def rate(self, bytes_per_second: float) -> None:
+        _RATE.pack_into(self._shared, _BUSY_UNTIL.size, bytes_per_second)
 
     def take(self, count: int) -> None:
-        """Wait for as long as the volume takes to read so many bytes after what others asked for; 0 waits forever."""
-        while not self._rate:
-            time.sleep(3600)
+        """Wait for as long as the volume takes to read so many bytes after what others asked for."""
+        while not (rate := self.rate):
+            time.sleep(_HANG_SECONDS)
+        if math.isinf(rate):
+            return
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             now = time.monotonic()
             (busy,) = _BUSY_UNTIL.unpack_from(self._shared)
-            until = max(busy, now - _LAG_SECONDS) + count / self._rate
+            until = max(busy, now - _LAG_SECONDS) + count / rate
             _BUSY_UNTIL.pack_into(self._shared, 0, until)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
@@ -54,12 +66,12 @@ class Bucket:
 
 
 class ThrottledFileSystem(WorkerFileSystem):
-    """The file system of an I/O process whose blocks come at the rate that the environment names."""
+    """The file system of an I/O process whose blocks come at the rate of the bucket."""
 
     def __init__(self) -> None:
         """Open the bucket."""
         super().__init__()
-        self._bucket = Bucket(Path(os.environ[CLOCK]), float(os.environ[RATE]))
+        self._bucket = Bucket(Path(os.environ[FILE]))
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read, and take the time of a block's bytes; documents and headers alone are free."""
@@ -77,8 +89,8 @@ class ThrottledFileSystem(WorkerFileSystem):
 
 
 def slow_down() -> None:
-    """Give the I/O processes of this engine the slow file system, where the environment names a rate."""
-    if RATE in os.environ:
+    """Give the I/O processes of this engine the slow file system, where the environment names a bucket."""
+    if FILE in os.environ:
         from kvtier_connector.cascade import attach
 
         usual = attach._pool_settings  # noqa: SLF001 - no setting of users

@@ -11,19 +11,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from e2e.bench import backends, cells, report, throttle, volumes, workloads
-from e2e.bench.cells import STAGES, TINY_STAGES, HeavySizes, Stage
+from e2e.bench.cells import STAGES, TINY_STAGES, HeavyCell, HeavySizes, Stage
 from e2e.bench.engines import BenchEngine
 from e2e.bench.workloads import Cell, Sizes
 from e2e.engines import weights
@@ -37,6 +41,10 @@ STORE_LIMIT_SECONDS = 120.0
 RESTART_ROUNDS = 3
 QUIET_SECONDS = 1.5
 """Nothing stored for so long: the backend has stored all it will."""
+STARTS_WITH = 0.1
+"""Share of the GPU's memory that must be free where an engine starts beside others."""
+Run = tuple[str, str, Sequence[str]]
+"""A backend, a stage and the cells to play; none for the stage's own."""
 GRAPHS = {
     "enforce_eager": False,
     # Without compiling the model, which takes minutes and changes nothing about the copies.
@@ -90,29 +98,69 @@ class Traffic:
 
     def play(self, backend: str, name: str, given: Sequence[str]) -> None:
         """Play one stage, with other cells than its own if some are given."""
-        settings, stage = self._settings, self._settings.stages[name]
-        self._backend, self._stage, self._cells = backend, name, given or stage.cells
-        self.blocks = settings.volume / backend
-        if stage.keeps_volume:
-            volumes.forget_pages(self.blocks)
-        elif backends.has_volume(backend):
+        self.play_together([(backend, name, given)])
+
+    def play_together(self, runs: Sequence[Run]) -> None:
+        """Start the engines of these runs at once, then play the runs in their order: one engine works at a time.
+
+        Runs of the same backend and stage are played by one engine.
+        """
+        settings = self._settings
+        asked: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for backend, name, given in runs:
+            asked[backend, name] += given or settings.stages[name].cells
+        used = {backends.volume(backend) for backend, _ in asked} - {""}
+        if used:
             # Data of other backends takes memory.
-            for other in backends.KNOWN:
+            kept = used if any(settings.stages[name].keeps_volume for _, name in asked) else set()
+            for other in {backends.volume(each) for each in backends.KNOWN} - kept - {""}:
                 shutil.rmtree(settings.volume / other, ignore_errors=True)
         if self._remaining() <= 0:
-            self._log.write(self._record("skipped"), f"{backend} {name}: no time left")
+            for self._backend, self._stage in asked:
+                self._log.write(self._record("skipped"), f"{self._backend} {self._stage}: no time left")
             return
+        with ExitStack() as self._engines:
+            with ThreadPoolExecutor(len(asked)) as pool:
+                starts = {key: pool.submit(self._make_engine, *key, given) for key, given in asked.items()}
+            engines: dict[tuple[str, str], BenchEngine] = {}
+            for key, start in starts.items():
+                self._backend, self._stage = key
+                with self._failures_noted():
+                    engines[key] = self._engines.enter_context(start.result())
+            warm: set[tuple[str, str]] = set()
+            for backend, name, given in runs:
+                key = self._backend, self._stage = backend, name
+                if key in engines:
+                    self.engine, self._cells = engines[key], asked[key]
+                    with self._failures_noted():
+                        self._play_run(given, is_warm=key in warm)
+                    engines[key] = self.engine
+                    warm.add(key)
+
+    def _play_run(self, given: Sequence[str], *, is_warm: bool) -> None:
+        stage = self._settings.stages[self._stage]
+        self.blocks = self._settings.volume / backends.volume(self._backend)
+        if stage.keeps_volume:
+            volumes.forget_pages(self.blocks)
+        if not is_warm:
+            self._warm_up()
+        for cell in given or stage.cells:
+            self._play_cell(cell)
+
+    @contextmanager
+    def _failures_noted(self) -> Iterator[None]:
         try:
-            with ExitStack() as self._engines:
-                self.start_engine()
-                for cell in self._cells:
-                    self._play_cell(cell)
+            yield
         except EngineEnded as error:
-            self._log.write({**self._record("failed"), "error": str(error)}, f"{backend} {name}: {error}")
+            line = f"{self._backend} {self._stage}: {error}"
+            self._log.write({**self._record("failed"), "error": str(error)}, line)
 
     def start_engine(self) -> None:
-        """Start the stage's engine, and let it compile what it will need."""
-        self.engine = self._engines.enter_context(self._make_engine(self._settings.stages[self._stage]))
+        """Start the stage's engine again, and let it compile what it will need."""
+        self.engine = self._engines.enter_context(self._make_engine(self._backend, self._stage, self._cells))
+        self._warm_up()
+
+    def _warm_up(self) -> None:
         self.ask(workloads.warm_up(self.sizes))
         self.engine.forget()
         self.ask(workloads.warm_up(self.sizes))
@@ -138,6 +186,7 @@ class Traffic:
             case _ if (requests := cells.prepared(cell, self.sizes, self.heavy)) and backends.has_volume(self._backend):
                 self.ask(requests, at_a_time=2)
                 self._settle(requests)
+                self.forget_all()
             case _:
                 cells.play(self, cell)
 
@@ -175,6 +224,7 @@ class Traffic:
         for request in requests:
             self._measure(f"{cell} first", [request])
             self.engine.forget()
+            volumes.forget_pages(self.blocks)
             self._measure(f"{cell} again", [request])
             self._measure(f"{cell} in GPU", [request])
         self._settle(requests)
@@ -226,29 +276,33 @@ class Traffic:
         """Make room for the next cell, which asks for nothing of this one."""
         volumes.remove_blocks(self.blocks, at_least=self._settings.block_bytes)
 
-    def _make_engine(self, stage: Stage) -> BenchEngine:
-        settings = self._settings
+    def _make_engine(self, backend: str, name: str, asked: Sequence[str]) -> BenchEngine:
+        settings, stage = self._settings, self._settings.stages[name]
         transfer = backends.transfer_config(
-            self._backend,
-            self.blocks,
+            backend,
+            settings.volume / backends.volume(backend),
             cpu_bytes=stage.cpu_bytes,
             block_tokens=settings.block_tokens,
             is_cpu_build=settings.is_cpu_build,
             kvtier=settings.kvtier,
         )
-        arguments = {**backends.BACKENDS[self._backend].get("engine", {}), **settings.engine, **stage.engine}
-        length = cells.model_length(self._cells, self.sizes, self.heavy)
+        arguments = {**backends.BACKENDS[backend].get("engine", {}), **settings.engine, **stage.engine}
+        length = cells.model_length(asked, self.sizes, self.heavy)
         arguments["max_model_len"] = max(length, arguments.get("max_model_len", 0))
-        if stage.gpu_tokens:
-            block_tokens = settings.block_tokens if settings.is_cpu_build else GPU_BLOCK_TOKENS
-            arguments["num_gpu_blocks_override"] = stage.gpu_tokens // block_tokens * settings.groups
+        if stage.gpu_tokens and settings.is_cpu_build:
+            arguments["num_gpu_blocks_override"] = stage.gpu_tokens // settings.block_tokens * settings.groups
+        elif stage.gpu_tokens:
+            # Then vLLM does not look how much memory is free, and engines can start at once.
+            group_bytes = settings.block_bytes // settings.block_tokens
+            arguments["kv_cache_memory_bytes"] = (stage.gpu_tokens + GPU_BLOCK_TOKENS) * group_bytes * settings.groups
+            arguments["gpu_memory_utilization"] = STARTS_WITH
         engine = self._start(
-            f"{self._stage}-{self._backend}-{settings.variant}",
+            f"{name}-{backend}-{settings.variant}",
             {"engine": arguments, "transfer": transfer, "vocabulary": settings.vocabulary},
             settings.work / "engines",
         )
-        name = f"{self._backend} {self._stage}"
-        self._log.write({**self._record("engine"), **engine.facts}, f"{name}: serves, {engine.facts}")
+        record = {**self._record("engine"), "backend": backend, "stage": name, **engine.facts}
+        self._log.write(record, f"{backend} {name}: serves, {engine.facts}")
         return engine
 
     def _record(self, kind: str) -> report.Record:
@@ -270,9 +324,9 @@ def main() -> None:
     with nullcontext(options.volume) if options.volume else tempfile.TemporaryDirectory(dir="/dev/shm") as volume:
         traffic = Traffic(_settings(options, work, Path(volume)), log)
         try:
-            for run in options.runs:
-                backend, stage, *cells = run.split(":")
-                traffic.play(backend, stage, cells)
+            for group in options.runs:
+                runs = [run.split(":") for run in group.split(",")]
+                traffic.play_together([(backend, stage, given) for backend, stage, *given in runs])
         finally:
             print(report.write(options.out))
     log.say("done")
@@ -297,8 +351,12 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
     # A process that is spawned takes this path over, whatever the environment says.
     sys.path.insert(0, str(plugin))
     paths = [str(plugin), str(ROOT), str(ROOT / "connector"), os.environ.get("PYTHONPATH", "")]
-    if options.throttle is not None:
-        os.environ |= {throttle.RATE: str(options.throttle * 1e9), throttle.CLOCK: str(work / "throttle")}
+    if options.throttle is not None or any(
+        HeavyCell.RATES in run.split(":") for run in re.split(",| ", " ".join(options.runs))
+    ):
+        os.environ[throttle.FILE] = str(work / "throttle")
+        rate = math.inf if options.throttle is None else options.throttle * 1e9
+        throttle.Bucket(work / "throttle").rate = rate
     if is_cpu:
         # The CPU build repacks the weights while loading, so they come from a file.
         weights.write(model, shape)
@@ -315,7 +373,7 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
             "gpu_memory_utilization": 0.9,
             **({} if options.eager else GRAPHS),
         }
-    # Of the engines' processes.
+    # Spawned processes have the path of this one, and what they start has the environment's.
     os.environ.update(
         PYTHONPATH=os.pathsep.join(path for path in paths if path),
         PYTHONHASHSEED="0",
@@ -346,7 +404,8 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="BACKEND:STAGE[:CELL...], with a stage of " + ", ".join(STAGES))
+    runs = f"BACKEND:STAGE[:CELL...], with a stage of {', '.join(STAGES)}; a comma joins those that start together"
+    parser.add_argument("runs", nargs="+", help=runs)
     parser.add_argument("--out", type=Path, required=True, help="for traffic.jsonl, which is continued, and the report")
     parser.add_argument("--work", type=Path, help="for the model and logs (default: in /tmp)")
     parser.add_argument("--volume", type=Path, help="directory for the blocks (default: in /dev/shm)")
@@ -361,7 +420,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=0.0, help="end after so many seconds")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     options = parser.parse_args()
-    for run in options.runs:
+    for run in (run for group in options.runs for run in group.split(",")):
         backend, _, stage = run.partition(":")
         if backend not in backends.KNOWN or stage.partition(":")[0] not in STAGES:
             parser.error(f"not a backend and a stage: {run}")

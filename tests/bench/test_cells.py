@@ -94,7 +94,8 @@ def test_blocks_that_were_acknowledged_and_are_absent_or_damaged_are_lost(tmp_pa
 
 
 def test_readers_of_one_bucket_share_its_rate(tmp_path: Path) -> None:
-    buckets = [Bucket(tmp_path / "busy", 1e6) for _ in range(2)]
+    buckets = [Bucket(tmp_path / "busy") for _ in range(2)]
+    buckets[0].rate = 1e6
     began = time.monotonic()
     for bucket in buckets * 2:
         bucket.take(50_000)
@@ -125,8 +126,8 @@ def test_every_heavy_cell_is_played_by_real_engines(tmp_path: Path, backend: str
     has_volume = backend == "kvtier"
     assert found["preemption"][0]["counts"]["preemptions"] > 0
     assert share["bursts512"] > 0.9
-    # A hit may be split, and compute its head.
-    assert (share["long"] > 0.5) == (share["bursts512 first"] > 0.5) == has_volume
+    # The head of a split hit is computed.
+    assert (share["long"] > 0) == (share["bursts512 first"] > 0) == has_volume
     (killed,) = found["killed"]
     assert killed.get("lost_blocks") == (0 if has_volume else None)
     assert len(killed["requests"]) + len(found["killed before"][0]["requests"]) == (

@@ -22,7 +22,7 @@ class FakeEngine:
     """Answers at once, stores a file for each block where its settings name a directory, and fails when told to."""
 
     def __init__(self, settings: Mapping[str, Any], fails_at: int) -> None:
-        self.facts = {"seconds": 1.0, "gpu_blocks": settings["engine"].get("num_gpu_blocks_override", 0)}
+        self.facts = {"seconds": 1.0, "gpu_bytes": settings["engine"].get("kv_cache_memory_bytes", 0)}
         self.start_seconds = 1.0
         self.arguments = settings["engine"]
         self.asked: list[list[Mapping[str, Any]]] = []
@@ -69,7 +69,7 @@ class FakeEngine:
 
 
 class Rig:
-    def __init__(self, directory: Path, *, fails_at: int = -1, **changes: Any) -> None:
+    def __init__(self, directory: Path, *, fails_at: int = -1, fails_to_start: str = "", **changes: Any) -> None:
         self.engines: list[FakeEngine] = []
         self.volume = directory / "volume"
         self.log = report.Journal(directory / "traffic.jsonl")
@@ -86,7 +86,9 @@ class Rig:
             "vocabulary": 32000,
         }
 
-        def start(_: str, given: Mapping[str, Any], *__: Any) -> Any:
+        def start(name: str, given: Mapping[str, Any], *_: Any) -> Any:
+            if fails_to_start and fails_to_start in name:
+                raise EngineEnded("it does not start")
             self.engines.append(FakeEngine(given, fails_at))
             return self.engines[-1]
 
@@ -148,6 +150,7 @@ def test_a_restart_finds_what_was_prepared_and_nothing_else(tmp_path: Path) -> N
         TINY_SIZES.shared_tokens,
         *TINY_SIZES.single_tokens,
         *([TINY_SIZES.user_tokens] * TINY_SIZES.users),
+        *TINY_SIZES.single_tokens,  # of the warm-up
     ]
     assert prepared == sum(prompts) // BLOCK_TOKENS
     rig.traffic.play("fs", "restart", ["D"])
@@ -170,11 +173,27 @@ def test_blocks_that_a_backend_did_not_store_are_counted(tmp_path: Path) -> None
     assert missing["expected"] > 0
 
 
-@pytest.mark.parametrize(("stage", "blocks"), [("traffic", 144), ("all-in-gpu", 0)])
-def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, stage: str, blocks: int) -> None:
+@pytest.mark.parametrize(("stage", "size"), [("traffic", (2304 + 16) * 4), ("restart", 0)])
+def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, stage: str, size: int) -> None:
     rig = Rig(tmp_path)
     rig.traffic.play("none", stage, ["C"])
-    assert rig.records("engine")[0]["gpu_blocks"] == blocks
+    assert rig.records("engine")[0]["gpu_bytes"] == size
+
+
+def test_engines_of_a_group_start_together_and_play_in_turns(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play_together([("none", "traffic", ["C"]), ("fs", "traffic", ["C"]), ("none", "traffic", ["E"])])
+    played = [(record["backend"], record["cell"]) for record in rig.records("cell")]
+    assert played[:4] == [("none", "C first"), ("none", "C"), ("fs", "C first"), ("fs", "C")]
+    assert {backend for backend, _ in played[4:]} == {"none"}
+    assert [engine.is_closed for engine in rig.engines] == [True, True]
+
+
+def test_an_engine_that_does_not_start_leaves_the_others_of_its_group(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, fails_to_start="fs")
+    rig.traffic.play_together([("fs", "traffic", ["C"]), ("none", "traffic", ["C"])])
+    assert [record["backend"] for record in rig.records("failed")] == ["fs"]
+    assert {record["backend"] for record in rig.records("cell")} == {"none"}
 
 
 @pytest.mark.parametrize(("backend", "disk"), [("kvtier", {}), ("kvtier-whole", {"splitHits": "Off"})])

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 JOIN_SECONDS = 0.03
 """Price of a join: the step under way, and the step that notices that the tail is on the GPU."""
+PAUSE_WEIGHT = 0.25
+"""A second by which an answer under way is paused counts as so many seconds until a first token."""
 NEW_SHARE = 0.3
 """Weight of a new measurement of a rate."""
 KNOWN_SECONDS = 60.0
@@ -155,14 +157,30 @@ class Rates:
             # When the reads under way have ended, the next hit measures the volume anew.
             self.volume.value = 0.0
 
-    def choose(self, tokens: int, *, unread: int, queued: int = 0, backlog: float = 0, may_split: bool = False) -> Way:
-        """Say how a hit is there soonest.
+    @property
+    def busy_seconds(self) -> float:
+        """How long the steps that are scheduled already still take to compute prompts."""
+        tokens = sum(sum(step.values()) for step in itertools.islice(self._steps, 1, None))
+        return max(0.0, self.prefill.seconds(tokens) - (self.now() - self._scheduled_at)) if tokens else 0.0
+
+    def choose(  # noqa: PLR0913 - keywords
+        self,
+        tokens: int,
+        *,
+        unread: int,
+        queued: int = 0,
+        backlog: float = 0,
+        answering: int = 0,
+        may_split: bool = False,
+    ) -> Way:
+        """Say how a hit is there soonest, without pausing the answers of others for long.
 
         Args:
             tokens: Tokens of the hit.
             unread: Tokens of those chunks of it that must be read.
             queued: Tokens that were ordered before and are not there yet.
             backlog: Tokens that the engine computes before.
+            answering: Requests whose answers are under way; a step that computes a prompt pauses them.
             may_split: Whether the hit may be split.
         """
         if tokens < self._min_tokens:
@@ -173,12 +191,14 @@ class Rates:
             return Way.COMPUTE
         if not (volume and prefill):
             return trial
+        busy, paused = self.busy_seconds, PAUSE_WEIGHT * answering
         seconds = {
-            Way.LOAD: self.latency_seconds + self.volume.seconds(queued + unread),
-            Way.COMPUTE: self.prefill.seconds(backlog + tokens),
+            Way.LOAD: max(busy, self.latency_seconds + self.volume.seconds(queued + unread)),
+            Way.COMPUTE: busy + self.prefill.seconds(backlog + tokens) + paused * self.prefill.seconds(tokens),
         }
         if may_split:
-            seconds[Way.SPLIT] = (queued + unread + backlog) / (prefill + volume) + JOIN_SECONDS
+            work = queued + unread * (1 + paused) + backlog + busy * prefill
+            seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS
         way = min(seconds, key=seconds.__getitem__)
         is_old = self.now() - self._measured_at >= KNOWN_SECONDS
         return trial if way is Way.COMPUTE and is_old else way

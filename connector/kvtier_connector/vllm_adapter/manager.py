@@ -64,7 +64,7 @@ class KVTierManager(TieringOffloadingManager):
         """The hits whose heads are computed while they are read."""
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
-        self.count_backlog: Callable[[], int] = lambda: 0
+        self.count_work: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """How many tokens the engine computes before those of a request that is asked for now."""
 
     def request(self, context: ReqContext) -> TierRequest:
@@ -160,11 +160,13 @@ class KVTierManager(TieringOffloadingManager):
         under_way = sum(key in self.fetches.under_way for key in on_volume)
         queued = (self.tier.transfers.loading + self.fetches.waiting - under_way) * size[0]
         heads, tails = self.splits.work
+        backlog, answering = self.count_work()
         return self.tier.rates.choose(
             tokens,
             unread=len(on_volume) * size[0],
             queued=max(0, queued) + tails,
-            backlog=self.count_backlog() + heads,
+            backlog=backlog + heads,
+            answering=answering,
             may_split=may_split,
         )
 
@@ -233,10 +235,9 @@ class KVTierManager(TieringOffloadingManager):
     def give_up_late(self, load: Load) -> None:
         """Do without the rest of a load that is computed sooner than it comes: the volume hangs, or became slower."""
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
-        if not rates.would_be_computed(len(load.keys) * size, since=load.began_at):
-            return
         left = load.rows.count(NO_ROW) * size
-        if rates.volume.seconds(left) <= rates.prefill.seconds(left):
+        is_late = rates.would_be_computed(len(load.keys) * size, since=load.began_at)
+        if not is_late or rates.volume.seconds(left) <= rates.prefill.seconds(left):
             return
         missing = self.request(load.context).missing
         for number, key in enumerate(load.keys):
@@ -391,9 +392,7 @@ class KVTierManager(TieringOffloadingManager):
 
     def _count_saved(self, load: Load, handed: Collection[int]) -> None:
         """Count what the chunks that came from the volume would have taken to compute."""
-        sources = self._request_load_sources.get(load.context.req_id)
-        if not sources:
-            return
+        sources = self._request_load_sources.get(load.context.req_id) or {}
         keys = (load.keys[number] for number in handed)
         if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
             seconds = self.tier.rates.seconds_to_compute(chunks * self.tier.requests.tokens[0])

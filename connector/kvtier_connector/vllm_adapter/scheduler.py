@@ -126,7 +126,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._splits = self.manager.splits
         self.is_splitting = False
         """Whether hits are split that can be."""
-        self.manager.count_backlog = self._count_backlog
+        self.manager.count_work = self._count_work
         self._joined: set[str] = set()
         """Requests that have joined, until they are asked for their tails."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
@@ -224,13 +224,14 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # The volume has these chunks.
         status.group_states[0].next_stored_chunk_idx = local // size + len(keys)
 
-    def _count_backlog(self) -> int:
-        """Return the tokens that running requests compute before one that waits, besides heads."""
-        return sum(
-            max(0, request.num_prompt_tokens - request.num_computed_tokens)
+    def _count_work(self) -> tuple[int, int]:
+        """Return the tokens that running requests compute before one that waits, besides heads, and how many answer."""
+        missing = [
+            request.num_prompt_tokens - request.num_computed_tokens
             for request in (status.req for status in self._req_status.values())
             if request.status is RequestStatus.RUNNING and self._splits.get(request.request_id) is None
-        )
+        ]
+        return sum(tokens for tokens in missing if tokens > 0), sum(tokens <= 0 for tokens in missing)
 
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -52,6 +52,15 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
         pytest.param(40_000, {"tokens": 16_000, "queued": 200_000}, Way.COMPUTE, Way.COMPUTE, id="a queue of reads"),
         pytest.param(40_000, {"tokens": 16_000, "queued": 12_000}, Way.LOAD, Way.SPLIT, id="a short queue of reads"),
         pytest.param(15_000, {"tokens": 16_000, "backlog": 90_000}, Way.LOAD, Way.LOAD, id="a queue of prompts"),
+        pytest.param(
+            200_000, {"tokens": 512, "queued": 24_000}, Way.COMPUTE, Way.COMPUTE, id="a queue of reads, nobody answers"
+        ),
+        pytest.param(
+            200_000, {"tokens": 512, "queued": 24_000, "answering": 24}, Way.LOAD, Way.LOAD, id="and answers to pause"
+        ),
+        pytest.param(
+            10_000, {"tokens": 512, "queued": 24_000, "answering": 24}, Way.COMPUTE, Way.COMPUTE, id="too long a queue"
+        ),
     ],
 )
 def test_a_hit_takes_the_way_that_is_over_first(
@@ -60,6 +69,16 @@ def test_a_hit_takes_the_way_that_is_over_first(
     rates = measured(clock, volume)
     work = {"unread": work["tokens"], **work}
     assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (whole, split)
+
+
+def test_a_step_under_way_delays_what_is_computed(clock: Clock) -> None:
+    rates = measured(clock, 100_000, steps_ahead=1)
+    work = {"tokens": 1_000, "unread": 1_000, "queued": 10_000}
+    assert rates.choose(**work) is Way.COMPUTE
+    rates.note_step({"another": 8_000}, lambda _: True)
+    assert rates.choose(**work) is Way.LOAD
+    clock.seconds += 8_000 / PREFILL
+    assert rates.choose(**work) is Way.COMPUTE
 
 
 def test_a_volume_that_was_never_measured_is_tried(clock: Clock) -> None:

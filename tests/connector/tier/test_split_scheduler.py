@@ -320,9 +320,9 @@ def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> 
 def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> None:
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt, replace(SHAPE, most_running=2))
-    second.add("runs", prompt_of(1, seed=1), answer=400)
     second.add("splits", prompt)
     second.run(lambda: second.computed["splits"] > 0)
+    second.add("runs", prompt_of(1, seed=1), answer=400)
     second.add("waits for a seat", prompt_of(1, seed=2), answer=400)
     run_paced(second, fs, "splits")
     assert second.metric("vllm:kvtier_disk_split_joins") == 1
