@@ -85,7 +85,7 @@ def bars(numbers: Mapping[str, Any]) -> str:
         (row[0], numbers["figures"][row[2].strip("=*")]["value"]) for row in numbers["tables"]["first-token"]["rows"]
     ]
     left, width, height = 420, 440, 34
-    scale = width / 1400
+    scale = width / 1600
     bottom = 56 + height * len(rows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 940 {bottom + 44}" font-family="sans-serif">',
@@ -93,7 +93,7 @@ def bars(numbers: Mapping[str, Any]) -> str:
         f'<rect width="940" height="{bottom + 44}" rx="8" fill="#fff"/>',
         f'<text x="20" y="30" style="font-size: 17px" font-weight="bold">{TITLE}</text>',
     ]
-    for at in range(0, 1401, 200):
+    for at in range(0, 1601, 200):
         x = left + at * scale
         parts += [
             f'<line x1="{x:.0f}" x2="{x:.0f}" y1="48" y2="{bottom}" stroke="#ddd"/>',
