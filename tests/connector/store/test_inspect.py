@@ -137,10 +137,10 @@ def test_inspect_is_readable_for_people(volume: Path, capsys: pytest.CaptureFixt
     root = volume / "ns.qwen/ccc"
     assert main(["inspect", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1 block, 68.0 KiB, in 1 generation"
+    assert lines[0] == "1 block, 68 KiB, in 1 generation"
     assert lines[1].startswith("volume: ")
-    assert "  blocks       1 block, 68.0 KiB" in lines
-    assert "    up to 1 h  1 block, 68.0 KiB" in lines
+    assert "  blocks       1 block, 68 KiB" in lines
+    assert "    up to 1 h  1 block, 68 KiB" in lines
 
 
 def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
