@@ -20,7 +20,7 @@ from kvtier_operator.kube.cache import NODES, TIERS, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.informer import Informer
-from kvtier_operator.kube.object_store import ObjectStore, Scope, WatchedKind
+from kvtier_operator.kube.object_store import ObjectStore, Scope, WatchedKind, read_json
 from kvtier_operator.names import ObjectKey, TierName
 
 CONFIGS = WatchedKind(api_version="v1", kind="ConfigMap")
@@ -65,6 +65,28 @@ def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(store: O
     assert told.names == ["c"]
     store.on_update(config(4, a="theirs"))
     assert (data(store), told.names) == ({"a": "theirs"}, ["c", "c"])
+
+
+@pytest.mark.parametrize("depth", [150, 230, 400])
+def test_a_deeply_nested_object_is_read_and_kept(store: ObjectStore, depth: int) -> None:
+    nested = '{"a": ' * depth + "1" + "}" * depth
+    text = json.dumps(config(1)).replace('"data": {}', f'"data": {nested}')
+    found = read_json(text.encode())
+    assert found == json.loads(text)
+    store.on_update(found)
+    assert data(store) == json.loads(nested)
+
+
+def test_a_watch_whose_answer_cannot_be_read_is_told(store: ObjectStore) -> None:
+    class Unreadable:
+        def read_all(self, *_: Any, **__: Any) -> Iterator[Any]:
+            raise RecursionError("too deep")
+            yield
+
+    informer = Informer(Unreadable(), SCOPE, store, is_followed=False, list_seconds=600)
+    informer.start()
+    until(lambda: "cannot read" in informer.trouble()[1], "it is told")
+    informer.stop()
 
 
 def test_a_version_is_compared_as_a_number(store: ObjectStore) -> None:

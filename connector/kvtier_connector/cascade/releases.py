@@ -341,13 +341,15 @@ class ReleaseGate:
             return note
         key = self._keyring.find(str(note.get("key")))
         fields = {name: value for name, value in note.items() if name != "seal"}
-        is_sealed = key is not None and hmac.compare_digest(str(note.get("seal")), self._seal(fields, key.secret))
+        seal = str(note.get("seal")).encode("utf-8", "replace")
+        is_sealed = key is not None and hmac.compare_digest(seal, self._seal(fields, key.secret).encode())
         return note if is_sealed else None
 
     def _sealed(self, fields: Mapping[str, Any]) -> str:
         """Return the text of a note, authenticated with the active key where blocks are encrypted."""
-        key = None if self._keyring is None else self._keyring.active()
-        if key is not None:
+        if self._keyring is not None:
+            if (key := self._keyring.active()) is None:
+                raise StoreUnavailable("no key is active yet, and nobody would believe a note without a seal")
             named = {**fields, "key": key.name}
             fields = {**named, "seal": self._seal(named, key.secret)}
         return json.dumps(fields, sort_keys=True) + "\n"

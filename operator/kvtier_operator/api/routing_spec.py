@@ -150,9 +150,8 @@ _Objects = Annotated[tuple[Anything, ...], Field(max_length=64)]
 class NetworkPolicySpec(ApiModel):
     """A NetworkPolicy for each component of the tier.
 
-    Pods of the tier reach each other and DNS. The operator reaches the engines, the router and the janitor. Janitor and
-    router reach the API server. The network plugin of the cluster must enforce policies. Mounts of the volume are
-    traffic of the node, which no policy concerns.
+    Engines, router and stores reach each other and DNS. The operator reaches engines and janitor; janitor and router
+    reach the API server. The network plugin must enforce policies. Mounts of the volume are traffic of the node.
     """
 
     clients: _Objects | None = None
@@ -165,5 +164,4 @@ class NetworkPolicySpec(ApiModel):
     """Rules about what else the engines may reach, as in `egress` of a NetworkPolicy: a model hub, a Redis of your own.
     Left out, TCP port 443 of any address. With `[]`, nothing: for a model on a volume."""
     api_server: _Objects = ()
-    """Peers at which janitor and router find the API server, as in `to` of a NetworkPolicy; any address if left out.
-    Its ports are 443 and 6443."""
+    """Where janitor and router find the API server (ports 443, 6443), as in `to` of a NetworkPolicy; any if absent."""

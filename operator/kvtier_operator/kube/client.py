@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import urllib3
 from kubernetes import client, config
-from pydantic_core import from_json
 
 from kvtier_operator import names
 from kvtier_operator.errors import (
@@ -33,7 +32,7 @@ from kvtier_operator.errors import (
     ClusterUnavailable,
     KindMissing,
 )
-from kvtier_operator.kube.object_store import Scope
+from kvtier_operator.kube.object_store import Scope, read_json
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 
 NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -278,8 +277,7 @@ class KubernetesCluster:
         if method != "GET" and not self._may_write():
             raise ClusterUnavailable(f"cannot {what}: this operator does not hold its Lease any more")
         with self._answer(method, path, what=what, body=body, content_type=content_type) as response:
-            document: Manifest = from_json(response.data)
-        return document
+            return read_json(response.data)
 
     @contextlib.contextmanager
     def _answer(  # noqa: PLR0913  what a request is made of
@@ -337,7 +335,7 @@ class Events:
         for chunk in self._response.stream(1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in filter(None, lines):
-                event = from_json(line)
+                event = read_json(line)
                 if event["type"] != "ERROR":
                     event["object"] |= {"apiVersion": self._scope.api_version, "kind": self._scope.kind}
                 yield event

@@ -122,8 +122,9 @@ class Informer:
                 self._failed(error)
                 # A list brings the changes that the watch did not.
                 version = version if failures < 2 else ""  # noqa: PLR2004  the first one may be a dropped connection
-            except Exception:
+            except Exception as error:
                 logger.exception("Watching %s failed unexpectedly; it begins anew.", self.scope)
+                self._failed(ClusterUnavailable(f"cannot read {self.scope}: {error}"))
                 version, failures = "", failures + 1
             pause = min(SHORT_PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS)
             self._stopping.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311  no secret

@@ -11,6 +11,7 @@ Thread-safe: informers write, workers read and write.
 from __future__ import annotations
 
 import builtins
+import json
 import sys
 import threading
 import zlib
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from kvtier_operator import names
 from kvtier_operator.names import Manifest
@@ -205,7 +206,7 @@ class ObjectStore:
         with self._lock:
             if self._is_known(where, metadata):
                 return None
-        text = to_json(watched.keep(body))
+        text = _write_json(watched.keep(body))
         like = self._like(metadata, text)
         kept = _Kept(
             metadata["uid"],
@@ -268,6 +269,22 @@ def _where(body: Mapping[str, Any]) -> tuple[str, str]:
     return sys.intern(metadata.get("namespace", "")), sys.intern(metadata["name"])
 
 
+def read_json(text: bytes) -> Manifest:
+    """Read JSON quickly, or where it is nested too deeply for that, as Python does."""
+    try:
+        found: Manifest = from_json(text)
+    except ValueError:
+        found = json.loads(text)
+    return found
+
+
+def _write_json(body: Manifest) -> bytes:
+    try:
+        return to_json(body)
+    except PydanticSerializationError:
+        return json.dumps(body).encode()
+
+
 def _pack(text: bytes, like: bytes) -> bytes:
     # With less memory than by default, which would take longer to clear than all else.
     packer = zlib.compressobj(1, memLevel=5, zdict=like)
@@ -275,7 +292,7 @@ def _pack(text: bytes, like: bytes) -> bytes:
 
 
 def _unpack(kept: _Kept) -> Manifest:
-    body: Manifest = from_json(zlib.decompressobj(zdict=kept.like).decompress(kept.packed))
+    body: Manifest = read_json(zlib.decompressobj(zdict=kept.like).decompress(kept.packed))
     body["metadata"]["resourceVersion"] = kept.version
     return body
 
