@@ -349,7 +349,7 @@ class ReleaseGate:
         """Return the text of a note, authenticated with the active key where blocks are encrypted."""
         if self._keyring is not None:
             if (key := self._keyring.active()) is None:
-                raise StoreUnavailable("no key is active yet, and nobody would believe a note without a seal")
+                raise StoreUnavailable("no key is active yet, and a note without a seal is not believed")
             named = {**fields, "key": key.name}
             fields = {**named, "seal": self._seal(named, key.secret)}
         return json.dumps(fields, sort_keys=True) + "\n"
