@@ -37,7 +37,6 @@ def differences(shell: Shell, commands: list[Command]) -> list[str]:
     return [each for each in found if each]
 
 
-@pytest.mark.xfail(strict=False, reason="installing again finds the release's name in use")
 def test_the_page_leads_from_nothing_to_a_shared_hit_and_on_to_its_end(shell: Shell) -> None:
     commands = list(page_shell.commands(INSTALL))
     by_hand = [each for each in commands if each.section == WITHOUT_HELM and "kvtier run" not in each.text]

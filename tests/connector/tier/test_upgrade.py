@@ -85,7 +85,6 @@ def blocks_of(volume: Path) -> set[Path]:
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
-@pytest.mark.xfail(strict=False, reason="on a busy machine the last hit is computed, which is quicker")
 def test_a_newer_vllm_uses_the_blocks_once_its_own_agree(
     releases: Upgrade, stored: tuple[Path, dict[str, Any]]
 ) -> None:
