@@ -14,6 +14,7 @@ from engine_fleet import Engines
 from engine_parts import Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
+from store_faults import GatedFs
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -82,10 +83,12 @@ def test_a_load_under_way_while_the_weights_are_replaced_is_computed_with_the_ne
 def test_a_request_whose_load_was_reported_is_computed_as_a_whole_if_the_weights_are_replaced_then(
     engines: Engines, writer: SimulatedEngine
 ) -> None:
-    engine = prompts.restart(engines)
+    fs = GatedFs(lambda call, path: call == "open" and path.endswith(".kvb"))
+    engine = prompts.restart(engines, fs=fs)
     engine.add("a", prompts.PROMPT)
     side = engine.side
     engine.run(lambda: bool(side._loads or side._ending))
+    fs.open_gate()
     engine.run(lambda: "a" not in {*side._loads, *side._ended, *side._ending})
     assert engine.computed["a"] == 0
     with torch.no_grad():
