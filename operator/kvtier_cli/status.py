@@ -287,12 +287,12 @@ def status(  # noqa: PLR0913 - options
 
     Exit code 1: a tier is not Ready, or the engine serves without the volume although it may use it.
     """
+    if (tier and (pod or all_namespaces)) or (pod and all_namespaces):
+        raise click.UsageError("TIER, --engine and -A exclude each other: use one, and -n for the namespace")
     if pod:
         seen = look_at(where, where.asked_namespace, pod)
         output.show(seen, output_format, lambda: engine_page(seen))
-        return FINE if seen["volume"]["isUsed"] or seen["volume"]["mode"] == "Bypass" else FOUND
-    if tier and all_namespaces:
-        raise click.UsageError("-A is for all tiers: leave TIER out, or name its namespace with -n")
+        return FOUND if engine_view.is_without_volume(seen) else FINE
     namespace = "" if all_namespaces else where.asked_namespace
 
     if tier:

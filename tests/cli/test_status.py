@@ -172,6 +172,8 @@ def test_a_look_into_an_engine_says_what_it_is_doing(
     found = json.loads(capsys.readouterr().out)
     assert found["volume"] == {
         "isUsed": True,
+        "isKnown": True,
+        "isCompared": False,
         "mode": "ReadWrite",
         "refused": [],
         "isKeyMissing": False,
@@ -185,7 +187,11 @@ def test_a_look_into_an_engine_says_what_it_is_doing(
 @pytest.mark.parametrize(
     ("metrics", "words", "code"),
     [
-        ("", "not used, mode ReadWrite: see its log", 1),
+        ("", "this engine reports none", 0),
+        ("vllm:kvtier_chunk_bytes NaN\nvllm:prompt_tokens_cached_by_source_total 3.0", "this engine reports none", 0),
+        ("vllm:kvtier_disk_active 0.0\nvllm:kvtier_disk_mode 3.0", "not used, mode unknown: see its log", 1),
+        ("vllm:kvtier_disk_active 0.0", "not used, mode ReadWrite: see its log", 1),
+        ("vllm:kvtier_disk_active 0.0\nvllm:kvtier_disk_release 1.0", "compares the blocks of another release", 0),
         ('vllm:kvtier_disk_active 0.0\nvllm:kvtier_disk_mode{engine="0"} 2.0', "not used, mode Bypass", 0),
         ('vllm:kvtier_disk_refused{field="dtype"} 1.0', "the directory has another dtype", 1),
     ],

@@ -238,7 +238,7 @@ class BenchCluster:
         self._stack.close()
 
     def call(self, method: str, path: str, body: Json | None = None) -> Json:
-        """Send a request as somebody who is no operator."""
+        """Send a request as a user other than the operator."""
         return self._client.call(method, path, body, MERGE if method == "PATCH" else "application/json")
 
     def tiers(self) -> list[Json]:

@@ -512,7 +512,7 @@ class WorkerPool:
             return
         self._grow_at = now + _GROW_SECONDS
         size = wanted = self._supervisor.size
-        if max(self._reads, self._stores) > size and self._supervisor.wait_share() <= _MOST_WAIT_SHARE:
+        if self._reads > size and self._supervisor.wait_share() <= _MOST_WAIT_SHARE:
             wanted += max(1, size // 2)
         if self.round_trip_seconds:
             slow = workers_for(round_trip_seconds=self.round_trip_seconds, chunk_bytes=self._rows.row_bytes)

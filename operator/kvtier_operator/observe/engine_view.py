@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from kvtier_operator.api.generations_spec import COMPARED
 from kvtier_operator.observe.pod_reports import samples
 from kvtier_operator.quantity import show_bytes
 
@@ -21,8 +22,8 @@ _CACHED: Final = "vllm:prompt_tokens_cached_by_source_total"
 _SAVED: Final = "vllm:kvtier_disk_saved_seconds_total"
 _COMPUTE_RATE: Final = "vllm:kvtier_disk_compute_tokens_per_second"
 _LOAD_RATE: Final = "vllm:kvtier_disk_load_tokens_per_second"
-_MODES: Final = ("ReadWrite", "ReadOnly", "Bypass")
-_BREAKER: Final = ("let through", "on trial", "not let through")
+_MODES: Final = dict(enumerate(("ReadWrite", "ReadOnly", "Bypass")))
+_BREAKER: Final = dict(enumerate(("let through", "on trial", "not let through")))
 _MOST_CAUSES: Final = 6
 
 
@@ -35,7 +36,8 @@ def hits(expositions: Sequence[str]) -> Document:
         if name == _PROMPT:
             prompt += value
         elif name == _CACHED:
-            totals[labels["source"]] = totals.get(labels["source"], 0.0) + value
+            source = labels.get("source", "")
+            totals[source] = totals.get(source, 0.0) + value
         elif name == _SAVED:
             saved += value
         elif name in rates and value > 0:
@@ -98,13 +100,15 @@ def look(text: str) -> Document:
         "vllm": release,
         "volume": {
             "isUsed": bool(values["disk_active"]) and min(values["disk_active"]) > 0,
-            "mode": _MODES[round(max(values["disk_mode"], default=0))],
+            "isKnown": bool(values["disk_active"]),
+            "isCompared": max(values["disk_release"], default=0) == COMPARED,
+            "mode": _MODES.get(round(max(values["disk_mode"], default=0)), "unknown"),
             "refused": list(counts("disk_refused")),
             "isKeyMissing": total("disk_key_missing") > 0,
             "processes": total("disk_io_processes"),
             "stuckProcesses": total("disk_stuck_threads"),
-            "loads": _BREAKER[round(max(values["disk_load_breaker"], default=0))],
-            "stores": _BREAKER[round(max(values["disk_store_breaker"], default=0))],
+            "loads": _BREAKER.get(round(max(values["disk_load_breaker"], default=0)), "unknown"),
+            "stores": _BREAKER.get(round(max(values["disk_store_breaker"], default=0)), "unknown"),
         },
         "requests": {
             "running": total("num_requests_running"),
@@ -145,11 +149,8 @@ def describe(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, field in (("GPU", "gpu"), ("CPU tier", "cpu")):
         if use[field] is not None:
             yield name, f"{use[field]:.0%} of its KV in use"
-    size = (
-        f"; one has {show_bytes(blocks['bytes'])}, a token {show_bytes(blocks['tokenBytes'])}"
-        if blocks["bytes"]
-        else ""
-    )
+    sizes = f"; one has {show_bytes(blocks['bytes'])}, a token {show_bytes(blocks['tokenBytes'])}"
+    size = sizes if blocks["bytes"] else ""
     yield "blocks", f"{blocks['read']} read, {blocks['written']} written, {blocks['present']} were there already{size}"
     tokens = ", ".join(f"{share} {name}" for name, _, share in shares(found["hits"]) if share)
     yield "prompts", f"{found['hits']['promptTokens']:,} tokens{': ' if tokens else ''}{tokens}"
@@ -176,9 +177,19 @@ def describe(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"{_listed(found[field])} (blocks, by cause)"
 
 
+def is_without_volume(found: Mapping[str, Any]) -> bool:
+    """Say whether an engine of kvtier's serves without the volume although it may use it; see `look`."""
+    volume = found["volume"]
+    may_use = (volume["isKnown"] or volume["refused"]) and volume["mode"] != "Bypass"
+    return bool(may_use and not volume["isUsed"] and not volume["isCompared"])
+
+
 def _volume(volume: Mapping[str, Any]) -> str:
+    if not (volume["isKnown"] or volume["refused"]):
+        return "this engine reports none: it has another connector, or no metrics of kvtier yet"
     if not volume["isUsed"]:
         why = f"the directory has another {', '.join(volume['refused'])}" if volume["refused"] else "see its log"
+        why = "it compares the blocks of another release first" if volume["isCompared"] else why
         return f"not used, mode {volume['mode']}" + ("" if volume["mode"] == "Bypass" else f": {why}")
     words = [f"used, mode {volume['mode']}, {volume['processes']} processes"]
     words += [f"{volume['stuckProcesses']} of them held up"] if volume["stuckProcesses"] else []

@@ -21,7 +21,7 @@ from kvtier_connector.contract.usage import Usage
 from kvtier_operator.api.generations_spec import COMPARED
 from kvtier_operator.snapshot import EngineReport
 
-_LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)$")
+_LINE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+.\deE]+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 

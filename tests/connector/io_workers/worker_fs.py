@@ -109,12 +109,8 @@ class AlwaysDyingFs(FileSystem):
 
 
 class SlowFs(FileSystem):
-    """Every read takes a while, and every write."""
+    """Every read takes a while."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         threading.Event().wait(0.1)
         return super().preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        threading.Event().wait(0.1)
-        return super().pwritev(fd, buffers, offset)

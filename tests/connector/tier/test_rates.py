@@ -53,13 +53,17 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
         pytest.param(40_000, {"tokens": 16_000, "queued": 12_000}, Way.LOAD, Way.SPLIT, id="a short queue of reads"),
         pytest.param(15_000, {"tokens": 16_000, "backlog": 90_000}, Way.LOAD, Way.LOAD, id="a queue of prompts"),
         pytest.param(
-            200_000, {"tokens": 512, "queued": 24_000}, Way.COMPUTE, Way.COMPUTE, id="a queue of reads, nobody answers"
+            200_000, {"tokens": 512, "queued": 24_000}, Way.COMPUTE, Way.COMPUTE, id="queued reads, no answers"
         ),
         pytest.param(
-            200_000, {"tokens": 512, "queued": 24_000, "answering": 24}, Way.LOAD, Way.LOAD, id="and answers to pause"
+            200_000, {"tokens": 512, "queued": 24_000, "answering": 24}, Way.LOAD, Way.LOAD, id="queued reads, answers"
         ),
         pytest.param(
-            10_000, {"tokens": 512, "queued": 24_000, "answering": 24}, Way.COMPUTE, Way.COMPUTE, id="too long a queue"
+            10_000,
+            {"tokens": 512, "queued": 24_000, "answering": 24},
+            Way.COMPUTE,
+            Way.COMPUTE,
+            id="slow queued reads, answers",
         ),
     ],
 )

@@ -86,9 +86,7 @@ def main() -> None:
     parser.add_argument("--volume", type=Path, required=True)
     parser.add_argument("--kv", default="auto", help="type of the KV cache")
     parser.add_argument("--plant", choices=PLANTS)
-    parser.add_argument(
-        "acts", nargs="+", help="prompts; or stored, verdict: wait for blocks, a decision"
-    )
+    parser.add_argument("acts", nargs="+", help="prompts; or stored, verdict: wait for blocks, a decision")
     options = parser.parse_args()
     if options.plant:
         plant(PLANTS[options.plant])
@@ -121,8 +119,6 @@ def main() -> None:
             (found,) = ask(llm, [prompt_of(act)])
             (anew,) = ask(llm, [prompt_of(act)], reads_cache=False)
             answers[act] = {**found, "computed": anew["tokens"]}
-            # The volume is read and compared meanwhile, as between the requests of a client.
-            time.sleep(0.2)
     tell({"release": vllm.__version__, "answers": answers, "metrics": read_metrics(llm)})
 
 

@@ -97,6 +97,6 @@ def test_every_request_may_do_everything_and_none_in_the_name_of_somebody_else(h
     review = {"kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": {"verb": "delete", "resource": "pods"}}}
     code, answer = http("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
     assert (code, answer["status"]) == (201, {"allowed": True})
-    code, refused = http("GET", PODS, headers={"Impersonate-User": "somebody"})
+    code, refused = http("GET", PODS, headers={"Impersonate-User": "alice"})
     assert (code, refused["reason"]) == (501, "NotImplemented")
     assert "impersonation is not emulated" in refused["message"]
