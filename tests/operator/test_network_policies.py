@@ -81,12 +81,14 @@ def _covers(rule: dict[str, Any], port: int) -> bool:
     return rule["protocol"] == "TCP" and bool(rule["port"] <= port <= rule.get("endPort", rule["port"]))
 
 
-def network(*, policy: Mapping[str, Any] | None = None, **spec: Any) -> Network:
+def network(
+    *, policy: Mapping[str, Any] | None = None, values: Mapping[str, Any] | None = None, **spec: Any
+) -> Network:
     body = tier(**spec)
     body["metadata"]["namespace"] = "serving"
     body["spec"]["networkPolicy"] = dict(policy or {})
     made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
-    operator = chart({"networkPolicy": {"enabled": True, "scrapers": [MONITORING]}})
+    operator = chart({"networkPolicy": {"enabled": True, "scrapers": [MONITORING], **(values or {})}})
     return Network(*made, *operator)
 
 
@@ -116,14 +118,18 @@ ROUTED = {"routing": {"type": "Router"}, "kvEvents": {}, "proof": {"preflight": 
         (OPERATOR, "llama-engine", 8000, True),
         (OPERATOR, "llama-janitor", 9400, True),
         (OPERATOR, API_SERVER, 6443, True),
+        (OPERATOR, API_SERVER, 16443, True),
+        (OPERATOR, API_SERVER, 5353, True),
         (OPERATOR, INTERNET, 80, False),
         ("llama-router", "llama-engine", 8000, True),
         ("llama-router", API_SERVER, 443, True),
         ("llama-engine", "llama-engine", 29500, True),
         ("llama-engine", INTERNET, 443, True),
         ("llama-engine", INTERNET, 80, False),
+        ("llama-engine", INTERNET, 5353, True),
         ("llama-engine", "client", 8000, False),
         ("llama-janitor", API_SERVER, 6443, True),
+        ("llama-janitor", API_SERVER, 8443, True),
         ("llama-janitor", "llama-engine", 8000, False),
         ("llama-preflight", INTERNET, 443, False),
     ],
@@ -150,6 +156,13 @@ def test_traffic_that_a_component_needs_is_let_and_no_other(
 )
 def test_a_tier_says_who_else_may_be_reached(policy: dict[str, Any], source: str, target: str, *, is_let: bool) -> None:
     assert network(policy=policy).lets(source, target, 8000 if target == "llama-engine" else 443) is is_let
+
+
+def test_ports_of_the_api_server_are_those_that_the_tier_or_the_chart_names() -> None:
+    ports = {"apiServerPorts": [7443]}
+    found = network(policy=ports, values=ports)
+    lets = {port: {found.lets(pod, API_SERVER, port) for pod in (OPERATOR, "llama-janitor")} for port in (443, 7443)}
+    assert lets == {443: {False}, 7443: {True}}
 
 
 @pytest.mark.parametrize("connector", [None, HYBRID, TRIAL], ids=["bundled", "nixl", "redis"])

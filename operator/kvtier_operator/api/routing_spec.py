@@ -24,8 +24,7 @@ class KvEvents(ApiModel):
     """
 
     block_hashes: Literal["Integers", "Bytes"] = "Integers"
-    """How a block is named: `Integers`, the last 64 bits of its hash, as vLLM does by default; or `Bytes`, all of
-    it."""
+    """How a block is named: `Integers`, the last 64 bits of its hash, as vLLM does; or `Bytes`, the whole hash."""
 
 
 NONE: Final = "None"
@@ -53,8 +52,7 @@ class ClientIp(ApiModel):
     """Stickiness of the Service: a client's address stays with the engine it came to first."""
 
     timeout_seconds: Annotated[StrictInt, Field(ge=1, le=86400)] = 10800
-    """Seconds without a request after which an address may come to another engine; three hours by default. Everybody
-    behind one proxy or gateway has one address."""
+    """Seconds until a silent address may come to another engine. All behind one proxy or gateway have one address."""
 
 
 class RouterResources(ApiModel):
@@ -75,9 +73,9 @@ class Router(ApiModel):
     """Pods. Those of `consistent_hash` agree on where a session goes; of the other policies each decides by itself."""
     policy: Literal["consistent_hash", "cache_aware", "power_of_two", "round_robin", "random"] = "consistent_hash"
     """Who gets a request. `consistent_hash`: requests of one session go to one engine. A session is the header
-    `X-Session-ID`, `X-User-ID` or `X-Tenant-ID`, or `user` in the body. With `cache_aware`, it is the engine that
-    was sent the longest common beginning, unless others have much less to do. With `power_of_two`, it is the less busy
-    one of two. The others do as their names say. Another engine takes over where one goes."""
+    `X-Session-ID`, `X-User-ID` or `X-Tenant-ID`, or `user` in the body. Of `cache_aware`, it is the engine that was
+    sent the longest common beginning, unless others have much less to do. Of `power_of_two`, it is the less busy one of
+    two. Another engine takes over where one goes."""
     resources: RouterResources = RouterResources()
     """Resources of its container."""
     service: ServiceSettings = ServiceSettings()
@@ -145,6 +143,7 @@ class Routing(ApiModel):
 
 
 _Objects = Annotated[tuple[Anything, ...], Field(max_length=64)]
+_Port = Annotated[StrictInt, Field(ge=1, le=65535)]
 
 
 class NetworkPolicySpec(ApiModel):
@@ -158,10 +157,11 @@ class NetworkPolicySpec(ApiModel):
     """Peers that may send requests to the engines and the router and read KV events, as in `from` of a NetworkPolicy.
     Left out, every pod of the namespace; with `[]`, no pod but those of the tier."""
     scrapers: _Objects = ()
-    """Peers that may read the metrics of engines, router and janitor, such as the namespace of Prometheus. Engines
-    serve metrics and requests on one port, so these peers can send requests to engines, too."""
+    """Peers that may read the metrics, such as the namespace of Prometheus. They can send requests to engines, too."""
     egress: _Objects | None = None
     """Rules about what else the engines may reach, as in `egress` of a NetworkPolicy: a model hub, a Redis of your own.
     Left out, TCP port 443 of any address. With `[]`, nothing: for a model on a volume."""
     api_server: _Objects = ()
-    """Where janitor and router find the API server (ports 443, 6443), as in `to` of a NetworkPolicy; any if absent."""
+    """Where janitor and router find the API server, as in `to` of a NetworkPolicy; any address if absent."""
+    api_server_ports: Annotated[tuple[_Port, ...], Field(min_length=1, max_length=16)] = (443, 6443, 8443, 16443)
+    """Ports of the API server: of its Service, and behind that of kubeadm, minikube and MicroK8s."""

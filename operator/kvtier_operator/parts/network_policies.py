@@ -22,6 +22,8 @@ _OPERATOR: Final = {
     "podSelector": {"matchLabels": {"app.kubernetes.io/part-of": "kvtier", names.LABEL_COMPONENT: "operator"}},
 }
 """The operator's pods, whose namespace a tier does not know."""
+_DNS_PORTS: Final = (53, 5353)
+"""Of the Service, and of OpenShift's pods behind it: many network plugins look at the port of the pod."""
 _EVERY_POD_OF_THE_NAMESPACE: Final[tuple[Manifest, ...]] = ({"podSelector": {}},)
 
 
@@ -38,7 +40,8 @@ def policies(plan: TierPlan) -> tuple[Manifest, ...]:
         [] if spec.kv_events is None else [{**_ports(EVENTS_PORT)[0], "endPort": 2 * REPLAY_PORT - EVENTS_PORT - 1}]
     )
     hub = ({"ports": _ports(443)},) if settings.egress is None else settings.egress
-    api_server = _rules("to", settings.api_server, _ports(443, 6443)) or ({"ports": _ports(443, 6443)},)
+    ports = _ports(*settings.api_server_ports)
+    api_server = _rules("to", settings.api_server, ports) or ({"ports": ports},)
     from_tier, to_tier = {"from": of_tier}, {"to": of_tier}
     made = []
     if spec.engine.external is None:
@@ -72,7 +75,7 @@ def _policy(
     plan: TierPlan, name: str, component: str, ingress: Iterable[Any], egress: Iterable[Any] | None
 ) -> Manifest:
     """Return a policy; with an egress of None, the pods cannot even ask DNS."""
-    dns = {"ports": [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]}
+    dns = {"ports": [{"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]}
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
