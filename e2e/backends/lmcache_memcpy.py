@@ -7,9 +7,12 @@ the connector, the token database, the lookup between scheduler and worker, memo
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+ASKED = "KVTIER_BENCH_LMCACHE_COPIES"
 
 
 class Memcpy:
@@ -58,6 +61,12 @@ class Memcpy:
             raise ValueError(f"tokens {start} to {end} are no whole blocks of {size}")
         parts = chunk.tensor.view(len(self.kvcaches), -1)
         return [(rows, layer, slots[::size] // size) for rows, layer in zip(parts, self.kvcaches, strict=True)]
+
+
+def register_where_asked() -> None:
+    """Register it in each process of an engine whose environment asks for it: vLLM calls this as a plugin."""
+    if os.environ.get(ASKED):
+        register()
 
 
 def register() -> None:

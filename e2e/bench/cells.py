@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import math
 import os
 import random
@@ -25,7 +26,7 @@ from kvtier_connector.store.journal import RECORD_BYTES, Op, decode_record
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.scan import BlockEntry, scan
 
-_AGENT, _LONG, _BURST, _PREEMPTED, _KILLED = (NEXT_SEED + place * 10_000_000 for place in range(5))
+_AGENT, _LONG, _BURST, _PREEMPTED, _KILLED, _GROUP = (NEXT_SEED + place * 10_000_000 for place in range(6))
 _PARTS = 100
 """Most parts of one history."""
 PREPARE: Final = "prepare"
@@ -52,6 +53,10 @@ class HeavyCell(enum.StrEnum):
     """Conversations whose engine is killed."""
     RATES = "rates"
     """Arrivals and single prompts from a volume that is slowed down on purpose, after a restart."""
+    RETURNING = "returning"
+    """The agents' last prompts at once, after GPU and CPU tier were emptied."""
+    ROUTER = "router"
+    """Groups of prompts that share a prefix, placed on engines at random, then by their prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,16 @@ class HeavySizes:
     long_rounds: int
     volume_rates: Sequence[float]
     """GB/s that a slow volume is read at; 0 for one that hangs."""
+    groups: int
+    group_requests: int
+    group_tokens: int
+    """Of the prefix that a group shares."""
+    group_own_tokens: int
+    group_output: int
+    group_spread: int
+    """Prompts of so many groups come mixed."""
+    group_at_a_time: int
+    """Of each engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +114,8 @@ class Stage:
     gpu_tokens: int
     """Capacity of the GPU's prefix cache; 0 for all free memory."""
     cpu_bytes: int
+    engines: int = 1
+    """Replicas on one device; only the cell `router` asks those after the first."""
 
 
 _SIZES = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text())
@@ -132,14 +149,24 @@ class Player(Protocol):
     def engine(self) -> EngineProcess:
         """The engine that serves."""
 
+    @property
+    def engines(self) -> Sequence[EngineProcess]:
+        """All engines of the stage."""
+
     def ask(self, requests: Sequence[Mapping[str, Any]], *, at_a_time: int = 0, until: float = 0.0) -> dict[str, Any]:
         """Have the engine answer requests."""
+
+    def ask_each(self, requests: Sequence[Sequence[Request]], *, at_a_time: int) -> dict[str, Any]:
+        """Have every engine answer requests of its own, so many of each at a time."""
 
     def note(self, cell: str, found: Mapping[str, Any]) -> None:
         """Record what was asked as a cell."""
 
     def forget_all(self) -> None:
         """Empty GPU and CPU tier."""
+
+    def empty(self) -> None:
+        """Remove all blocks from the volume."""
 
     def start_engine(self) -> None:
         """Start another engine."""
@@ -204,6 +231,33 @@ def steady(sizes: HeavySizes) -> list[Request]:
     ]
 
 
+def grouped(sizes: HeavySizes, *, first: int = 0) -> list[Request]:
+    """Return the prompts of groups, numbered from a number on, in a random order that keeps each group together."""
+    chooser = random.Random(_GROUP + first)
+    places = {
+        (group, number): group + chooser.uniform(0, sizes.group_spread)
+        for group in range(sizes.groups)
+        for number in range(sizes.group_requests)
+    }
+    found = []
+    for group, number in sorted(places, key=lambda each: places[each]):
+        seed = _GROUP + (first + group) * _PARTS
+        parts = [(seed, sizes.group_tokens), (seed + 1 + number, sizes.group_own_tokens)]
+        found.append(make_request("grouped", parts, sizes.group_output))
+    return found
+
+
+def placed(requests: Sequence[Request], engines: int, *, by_prefix: bool) -> list[list[Request]]:
+    """Return the requests of each engine: by the highest hash of prefix and engine, or chosen at random."""
+    chooser = random.Random(_GROUP)
+    found: list[list[Request]] = [[] for _ in range(engines)]
+    for request in requests:
+        prefix = str(request["parts"][0])
+        ranks = [hashlib.sha256(f"{prefix} {engine}".encode()).digest() for engine in range(engines)]
+        found[ranks.index(max(ranks)) if by_prefix else chooser.randrange(engines)].append(request)
+    return found
+
+
 def _asked(sizes: Sizes, heavy: HeavySizes) -> dict[str, list[Request]]:
     """Return what cells after a restart ask for; of cells without restart, their longest prompts."""
     long: dict[str, list[Request]] = {HeavyCell.LONG: long_prompts(heavy), HeavyCell.BURSTS: bursts(heavy)}
@@ -216,6 +270,7 @@ def _asked(sizes: Sizes, heavy: HeavySizes) -> dict[str, list[Request]]:
         HeavyCell.AGENTS: agents(heavy, step=heavy.agent_steps - 1),
         HeavyCell.PREEMPTION: preempted(heavy),
         HeavyCell.KILLED: steady(heavy)[-1:],
+        HeavyCell.ROUTER: grouped(heavy)[:1],
     }
 
 
@@ -237,7 +292,7 @@ def model_length(cells: Sequence[str], sizes: Sizes, heavy: HeavySizes) -> int:
 
 
 def play(player: Player, cell: str) -> None:
-    """Play a cell."""
+    """Play a cell; one that prepares a volume is nothing where there is none."""
     sizes = player.heavy
     match cell:
         case HeavyCell.AGENTS:
@@ -255,10 +310,25 @@ def play(player: Player, cell: str) -> None:
         case HeavyCell.PREEMPTION:
             for number in range(player.rounds):
                 player.note(cell, player.ask(preempted(sizes, first=number * sizes.preempted)))
-        case HeavyCell.KILLED:
-            _kill(player, cell)
-        case HeavyCell.RATES:
-            _slow_down(player, cell)
+        case _ if other := _OTHERS.get(cell):
+            other(player, cell)
+
+
+def _return(player: Player, cell: str) -> None:
+    """Ask for the agents' last prompts at once, with GPU and CPU tier emptied."""
+    player.forget_all()
+    last = agents(player.heavy, step=player.heavy.agent_steps - 1)
+    player.note(cell, player.ask([{**each, "output_tokens": 1} for each in last]))
+
+
+def _route(player: Player, cell: str) -> None:
+    """Place groups of prompts on the engines at random, then others by their prefix."""
+    sizes = player.heavy
+    for number, name in enumerate(("random", "prefix")):
+        requests = grouped(sizes, first=number * sizes.groups)
+        own = placed(requests, len(player.engines), by_prefix=name == "prefix")
+        player.note(f"{cell} {name}", player.ask_each(own, at_a_time=sizes.group_at_a_time))
+        player.empty()
 
 
 def _slow_down(player: Player, cell: str) -> None:
@@ -303,6 +373,14 @@ def _kill(player: Player, cell: str) -> None:
         "start_seconds": player.engine.start_seconds,
     }
     player.note(cell, {**found, **told, **survived})
+
+
+_OTHERS: Final[Mapping[str, Callable[[Player, str], None]]] = {
+    HeavyCell.KILLED: _kill,
+    HeavyCell.RATES: _slow_down,
+    HeavyCell.RETURNING: _return,
+    HeavyCell.ROUTER: _route,
+}
 
 
 def hit_share(requests: Sequence[Mapping[str, Any]]) -> float:
@@ -375,12 +453,15 @@ class StepCounts:
 TITLES: Final = {
     "agents first": "agents, first step",
     "agents": "agents, later steps",
+    "returning": "agents, all at once after a restart",
     "long": "long prompts at once",
     "bursts512 first": "bursts, first pass",
     "bursts512": "bursts, second pass",
     "preemption": "preemption",
     "killed before": "before the kill",
     "killed": "after the kill",
+    "router random": "three engines, placed at random",
+    "router prefix": "three engines, placed by prefix",
 }
 """Of the cells here, in reports."""
 HEADERS: Final = (

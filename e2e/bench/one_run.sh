@@ -1,40 +1,64 @@
 #!/usr/bin/env bash
-# The traffic benchmark on one GPU with 139 GiB and a host with 126 GiB, in parts of less than ten minutes:
+# The traffic benchmark on one GPU with 139 GiB and a host with 126 GiB. All parts continue one journal, OUT/traffic.jsonl:
 #
-#   one_run.sh PART OUT      PART: ram, stock, disk, lmcache, large, agents
+#   one_run.sh OUT PART...     PART: ram disk agents heavy router fp8 large network stock
 #
-# Run them from the root of the checkout; OUT gets a folder for each.
+# Run it from the root of the checkout. After LIMIT seconds it ends, and what it has measured is kept; README.md has a plan.
+# DEVICE=cpu rehearses all parts on vLLM's CPU build with tiny models, which takes half an hour.
 set -u
-part=$1 out=$2/$1
-work=${WORK:-/tmp/bench} ram=${RAM:-/dev/shm/bench} disk=${DISK:-/tmp/disk} device=${DEVICE:-gpu} limit=${LIMIT:-560}
-mkdir -p "$out" "$work" "$ram" "$disk"
-export PYTHONPATH=$PWD:$PWD/connector:$PWD/operator:$PWD/e2e/netfs:${PYTHONPATH:-}
-short='2048,8192,16384,32768,2048,8192,16384,32768'
-[ "$device" = gpu ] || short=256,1024
-sizes() { echo "{\"users\":0,\"single_repetitions\":1,\"single_tokens\":[$1],\"bursts\":${BURSTS:-400},\"agent_steps\":2}"; }
-play() { python3 e2e/bench/traffic.py --device "$device" --out "$out" --work "$work" --volume "${volume:-$ram}" --variant "$part" "$@"; }
-long=${LONG-,120000}
+out=$1; shift
+work=${WORK:-/tmp/bench} ram=${RAM:-/dev/shm/bench} device=${DEVICE:-gpu} limit=${LIMIT:-570}
+mkdir -p "$out" "$work" "$ram" "${DISK:=/tmp/disk}"
+disk=$(realpath "$DISK")    # a tier refuses a directory below a link
+export PYTHONPATH=$PWD:$PWD/connector:$PWD/operator:$PWD/e2e/netfs:${PYTHONPATH:-} LMCACHE_TRACK_USAGE=false
+if [ "$device" = gpu ]; then
+  four=2048,8192,16384,32768 two=8192,32768 long=,120000 mib=24576 bursts=400 rates=3.125,1.25
+  large=qwen3_32b hybrid=gpt_oss_8_experts small=llama_3b
+  fewer='"agents":6,"agent_steps":2,"groups":24,'
+else
+  four=256,1024 two=256,1024 long='' mib=1024 bursts=6 rates=0.1,0.05 large=gqa hybrid=gpt_oss_small
+  small=llama fewer=''
+fi
+sizes() { echo "{$fewer\"users\":0,\"single_repetitions\":1,\"bursts\":$bursts,\"single_tokens\":[$1]${2-}}"; }
 
+# play VOLUME SIZES MORE...
+play() {
+  python3 e2e/bench/traffic.py --device "$device" --out "$out" --work "$work/$part" --variant "$part" \
+    --time-limit $((limit - SECONDS)) --volume "$1" --sizes "$2" "${@:3}"
+}
+
+for part; do
+  [ $((limit - SECONDS)) -gt 60 ] || { echo "$part: no time left"; continue; }
+  rm -rf "${ram:?}"/* "${disk:?}"/*
+  case $part in
+  ram) # computed and from a RAM disk, which is then slowed down
+    play "$ram" "$(sizes "$four,$four$long")" \
+      none:all-in-gpu:A:C:D:E:single:bursts512,kvtier:traffic:A:C:prepare-bursts512:bursts512:prepare:D:E:single:rates ;;
+  disk) # four engines start at once
+    play "$disk" "$(sizes "$four,${four#*,}")" \
+      kvtier:disk:prepare:D:single,kvtier-whole:disk:D:single,lmcache:disk:single,lmcache-disk:disk:single ;;
+  agents)
+    runs=kvtier:agents:agents:returning,none:agents:agents,fs:agents:agents:returning
+    play "$ram" "$(sizes "$two")" --shape "$hybrid" "$runs"
+    grep -q '"variant": "agents", "cell"' "$out/traffic.jsonl" || # no engine of that shape
+      play "$ram" "$(sizes "$two" ',"agents":4')" "$runs" ;;
+  heavy)
+    play "$ram" "$(sizes "$two")" none:preemption,kvtier:preemption,kvtier:killed ;;
+  router)
+    play "$ram" "$(sizes "$two")" --shape "$small" kvtier:router,none:router ;; # six engines start at once
+  fp8)
+    play "$ram" "$(sizes "$four")" --engine '{"kv_cache_dtype": "fp8"}' none:disk:single:D,kvtier:disk:prepare:single:D ;;
+  large)
+    play "$disk" "$(sizes "$two")" --shape "$large" kvtier:large:single:prepare-single:single ;;
+  network) # as quick as they are, then slowed down to lines of 25 and 10 Gbit/s
+    for kind in glusterfs-distribute nfs; do
+      TMPDIR=$(dirname "$ram") python3 -m kvtier_netfs --disk-mib "$mib" "$kind" -- \
+        env "MOUNT={a}" LIMIT=$((limit - SECONDS)) "$0" "$out" "$kind"
+    done ;;
+  glusterfs-distribute | nfs)
+    play "$MOUNT" "$(sizes "$four" ",\"volume_rates\":[$rates]")" kvtier:disk:prepare:D:single:rates ;;
+  stock)
+    play "$ram" "$(sizes "$four$long")" fs:traffic:prepare:D:E:single:C:prepare-bursts512:bursts512:A ;;
+  esac
+done
 rm -rf "${ram:?}"/* "${disk:?}"/*
-case $part in
-ram)
-  play --time-limit "$limit" --sizes "$(sizes "$short$long")" \
-    none:all-in-gpu:A:C:D:E:single:bursts512,kvtier:traffic:A:C:prepare-bursts512:bursts512:prepare:D:E:single:rates ;;
-stock)
-  play --time-limit "$limit" --sizes "$(sizes "$short$long")" fs:traffic:A:C:prepare:D:E:single:prepare-bursts512:bursts512
-  rm -rf "${ram:?}"/* ;;
-disk)
-  volume=$disk play --time-limit "$limit" --sizes "$(sizes "$short${DISK_LONG-}")" \
-    kvtier:traffic:prepare:D:single,kvtier-whole:traffic:D:single
-  rm -rf "${disk:?}"/* ;;
-lmcache)
-  volume=$disk play --time-limit "$limit" --sizes "$(sizes "$short")" lmcache:traffic:single,lmcache-disk:traffic:single
-  rm -rf "${disk:?}"/* ;;
-large)
-  work=$work/large volume=$disk play --time-limit "$limit" --shape qwen3_32b --sizes "$(sizes 8192,32768,8192,32768)" \
-    kvtier:large:single:prepare-single:single
-  rm -rf "${disk:?}"/* ;;
-agents)
-  work=$work/agents play --time-limit "$limit" --shape gpt_oss_20b --sizes "$(sizes 2048,8192)" \
-    none:agents:agents,kvtier:agents:agents fs:agents:agents ;;
-esac

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from e2e.backends import lmcache_memcpy
 from e2e.bench import backends, cells, report, throttle, volumes, workloads
 from e2e.bench.cells import STAGES, TINY_STAGES, HeavyCell, HeavySizes, Stage
 from e2e.bench.engines import BenchEngine
@@ -41,6 +42,8 @@ STORE_LIMIT_SECONDS = 120.0
 RESTART_ROUNDS = 3
 QUIET_SECONDS = 1.5
 """Nothing stored for so long: the backend has stored all it will."""
+MOST_ENGINES = 8
+"""Start at once."""
 STARTS_WITH = 0.1
 """Share of the GPU's memory that must be free where an engine starts beside others."""
 Run = tuple[str, str, Sequence[str]]
@@ -82,6 +85,8 @@ class Traffic:
     """Plays stages and records each cell. One thread, one engine at a time."""
 
     engine: BenchEngine
+    engines: Sequence[BenchEngine]
+    """All of the stage; `engine` is the first."""
 
     def __init__(
         self, settings: Settings, log: report.Journal, start: Callable[..., BenchEngine] = BenchEngine
@@ -120,22 +125,38 @@ class Traffic:
                 self._log.write(self._record("skipped"), f"{self._backend} {self._stage}: no time left")
             return
         with ExitStack() as self._engines:
-            with ThreadPoolExecutor(len(asked)) as pool:
-                starts = {key: pool.submit(self._make_engine, *key, given) for key, given in asked.items()}
-            engines: dict[tuple[str, str], BenchEngine] = {}
-            for key, start in starts.items():
-                self._backend, self._stage = key
-                with self._failures_noted():
-                    engines[key] = self._engines.enter_context(start.result())
+            engines = self._start_all(asked)
             warm: set[tuple[str, str]] = set()
             for backend, name, given in runs:
                 key = self._backend, self._stage = backend, name
                 if key in engines:
-                    self.engine, self._cells = engines[key], asked[key]
+                    self.engines, self._cells = engines[key], asked[key]
+                    self.engine = self.engines[0]
                     with self._failures_noted():
                         self._play_run(given, is_warm=key in warm)
-                    engines[key] = self.engine
+                    engines[key] = self.engines
                     warm.add(key)
+
+    def _start_all(
+        self, asked: Mapping[tuple[str, str], Sequence[str]]
+    ) -> dict[tuple[str, str], Sequence[BenchEngine]]:
+        """Start the engines of stages at once; leave out a stage that has not all of its own."""
+        stages = self._settings.stages
+        with ThreadPoolExecutor(MOST_ENGINES) as pool:
+            starts = {
+                key: [pool.submit(self._make_engine, *key, given, number) for number in range(stages[key[1]].engines)]
+                for key, given in asked.items()
+            }
+        engines: dict[tuple[str, str], Sequence[BenchEngine]] = {}
+        for key, started in starts.items():
+            self._backend, self._stage = key
+            found = []
+            for start in started:
+                with self._failures_noted():
+                    found.append(self._engines.enter_context(start.result()))
+            if len(found) == len(started):
+                engines[key] = found
+        return engines
 
     def _play_run(self, given: Sequence[str], *, is_warm: bool) -> None:
         stage = self._settings.stages[self._stage]
@@ -157,13 +178,16 @@ class Traffic:
 
     def start_engine(self) -> None:
         """Start the stage's engine again, and let it compile what it will need."""
-        self.engine = self._engines.enter_context(self._make_engine(self._backend, self._stage, self._cells))
+        self.engines = [self._engines.enter_context(self._make_engine(self._backend, self._stage, self._cells))]
         self._warm_up()
 
     def _warm_up(self) -> None:
-        self.ask(workloads.warm_up(self.sizes))
-        self.engine.forget()
-        self.ask(workloads.warm_up(self.sizes))
+        for engine in self.engines:
+            self.engine = engine
+            self.ask(workloads.warm_up(self.sizes))
+            self.engine.forget()
+            self.ask(workloads.warm_up(self.sizes))
+        self.engine = self.engines[0]
 
     def _play_cell(self, cell: str) -> None:
         match cell:
@@ -194,7 +218,7 @@ class Traffic:
         for number in range(self.rounds):
             requests = workloads.conversations(self.sizes, count, first=number * count)
             self._measure(cell, requests, at_a_time=self.sizes.conversations_at_a_time)
-            self._empty()
+            self.empty()
 
     def _short(self, cell: str) -> None:
         at_a_time = self.sizes.short_at_a_time
@@ -203,7 +227,7 @@ class Traffic:
             self._measure(f"{cell} first", requests, at_a_time=at_a_time)
             self._settle(requests)
             self._measure(cell, requests, at_a_time=at_a_time)
-            self._empty()
+            self.empty()
 
     def _again_and_again(self, cell: str, requests: Sequence[workloads.Request]) -> None:
         for _round in range(RESTART_ROUNDS):
@@ -223,9 +247,10 @@ class Traffic:
         requests = workloads.singles(self.sizes)
         for request in requests:
             self._measure(f"{cell} first", [request])
-            self.engine.forget()
-            volumes.forget_pages(self.blocks)
-            self._measure(f"{cell} again", [request])
+            if self._backend != backends.NONE:
+                self.engine.forget()
+                volumes.forget_pages(self.blocks)
+                self._measure(f"{cell} again", [request])
             self._measure(f"{cell} in GPU", [request])
         self._settle(requests)
 
@@ -234,7 +259,7 @@ class Traffic:
         name = f"{cell} eager" if self._settings.engine["enforce_eager"] else cell
         self.ask(workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
         for number in range(sizes.never_rounds):
-            self._empty()
+            self.empty()
             self._measure(name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
 
     def forget_all(self) -> None:
@@ -256,6 +281,23 @@ class Traffic:
         limit = max(1.0, min(CELL_LIMIT_SECONDS, self._remaining()))
         return self.engine.run(requests, at_a_time, until=until, limit_seconds=limit)
 
+    def ask_each(self, requests: Sequence[Sequence[workloads.Request]], *, at_a_time: int) -> dict[str, Any]:
+        """Have every engine answer requests of its own, so many of each at a time."""
+        limit = max(1.0, min(CELL_LIMIT_SECONDS, self._remaining()))
+        with ThreadPoolExecutor(len(requests)) as pool:
+            asked = [
+                pool.submit(engine.run, own, at_a_time, until=0.0, limit_seconds=limit)
+                for engine, own in zip(self.engines, requests, strict=True)
+                if own
+            ]
+        found = [each.result() for each in asked]
+        return {
+            "seconds": max(each["seconds"] for each in found),
+            "began": min(each["began"] for each in found),
+            "counts": {name: sum(each["counts"][name] for each in found) for name in found[0]["counts"]},
+            "requests": [{**one, "engine": n} for n, each in enumerate(found) for one in each["requests"]],
+        }
+
     def _settle(self, requests: list[workloads.Request]) -> None:
         if not backends.has_volume(self._backend):
             return
@@ -272,11 +314,11 @@ class Traffic:
             line = f"{self._backend}: {found} of {expected} blocks are on the volume"
             self._log.write({**self._record("missing"), "found": found, "expected": expected}, line)
 
-    def _empty(self) -> None:
+    def empty(self) -> None:
         """Make room for the next cell, which asks for nothing of this one."""
         volumes.remove_blocks(self.blocks, at_least=self._settings.block_bytes)
 
-    def _make_engine(self, backend: str, name: str, asked: Sequence[str]) -> BenchEngine:
+    def _make_engine(self, backend: str, name: str, asked: Sequence[str], number: int = 0) -> BenchEngine:
         settings, stage = self._settings, self._settings.stages[name]
         transfer = backends.transfer_config(
             backend,
@@ -297,7 +339,7 @@ class Traffic:
             arguments["kv_cache_memory_bytes"] = (stage.gpu_tokens + GPU_BLOCK_TOKENS) * group_bytes * settings.groups
             arguments["gpu_memory_utilization"] = STARTS_WITH
         engine = self._start(
-            f"{name}-{backend}-{settings.variant}",
+            f"{name}-{backend}-{settings.variant}-{number}",
             {"engine": arguments, "transfer": transfer, "vocabulary": settings.vocabulary},
             settings.work / "engines",
         )
@@ -361,6 +403,8 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
         # The CPU build repacks the weights while loading, so they come from a file.
         weights.write(model, shape)
         engine |= {"max_model_len": 2176, "gpu_memory_utilization": 0.15}
+        if "lmcache" in " ".join(options.runs):
+            os.environ[lmcache_memcpy.ASKED] = "1"
     else:
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(dict(shape)))

@@ -205,6 +205,7 @@ def offer_plugin(directory: Path) -> None:
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtier-bench\nVersion: 0\n")
     entry = "[vllm.general_plugins]\nkvtier_bench = e2e.engines.weights:seed_weights\n"
     entry += "kvtier_throttle = e2e.bench.throttle:slow_down\n"
+    entry += "kvtier_lmcache = e2e.backends.lmcache_memcpy:register_where_asked\n"
     (described / "entry_points.txt").write_text(entry)
 
 

@@ -40,7 +40,7 @@ def test_an_agent_asks_for_its_history_again_and_has_computed_nearly_all_of_it_b
         (["A"], 0),
         (["long"], 120832),
         (["prepare-single", "D"], 33792),
-        (["preemption"], 4096),
+        (["preemption"], 3072),
         (["prepare-long"], 120832),
     ],
 )

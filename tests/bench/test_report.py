@@ -5,6 +5,7 @@ import json
 import lzma
 from pathlib import Path
 
+import ci_tools
 import pytest
 from e2e.bench.report import Journal, Record, milliseconds, plain, read, store_report
 
@@ -61,6 +62,64 @@ def test_records_that_were_packed_to_be_kept_are_read_as_well(tmp_path: Path) ->
     path.with_name("store.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
     path.unlink()
     assert read(path) == [run()]
+
+
+def test_figures_of_the_parts_that_a_run_played_are_from_it_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = ci_tools.load("figures")
+    numbers = tmp_path / "numbers.json"
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "NUMBERS", numbers)
+    cell = {"tokens": 100, "cached": 75, "at": 0.1, "first": 0.1, "seconds": 0.2, "output": [1, 2], "label": "8"}
+    old = {
+        "kind": "cell",
+        "stage": "",
+        "variant": "",
+        "backend": "kvtier",
+        "cell": "D",
+        "requests": [cell],
+        "counts": {},
+    }
+    write(tmp_path / "old.jsonl", [{**old, "seconds": 9.0}])
+    for number, (variant, backend) in enumerate([("disk", "kvtier-whole"), ("agents", "none"), ("agents", "fs")]):
+        (tmp_path / str(number)).mkdir()
+        record = {
+            **old,
+            "seconds": number + 1.0,
+            "variant": variant,
+            "backend": backend,
+            "counts": {"scheduled_tokens": 0},
+        }
+        write(tmp_path / str(number) / "traffic.jsonl", [run(), record])
+    runs = {
+        "whole": {"journal": "old.jsonl", "backend": "kvtier", "part": "disk", "as": "kvtier-whole"},
+        "agents": {"part": "agents"},
+        "ram": {"journal": "old.jsonl", "backend": "kvtier", "part": "ram"},
+        "nfs": {"part": "nfs", "backend": "kvtier"},
+    }
+    figure = {"cell": "D", "what": "seconds"}
+    of = {"whole": {}, "agents": {"backend": "fs"}, "ram": {}, "nfs": {}}
+    named = json.dumps({name: {"run": name, **figure, **more} for name, more in of.items()})
+    rows = [[name, f"={name}", "@"] for name in of]
+    tables = json.dumps({"all": {"head": ["", "seconds", "run"], "rows": rows, "notes": []}})
+    lines = ",\n".join(f'  "{name}": {json.dumps(each)}' for name, each in runs.items())
+    numbers.write_text(f'{{"runs": {{\n{lines}\n}}, "figures": {named}, "tables": {tables}}}')
+    figures.adopt("2026-12-01-one-run", [tmp_path / str(number) for number in range(3)])
+    found = figures.measured()
+    assert {name: each["value"] for name, each in found["figures"].items()} == {
+        "whole": 1.0,
+        "agents": 3.0,
+        "ram": 9.0,
+        "nfs": None,
+    }
+    assert found["runs"]["whole"]["backend"] == "kvtier-whole"
+    assert [line.split(" | ")[0] for line in figures.table("all", found, numbers).strip().splitlines()[2:]] == [
+        "| whole",
+        "| agents",
+        "| ram",
+    ]
+    assert "Traffic benchmark" in (tmp_path / "2026-12-01-one-run" / "traffic.md").read_text()
 
 
 @pytest.mark.parametrize(

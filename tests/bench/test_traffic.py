@@ -106,13 +106,16 @@ class Rig:
     [
         ("none", "all-in-gpu", [], ["A", "C first", "C"]),
         ("none", "restart", ["E"], ["E", "E in GPU"] * 3),
-        ("none", "restart", ["single"], ["single first", "single again", "single in GPU"] * 2),
+        ("none", "restart", ["single"], ["single first", "single in GPU"] * 2),
+        ("fs", "restart", ["single"], ["single first", "single again", "single in GPU"] * 2),
         ("fs", "restart", ["users"], ["users"] * 3),
         ("none", "agents", [], ["agents first", "agents"]),
         ("none", "long", [], ["long"] * 2),
         ("none", "bursts", [], ["bursts512 first", "bursts512"]),
         ("none", "preemption", [], ["preemption"]),
         ("none", "killed", [], ["killed before", "killed"]),
+        ("fs", "agents", ["agents", "returning"], ["agents first", "agents", "returning"]),
+        ("none", "router", [], ["router random", "router prefix"]),
         ("cpu", "traffic", ["prepare"], []),  # it has no volume for which anything could be prepared
     ],
 )
@@ -187,6 +190,20 @@ def test_engines_of_a_group_start_together_and_play_in_turns(tmp_path: Path) -> 
     assert played[:4] == [("none", "C first"), ("none", "C"), ("fs", "C first"), ("fs", "C")]
     assert {backend for backend, _ in played[4:]} == {"none"}
     assert [engine.is_closed for engine in rig.engines] == [True, True]
+
+
+def test_every_replica_of_a_stage_is_warm_and_has_requests_of_its_own(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.traffic.play("none", "router", [])
+    assert len(rig.engines) == TINY_STAGES["router"].engines
+    for engine in rig.engines:
+        warm, *_, at_random, by_prefix = engine.asked
+        assert {each["label"] for each in warm} == {"warm-up"}
+        assert {each["label"] for each in at_random + by_prefix} == {"grouped"}
+    requests = rig.records("cell")[1]["requests"]
+    assert len(requests) == TINY_HEAVY.groups * TINY_HEAVY.group_requests
+    # A prefix always meets the same engine.
+    assert len({(tuple(each["parts"][0]), each["engine"]) for each in requests}) == TINY_HEAVY.groups
 
 
 def test_an_engine_that_does_not_start_leaves_the_others_of_its_group(tmp_path: Path) -> None:

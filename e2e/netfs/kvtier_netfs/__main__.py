@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     parser.add_argument("--list", action="store_true", help="say what can be had here, and why not the rest")
     parser.add_argument("--options", default="", help="more options of the mounts")
+    parser.add_argument("--disk-mib", type=int, help="size of each server's disk")
     given = parser.parse_args()
     if given.list or given.kind is None:
         for name, kind in KINDS.items():
@@ -37,7 +38,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="kvtier-netfs-") as base:
         try:
-            with KINDS[given.kind](Path(base) / "volume", options=given.options) as volume:
+            volume = KINDS[given.kind](Path(base) / "volume", options=given.options)
+            volume.disk_mib = given.disk_mib or volume.disk_mib
+            with volume:
                 words = given.command[1:] if given.command[:1] == ["--"] else given.command
                 words = [word.replace("{a}", str(volume.a)).replace("{b}", str(volume.b)) for word in words]
                 return subprocess.run(words, check=False).returncode
