@@ -30,6 +30,12 @@ def volume(backend: str) -> str:
     return BACKENDS[backend].get("volume", backend) if has_volume(backend) else ""
 
 
+def file_tokens(backend: str, block_tokens: int) -> int:
+    """Return how many tokens a file of the backend has."""
+    extra = BACKENDS[backend].get("transfer", {}).get("kv_connector_extra_config", {})
+    return int(extra.get("lmcache.chunk_size", block_tokens))
+
+
 def transfer_config(  # noqa: PLR0913  what an engine is told
     backend: str,
     directory: Path,

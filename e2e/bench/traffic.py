@@ -301,7 +301,8 @@ class Traffic:
     def _settle(self, requests: list[workloads.Request]) -> None:
         if not backends.has_volume(self._backend):
             return
-        expected = workloads.block_count(requests, self._settings.block_tokens) * self._settings.groups
+        file_tokens = backends.file_tokens(self._backend, self._settings.block_tokens)
+        expected = workloads.block_count(requests, file_tokens) * self._settings.groups
         found = volumes.wait_for_blocks(
             self.blocks,
             at_least=self._settings.block_bytes,
