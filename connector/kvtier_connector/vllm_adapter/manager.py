@@ -233,11 +233,11 @@ class KVTierManager(TieringOffloadingManager):
         return CPULoadStoreSpec(load.rows)
 
     def give_up_late(self, load: Load) -> None:
-        """Do without the rest of a load that is computed sooner than it comes: the volume hangs, or became slower."""
+        """Do without the rest of a load from a volume that hangs, or that became slower than computing."""
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
         left = load.rows.count(NO_ROW) * size
         is_late = rates.would_be_computed(len(load.keys) * size, since=load.began_at)
-        if not is_late or rates.volume.seconds(left) <= rates.prefill.seconds(left):
+        if not rates.is_hanging and (not is_late or rates.volume.seconds(left) <= rates.prefill.seconds(left)):
             return
         missing = self.request(load.context).missing
         for number, key in enumerate(load.keys):

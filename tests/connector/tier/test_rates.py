@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from clocks import Clock
 from engine_fleet import Engines
-from engine_parts import answer_of, prompt_of
+from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
 from store_faults import GatedFs
 
@@ -174,24 +174,36 @@ def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right
     assert rig.metric("vllm:kvtier_disk_load_tokens_per_second") > 0
 
 
-def test_a_load_is_given_up_once_computing_would_be_over(rigs: Rigs, clock: Clock) -> None:
-    engines, prompt = Engines(rigs), prompt_of(8)
-    first = engines.make()
+@pytest.mark.parametrize(
+    ("seconds", "prefill", "windows"),
+    [
+        pytest.param(60.0, PREFILL, (None,), id="computing would be over"),
+        pytest.param(STALLED_SECONDS, 1.0, (None,), id="computing would take long"),
+        pytest.param(STALLED_SECONDS, 0.0, (None, WINDOW_TOKENS), id="nothing is known of computing"),
+    ],
+)
+def test_a_load_is_given_up_once_the_volume_hangs(
+    seconds: float, prefill: float, windows: tuple[int | None, ...], rigs: Rigs, clock: Clock
+) -> None:
+    engines, prompt, shape = Engines(rigs), prompt_of(8), Shape(windows=windows)
+    first = engines.make(shape)
     first.ask("stores", prompt)
     first.run()
     fourth = engines.file_of(first, prompt, 3).name
     fs = GatedFs(lambda call, path: call == "preadv" and fourth in path)
-    engine = engines.make(fs=fs, load_deadline_seconds=3600.0)
+    engine = engines.make(shape, fs=fs, load_deadline_seconds=3600.0)
     engine.wait_until_attached()
     engine.tier.rates.now = clock
-    engine.tier.rates.prefill.observe(PREFILL, 1.0)
+    engine.tier.rates.prefill.observe(prefill, 1.0)
     engine.add("computes the rest", prompt)
     # The whole hit is on its way when the volume begins to hang.
-    engine.run(lambda: engine.metric("vllm:kvtier_disk_read_blocks") == 7)
+    engine.run(lambda: engine.tier.transfers.loading == 1)
     assert not engine.answers
-    clock.seconds += 60.0
+    clock.seconds += seconds
     engine.run(lambda: "computes the rest" in engine.answers)
     assert engine.answers["computes the rest"] == answer_of(prompt, 1)
-    assert engine.computed["computes the rest"] == len(prompt) - 3 * TOKENS_PER_BLOCK
+    # vLLM computes all of a prompt, if any part of a load of several groups is missing.
+    kept = 3 * TOKENS_PER_BLOCK if len(windows) == 1 else 0
+    assert engine.computed["computes the rest"] == len(prompt) - kept
     fs.open_gate()
     engines.close()
