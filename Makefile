@@ -46,8 +46,7 @@ test-random: venv ## tests that draw their examples, with examples of their own;
 
 test-vllm: venv ## the tier's tests and real engines with another release of vLLM: VLLM=0.33.0
 	release=$$(.venv/bin/python .ci/vllm_release.py $(VLLM)) && export PYTHONPATH="$$release" && \
-	$(RUN) pytest tests/connector/tier tests/connector/faults/test_tier_on_faulty_volume.py -m "not gpu and not engine" \
-	    --numprocesses 2 --dist loadfile && \
+	$(RUN) pytest tests/connector/tier -m "not gpu and not engine" --numprocesses 2 --dist loadfile && \
 	$(RUN) pytest tests/connector/tier/test_engine.py -m engine -k second_engine
 
 test-backends: venv ## real engines with every connector that vLLM's CPU build can run, as they are rendered (redis-server; half an hour)

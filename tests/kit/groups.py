@@ -18,7 +18,7 @@ FIRST = (
     "tests/operator/test_faults_run.py",
     "tests/operator/test_backends.py",
     "tests/operator/test_leadership.py",
-    "tests/connector/tier/test_processes.py",
+    "tests/connector/tier/test_faults.py",
     "tests/connector/tier/test_attaching.py",
     "tests/operator/test_chart.py",
     "tests/cli/test_wheel.py",

@@ -36,7 +36,6 @@ FULL_CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS
 BLOCKS = 20
 """Of the GPU cache: enough for what is asked at once."""
 ROWS = 8
-"""Of the CPU tier."""
 FILLERS = 8
 """Prompts of which nothing else fits into either."""
 SMALL_STEPS = {"max_num_seqs": 3, "long_prefill_token_threshold": 64, "max_num_batched_tokens": 1024}

@@ -10,13 +10,12 @@ import urllib.request
 from pathlib import Path
 
 from engine_host import EngineHost
-from engine_process import write_config
+from engine_process import transfer_config, write_config
 
 from kvtier_demo.model import make_model
 from kvtier_localcluster.ports import free_port
 
 SHUTDOWN_SECONDS = 20
-"""Half of it is for writing."""
 START_SECONDS = 300.0
 CHUNK_TOKENS = 128
 PROMPT_TOKENS = 4 * CHUNK_TOKENS + 8
@@ -32,24 +31,7 @@ class Server:
         self.config = write_config(directory, volume, io_processes=2, load_deadline_seconds=60.0)
         self.port = free_port()
         self.log = directory / "engine.log"
-        transfer = {
-            "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier_connector.vllm_adapter.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "KVTierSpec",
-                "spec_module_path": "kvtier_connector.vllm_adapter.spec",
-                "cpu_bytes_to_use": 64 << 20,
-                "block_size": CHUNK_TOKENS,
-                "secondary_tiers": [
-                    {
-                        "type": "SharedVolumeTier",
-                        "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
-                        "config_file": str(self.config),
-                    }
-                ],
-            },
-        }
+        transfer = transfer_config(self.config, cpu_bytes_to_use=64 << 20, block_size=CHUNK_TOKENS)
         self.process = host.start(
             self.log,
             "vllm.entrypoints.openai.api_server",

@@ -11,11 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from waiting import until
@@ -24,36 +21,6 @@ PASS_THROUGH = Path(__file__).parent / "passthrough.py"
 WAIT_SECONDS = 120.0
 END_SECONDS = 5.0
 wait_for = functools.partial(until, seconds=WAIT_SECONDS)
-
-
-@dataclass
-class Background:
-    """A call on a thread of its own, which may hang for ever and is then left behind."""
-
-    call: Callable[[], Any]
-    _result: list[Any] = field(default_factory=list)
-    _error: list[BaseException] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._result.append(self.call())
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
-            self._error.append(error)
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def result(self) -> Any:
-        self._thread.join(WAIT_SECONDS)
-        assert not self._thread.is_alive(), "the call still hangs"
-        if self._error:
-            raise self._error[0]
-        return self._result[0]
 
 
 class FaultyVolume:
@@ -65,21 +32,8 @@ class FaultyVolume:
 
     @contextlib.contextmanager
     def hanging(self, *calls: str) -> Iterator[None]:
-        """Let these calls hang until the end of the block."""
         with self._flags({f"hang.{call}": "" for call in calls}):
             yield
-
-    @contextlib.contextmanager
-    def failing(self, number: int, *calls: str) -> Iterator[None]:
-        """Let these calls fail with the error number until the end of the block."""
-        with self._flags({f"fail.{call}": str(number) for call in calls}):
-            yield
-
-    def fail_once(self, number: int, call: str) -> None:
-        """Let the next call fail with the error number."""
-        aside = self.control.with_name("once")
-        aside.write_text(str(number))
-        aside.rename(self.control / f"once.{call}")
 
     def clear(self) -> None:
         for path in self.control.iterdir():

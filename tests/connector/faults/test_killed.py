@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 from checks import check
 from plain_engine import PlainEngine
-from planted import clear
-from store_contract import BLOCK_BYTES, key, pages, payload
+from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
+from store_faults import clear
 
 from kvtier_connector.janitor.permit import PermitWriter
 from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.fs import LOCAL
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
+from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
 from kvtier_connector.store.scan import LeftoverKind
 
@@ -36,7 +38,7 @@ from kvtier_connector.janitor.permit import PermitWriter
 from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store.identity import claim
 from plain_engine import PlainEngine
-from store_contract import key, payload
+from store_contract import key, pages, payload
 from store_faults import WatchedFs
 class Kills(WatchedFs):
     def __init__(self, step, torn_bytes):
@@ -59,6 +61,8 @@ def act(action, root, fs):
         store = PlainEngine(Path(root), fs=fs, direct=False)
         if action == "put":
             store.put(key(1), payload(1))
+        elif action == "get":
+            store.get(key(1), pages())
         else:
             store.delete(key(1), payload_bytes=payload(1).nbytes)
         store.tell()
@@ -102,24 +106,29 @@ def killer() -> Iterator[Killer]:
     made.close()
 
 
-@pytest.mark.parametrize("torn_bytes", [0, 5000])
-def test_a_process_killed_at_any_system_call_of_a_store_leaves_the_block_or_none(
-    tmp_path: Path, killer: Killer, torn_bytes: int
+BEFORE = {"nothing": b"", "damaged": b"damaged", "short": whole_file(key(1), payload(9, 4096))}
+OUTCOMES = {"nothing": Miss(), "damaged": Fault.TRUNCATED, "short": Fault.LENGTH}
+"""Of a read, by what lies under the block's name."""
+
+
+@pytest.mark.parametrize(("before", "torn_bytes"), [("nothing", 0), ("nothing", 5000), ("damaged", 1), ("short", 5000)])
+def test_a_store_killed_anywhere_leaves_all_or_none(
+    tmp_path: Path, killer: Killer, before: str, torn_bytes: int
 ) -> None:
     outcomes = []
     for step in itertools.count():
-        # given
         root = tmp_path / str(step) / "d1gest"
         claim(root, {}, "d1gest")
         other = PlainEngine(root)
-        # when
+        if BEFORE[before]:
+            write(root, BEFORE[before])
         was_killed = killer.run("put", root, step, torn_bytes)
-        # then
         into = pages()
         outcomes.append(other.get(key(1), into))
-        assert outcomes[-1] in {Miss(), Hit(BLOCK_BYTES)}
-        assert outcomes[-1] == Miss() or into == payload(1)
+        assert outcomes[-1] in {OUTCOMES[before], Hit(BLOCK_BYTES)}
+        assert not isinstance(outcomes[-1], Hit) or into == payload(1)
         assert len(clear(root, LeftoverKind.PARTIAL)) <= 1
+        clear(root, LeftoverKind.QUARANTINED)
         assert other.put(key(1), payload(1)) in {Stored(BLOCK_BYTES), Present()}
         assert other.get(key(1), into) == Hit(BLOCK_BYTES)
         assert into == payload(1)
@@ -127,13 +136,33 @@ def test_a_process_killed_at_any_system_call_of_a_store_leaves_the_block_or_none
         if not was_killed:
             break
     assert step > 10
-    assert outcomes[0] == Miss()
-    assert outcomes[-1] == Hit(BLOCK_BYTES)
+    assert (outcomes[0], outcomes[-1]) == (OUTCOMES[before], Hit(BLOCK_BYTES))
 
 
-def test_a_process_killed_at_any_system_call_of_a_removal_leaves_the_block_or_none(
-    tmp_path: Path, killer: Killer
-) -> None:
+def write(root: Path, content: bytes) -> None:
+    path = root / block_path(key(1))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_read_killed_anywhere_loses_no_block_and_serves_no_bad(tmp_path: Path, killer: Killer, is_good: bool) -> None:
+    content = whole_file(key(1), payload(1))
+    for step in itertools.count():
+        root = tmp_path / str(step) / "d1gest"
+        claim(root, {}, "d1gest")
+        write(root, content if is_good else content[:-1] + b"\xff")
+        was_killed = killer.run("get", root, step)
+        outcome = PlainEngine(root).get(key(1), pages())
+        assert outcome == Hit(BLOCK_BYTES) if is_good else outcome in {Fault.CHECKSUM, Miss()}
+        clear(root, LeftoverKind.PARTIAL, LeftoverKind.QUARANTINED)
+        assert check(root, partial_age_seconds=0) == []
+        if not was_killed:
+            break
+    assert step > 2
+
+
+def test_a_removal_killed_anywhere_leaves_the_block_or_none(tmp_path: Path, killer: Killer) -> None:
     outcomes = []
     for step in itertools.count():
         root = tmp_path / str(step) / "d1gest"
@@ -150,9 +179,7 @@ def test_a_process_killed_at_any_system_call_of_a_removal_leaves_the_block_or_no
 
 
 @pytest.mark.parametrize("torn_bytes", [0, 5])
-def test_a_process_killed_at_any_system_call_of_a_claim_leaves_a_directory_that_can_be_claimed(
-    tmp_path: Path, killer: Killer, torn_bytes: int
-) -> None:
+def test_a_claim_killed_anywhere_leaves_a_directory_to_claim(tmp_path: Path, killer: Killer, torn_bytes: int) -> None:
     for step in itertools.count():
         root = tmp_path / str(step) / "d1gest"
         was_killed = killer.run("claim", root, step, torn_bytes)
@@ -164,9 +191,7 @@ def test_a_process_killed_at_any_system_call_of_a_claim_leaves_a_directory_that_
     assert step > 5
 
 
-def test_a_janitor_killed_at_any_system_call_of_a_permit_leaves_one_that_the_engines_understand(
-    tmp_path: Path, killer: Killer
-) -> None:
+def test_a_permit_killed_anywhere_is_the_old_or_the_new_one(tmp_path: Path, killer: Killer) -> None:
     sizes = []
     for step in itertools.count():
         directory = tmp_path / str(step)
@@ -177,45 +202,3 @@ def test_a_janitor_killed_at_any_system_call_of_a_permit_leaves_one_that_the_eng
         if not was_killed:
             break
     assert (sizes[0], sizes[-1]) == (6, 0)
-
-
-WRITES = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from plain_engine import PlainEngine
-from store_contract import key, payload
-store = PlainEngine(Path(sys.argv[1]))
-print("ready", flush=True)
-for line in sys.stdin:
-    outcome = store.put(key(int(line)), payload(int(line)))
-    store.tell()
-    print(type(outcome).__name__, flush=True)
-"""
-
-
-def test_two_processes_that_store_one_block_at_once_leave_one_whole_block(tmp_path: Path) -> None:
-    root = tmp_path / "d1gest"
-    claim(root, {}, "d1gest")
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITES, str(root), *PATHS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    try:
-        for writer in writers:
-            assert writer.stdout.readline() == "ready\n"
-        for number in range(60):
-            for writer in writers:
-                writer.stdin.write(f"{number}\n")
-                writer.stdin.flush()
-            answers = {writer.stdout.readline().strip() for writer in writers if writer.stdout is not None}
-            assert answers <= {"Stored", "Present"}
-            assert "Stored" in answers
-    finally:
-        for writer in writers:
-            writer.communicate()
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert len(list(root.rglob("*.kvb"))) == 60
-    assert check(root, partial_age_seconds=0) == []

@@ -40,14 +40,12 @@ def payload(number: int) -> bytes:
 
 
 def is_alive(process: int) -> bool:
-    """Say whether the process runs; a zombie does not."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 def children(parent: int) -> list[int]:
-    """Return the processes that are children of one."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -121,7 +119,6 @@ class PoolUnderTest:
         memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = content
 
     def write(self, *numbers: int) -> None:
-        """Put blocks on the volume."""
         for number in numbers:
             self.blocks.put(key(number), memoryview(payload(number)))
 
@@ -132,7 +129,6 @@ class PoolUnderTest:
         )
 
     def save(self, task: int, number: int, row: int) -> None:
-        """Ask to write a row."""
         self.workers.submit([(task, Task(Lane.STORE, key(number), row))])
 
     def keep_busy(self) -> None:
@@ -142,14 +138,11 @@ class PoolUnderTest:
             self.load(self._last_load, FIRST_LOAD, first_row=ROWS // 2 - 1)
 
     def collect(self) -> None:
-        """Do one step."""
         for done in self.workers.collect():
             assert done.task not in self.ended, "a task ended twice"
             self.ended[done.task] = done
 
     def wait_for(self, count: int) -> None:
-        """Step until so many tasks have ended."""
-
         def is_reached() -> bool:
             self.collect()
             return len(self.ended) >= count
@@ -181,8 +174,6 @@ class PoolUnderTest:
 
 
 class Pools:
-    """Makes pools on one volume, and ends them."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._made: list[PoolUnderTest] = []

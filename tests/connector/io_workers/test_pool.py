@@ -18,101 +18,62 @@ from pools import (
     count_waited,
     is_alive,
     is_waiting,
+    key,
     payload,
     shut,
     wait_until,
 )
 
 from kvtier_connector.io_workers import pool as pool_module
+from kvtier_connector.io_workers.pool import workers_for
+from kvtier_connector.io_workers.supervisor import Supervisor
 from kvtier_connector.io_workers.task_table import ENTRIES
-from kvtier_connector.io_workers.tasks import Ending, Lane
-from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
-from kvtier_connector.store.header import HEADER_BYTES, Fault
+from kvtier_connector.io_workers.tasks import (
+    Ending,
+    Lane,
+)
+from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import CircuitState, Direction
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
 
 
+@pytest.mark.parametrize("compression", ["Off", "Always"])
 @pytest.mark.parametrize("on_threads", [False, True])
-def test_blocks_are_loaded_into_their_rows_and_saved_from_them(pools: Pools, on_threads: bool) -> None:
-    pool = pools.make(workers=2, on_threads=on_threads)
-    pool.write(*range(8))
-    pool.set_row(14, payload(20))
-
-    pool.load(0, *range(8), 99, first_row=4)
-    pool.save(20, 20, row=14)
-    pool.wait_for(10)
-
-    assert [pool.row(4 + number) for number in range(8)] == [payload(number) for number in range(8)]
-    assert all(pool.outcome(index) == HIT for index in range(8))
-    assert pool.outcome(8) == Miss()
-    assert pool.outcome(20) == Stored(HEADER_BYTES + ROW_BYTES)
-    pool.save(30, 20, row=14)
-    pool.load(31, 20, first_row=15)
-    pool.wait_for(12)
-    assert pool.outcome(30) == Present()
-    assert pool.row(15) == payload(20)
-
-
-@pytest.mark.parametrize("on_threads", [False, True])
-def test_workers_compress_what_they_save_and_put_it_back_into_the_row(pools: Pools, on_threads: bool) -> None:
-    pool = pools.make(workers=2, on_threads=on_threads, compression="Always")
-    pool.set_row(3, payload(1))
-    pool.save(1, 1, row=3)
-    pool.wait_for(1)
-    pool.load(2, 1, first_row=9)
-    pool.wait_for(2)
-
-    stored = pool.outcome(1)
+def test_blocks_are_loaded_into_rows_and_saved_from_them(pools: Pools, on_threads: bool, compression: str) -> None:
+    pool = pools.make(workers=2, on_threads=on_threads, compression=compression)
+    # Threads see one of the two files of rows.
+    count = 8 if on_threads else ROWS - 2
+    pool.write(*range(count))
+    pool.set_row(count + 1, payload(200))
+    pool.load(0, *range(count), 99)
+    pool.save(200, 200, row=count + 1)
+    pool.wait_for(count + 2)
+    assert [pool.row(number) for number in range(count)] == [payload(number) for number in range(count)]
+    assert all(pool.outcome(index) == HIT for index in range(count))
+    assert pool.outcome(count) == Miss()
+    stored = pool.outcome(200)
     assert isinstance(stored, Stored)
-    assert stored.bytes_written < HEADER_BYTES + ROW_BYTES
-    assert pool.outcome(2) == Hit(stored.bytes_written)
-    assert pool.row(9) == payload(1)
+    assert (stored.bytes_written < HIT.bytes_read) is (compression == "Always")
+    pool.save(300, 200, row=count + 1)
+    pool.load(301, 200, first_row=3)
+    pool.wait_for(count + 4)
+    assert pool.outcome(300) == Present()
+    assert pool.outcome(301) == Hit(stored.bytes_written)
+    assert pool.row(3) == payload(200)
 
 
-def test_rows_of_a_second_file_are_reached_as_those_of_the_first(pools: Pools) -> None:
-    pool = pools.make()
-    pool.write(*range(ROWS))
-    pool.load(0, *range(ROWS))
-    pool.wait_for(ROWS)
-    assert [pool.row(row) for row in range(ROWS)] == [payload(row) for row in range(ROWS)]
-
-
-def test_a_damaged_block_is_a_fault_and_is_moved_out_of_the_way(pools: Pools) -> None:
-    pool = pools.make(workers=1)
-    pool.write(1)
-    (path,) = (pools.directory / "volume" / "blocks").rglob("*.kvb")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-    pool.load(1, 1)
-    pool.wait_for(1)
-
-    assert pool.outcome(1) is Fault.CHECKSUM
-    assert not path.exists()
-
-
-def test_more_tasks_than_the_table_takes_of_one_lane_all_end_once(pools: Pools) -> None:
-    pool = pools.make(workers=2)
+def test_more_tasks_than_a_lane_of_the_table_takes_all_end_once(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as limited:
+        # Pipes that may not grow hold up no task either.
+        limited.setattr(fcntl, "fcntl", lambda *_: os.close(-1))
+        pool = pools.make(workers=2)
     pool.write(1)
     count = (ENTRIES // 4) // ROWS + 2
     for batch in range(count):
         pool.load(batch * ROWS, *[1] * ROWS, lane=Lane.PREFETCH)
     pool.wait_for(ROWS * count)
-
-    assert all(done.outcome == HIT for done in pool.ended.values())
-
-
-def test_pipes_that_may_not_grow_hold_up_no_task(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as limited:
-        limited.setattr(fcntl, "fcntl", lambda *_: os.close(-1))
-        pool = pools.make(workers=2)
-    pool.write(1)
-    for batch in range(20):
-        pool.load(batch * ROWS, *[1] * ROWS)
-    pool.wait_for(20 * ROWS)
-
     assert all(done.outcome == HIT for done in pool.ended.values())
 
 
@@ -182,7 +143,6 @@ def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(pools:
     pool.write(1, 2)
     pool.load(1, 1, first_row=5)
     wait_until(lambda: is_waiting(pools), "the read hangs")
-
     pool.cancel(1)
     assert pool.outcome(1) is Ending.CANCELLED
     pool.set_row(5, payload(7))
@@ -190,14 +150,11 @@ def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(pools:
     # The only worker has ended the late read before it begins this one.
     pool.load(2, 2, first_row=6)
     pool.wait_for(2)
-
     assert pool.row(6) == payload(2)
     assert pool.row(5) == payload(7)
 
 
-def test_a_prefetch_that_is_promoted_while_it_is_recalled_is_loaded_once(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefetch_promoted_while_it_is_recalled_is_loaded_once(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "_LOCK_SECONDS", PATIENCE_SECONDS)
     pool = pools.make(workers=2, file_system="worker_fs:HoldingFs")
     pool.write(1, 2, 3)
@@ -228,7 +185,6 @@ def test_a_task_does_not_end_while_its_row_is_being_copied(pools: Pools) -> None
     pool.write(1)
     pool.load(1, 1)
     wait_until(lambda: is_waiting(pools), "the worker holds its lock")
-
     pool.workers.cancel([1])
     pool.collect()
     assert not pool.ended
@@ -246,7 +202,6 @@ def test_a_worker_that_never_ends_its_copy_is_killed_and_then_the_row_is_free(po
     pool.write(1)
     pool.load(1, 1)
     wait_until(lambda: is_waiting(pools), "the worker holds its lock")
-
     pool.cancel(1)
     assert pool.outcome(1) is Ending.CANCELLED
     wait_until(lambda: not is_alive(pool.processes[0]), "the worker is dead")
@@ -321,7 +276,6 @@ def test_closing_ends_idle_workers_and_those_that_hang_and_every_task(pools: Poo
     hanging.write(1)
     hanging.load(1, 1)
     wait_until(lambda: is_waiting(pools), "the read hangs")
-
     assert idle.workers.close(20.0)
     assert hanging.workers.close(0.2)
     assert not any(is_alive(process) for process in (*idle.processes, *hanging.processes))
@@ -332,3 +286,94 @@ def test_closing_ends_idle_workers_and_those_that_hang_and_every_task(pools: Poo
     hanging.load(2, 1)
     hanging.collect()
     assert hanging.outcome(2) == ("closed",)
+
+
+@pytest.mark.parametrize(
+    ("round_trip_seconds", "size"), [(0.0, 2), (20e-6, 2), (0.0005, 3), (0.001, 4), (0.005, 11), (0.020, 38)]
+)
+def test_slow_answers_ask_for_workers(monkeypatch: pytest.MonkeyPatch, round_trip_seconds: float, size: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert workers_for(round_trip_seconds=round_trip_seconds, chunk_bytes=8 << 20) == size
+
+
+def test_a_volume_that_was_found_to_answer_slowly_gets_workers_before_the_first_load(pools: Pools) -> None:
+    pool = pools.make(workers=4, first=1)
+    assert len(pool.processes) == 1
+    pool.workers.round_trip_seconds = 1.0
+
+    def is_larger() -> bool:
+        pool.keep_busy()
+        pool.collect()
+        return pool.workers.counts().processes == 4
+
+    wait_until(is_larger, "there are more")
+
+
+@pytest.mark.parametrize(("wait_share", "is_growing"), [(0.1, True), (0.5, False)])
+def test_workers_get_company_while_more_is_to_be_read_than_they_do_and_no_core_is_short(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch, wait_share: float, is_growing: bool
+) -> None:
+    monkeypatch.setattr(Supervisor, "wait_share", lambda _: wait_share)
+    pool = pools.make(workers=3, first=1, file_system="worker_fs:SlowFs")
+    pool.write(*range(16))
+    for batch in range(2):
+        pool.load(16 * batch, *range(16))
+    pool.wait_for(32)
+    assert pool.workers.counts().processes == (3 if is_growing else 1)
+    assert all(type(done.outcome).__name__ == "Hit" for done in pool.ended.values())
+
+
+def test_a_row_that_is_given_to_another_block_while_it_is_written_is_stored_under_neither_name(pools: Pools) -> None:
+    gate = shut(pools)
+    pool = pools.make(workers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES), file_system="worker_fs:GatedWritesFs")
+    pool.set_row(9, payload(9))
+    pool.save(1, 9, row=9)
+    wait_until(lambda: is_waiting(pools), "the header is written")
+    pool.cancel(1)
+    pool.set_row(9, payload(3))
+    gate.unlink()
+    pool.save(2, 8, row=9)
+    pool.wait_for(2)
+    assert pool.outcome(1) is Ending.CANCELLED
+    assert pool.blocks.look_up(key(9)) is False
+    assert pool.blocks.get(key(8), memoryview(bytearray(ROW_BYTES))) == HIT
+    assert not list((pools.directory / "volume").rglob("*partial*"))
+
+
+def test_a_load_finds_a_worker_that_is_free_while_the_volume_holds_up_all_that_store(pools: Pools) -> None:
+    pool = pools.make(workers=4, file_system="worker_fs:GatedWritesFs")
+    pool.write(1)
+    gate = shut(pools)
+    for number in range(10, 20):
+        pool.save(number, number, row=number)
+
+    def is_held_up() -> bool:
+        pool.collect()
+        return count_waited(pools) == 3
+
+    wait_until(is_held_up, "three of four workers store")
+    pool.load(1, 1)
+    pool.wait_for(1)
+    assert pool.outcome(1) == HIT
+    assert count_waited(pools) == 3
+    gate.unlink()
+    pool.wait_for(11)
+
+
+def test_the_limit_of_the_tier_holds_for_what_workers_write(pools: Pools) -> None:
+    pool = pools.make(max_bytes=5 * (ROW_BYTES + HEADER_BYTES))
+    for task in range(9):
+        pool.save(task, task, row=task)
+    pool.wait_for(9)
+    outcomes = [done.outcome for done in pool.ended.values()]
+    assert outcomes.count(StoreFault.NO_BUDGET) == 4
+    assert outcomes.count(Stored(ROW_BYTES + HEADER_BYTES)) == 5
+    # A store that is cancelled gives its room back.
+    cancelled = pools.make(workers=1, max_bytes=2 * (ROW_BYTES + HEADER_BYTES))
+    os.kill(cancelled.processes[0], signal.SIGSTOP)
+    cancelled.save(0, 100, row=0)
+    cancelled.save(1, 101, row=1)
+    assert cancelled.permit.reserve(ROW_BYTES) is StoreFault.NO_BUDGET
+    cancelled.cancel(0, 1)
+    assert cancelled.permit.reserve(2 * (ROW_BYTES + HEADER_BYTES)) is None
+    os.kill(cancelled.processes[0], signal.SIGCONT)

@@ -8,14 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import ROW_BYTES, ROWS, Pools, PoolUnderTest, payload, shut, wait_until
+from pools import ROW_BYTES, Pools, PoolUnderTest, is_alive, is_waiting, payload, shut, wait_until
 
 from kvtier_connector.io_workers.pool import NO_WORKERS
 from kvtier_connector.io_workers.tasks import Ending, Lane
-from kvtier_connector.store.blockstore import Hit, StoreFault
+from kvtier_connector.io_workers.worker import start_process
+from kvtier_connector.store.blockstore import Hit
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.health import CircuitState, Direction
 
@@ -26,10 +28,8 @@ def test_a_worker_killed_in_the_middle_of_a_read_costs_that_block_and_no_other(p
     pool = pools.make(workers=2, file_system="worker_fs:DyingFs")
     pool.write(*range(20))
     shut(pools)
-
     pool.load(0, *range(20))
     pool.wait_for(20)
-
     failed = [index for index in range(20) if pool.outcome(index) is Fault.IO]
     assert len(failed) == 1
     assert all(pool.row(index) == payload(index) for index in range(20) if index not in failed)
@@ -41,41 +41,8 @@ def test_a_worker_killed_before_it_says_what_it_took_costs_no_block(pools: Pools
     gate = shut(pools)
     pool.load(0, *range(8))
     pool.wait_for(8)
-
     assert not gate.exists()
     assert [pool.outcome(task) for task in range(8)] == [HIT] * 8
-
-
-def test_workers_killed_from_outside_lose_no_queued_task(pools: Pools) -> None:
-    pool = pools.make(workers=2)
-    pool.write(*range(ROWS))
-    for process in pool.processes:
-        os.kill(process, signal.SIGSTOP)
-    pool.load(0, *range(ROWS))
-    pool.save(77, 77, row=0)
-    for process in pool.processes:
-        os.kill(process, signal.SIGKILL)
-
-    pool.wait_for(ROWS + 1)
-    lost = [done for done in pool.ended.values() if isinstance(done.outcome, Fault | StoreFault)]
-    assert len(lost) <= len(pool.processes)
-    assert pool.has_processes
-
-
-def test_workers_that_die_again_and_again_are_given_up_and_every_task_is_refused(pools: Pools) -> None:
-    pool = pools.make(workers=1, file_system="worker_fs:AlwaysDyingFs")
-    pool.write(1)
-    pool.load(0, *[1] * 16)
-    pool.wait_for(16)
-
-    assert not pool.has_processes
-    # Each death costs the block in hand, and says nothing against the volume.
-    assert {pool.ended[task].outcome for task in range(16)} == {Fault.IO, NO_WORKERS}
-    assert pool.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
-    assert all(pool.workers.is_stuck(lane) for lane in Lane)
-    pool.load(20, 1)
-    pool.collect()
-    assert pool.outcome(20) == NO_WORKERS
 
 
 def step_until(pool: PoolUnderTest, has_processes: bool) -> None:
@@ -88,7 +55,7 @@ def step_until(pool: PoolUnderTest, has_processes: bool) -> None:
     wait_until(is_reached, f"there are {'' if has_processes else 'no '}processes")
 
 
-def test_workers_that_were_given_up_are_tried_again_until_they_work_and_it_is_said_once(
+def test_workers_given_up_are_tried_until_they_work_and_that_is_said_once(
     pools: Pools, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = shut(pools)
@@ -100,11 +67,9 @@ def test_workers_that_were_given_up_are_tried_again_until_they_work_and_it_is_sa
         step_until(pool, has_processes=False)
         step_until(pool, has_processes=True)
     gate.unlink()
-
     wait_until(lambda: pool.collect() or sum(task < 1000 for task in pool.ended) == 48, "all have ended")
     pool.load(900, 1, first_row=3)
     wait_until(lambda: pool.collect() or 900 in pool.ended, "the block is loaded")
-
     assert pool.row(3) == payload(1)
     assert pool.has_processes
     # After a new start, a single death is enough to give up.
@@ -114,9 +79,7 @@ def test_workers_that_were_given_up_are_tried_again_until_they_work_and_it_is_sa
     assert [record.levelname for record in caplog.records if "given up" in record.message] == ["ERROR"]
 
 
-def test_workers_that_die_before_they_are_ready_cost_no_block_when_they_are_tried_again(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_die_before_they_are_ready_cost_no_block(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     popen = subprocess.Popen
     started: list[object] = []
 
@@ -155,7 +118,6 @@ def test_only_a_worker_that_hung_says_something_of_the_volume(pools: Pools) -> N
         dying.wait_for(task + 1)
     assert {done.outcome for done in dying.ended.values()} == {Fault.IO}
     assert dying.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
-
     gate.touch()
     hanging = pools.make(workers=1, stuck_seconds=0.2, file_system="worker_fs:GatedFs")
     hanging.load(1, 1)
@@ -180,7 +142,7 @@ def refuse(*_: object, **__: object) -> None:
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
-def test_an_engine_that_can_start_no_process_refuses_all_tasks_until_it_can(
+def test_without_processes_all_tasks_are_refused(
     pools: Pools, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as full:
@@ -200,9 +162,7 @@ def test_an_engine_that_can_start_no_process_refuses_all_tasks_until_it_can(
     assert pool.workers.counts().processes == 2
 
 
-def test_a_host_without_room_for_another_process_leaves_the_work_to_those_that_run(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_for_a_process_those_that_run_do_the_work(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pools.make(workers=2, retry_seconds=0.01)
     pool.write(1)
     with monkeypatch.context() as full:
@@ -213,3 +173,91 @@ def test_a_host_without_room_for_another_process_leaves_the_work_to_those_that_r
         wait_until(lambda: pool.collect() or 1 in pool.ended, "the block is loaded")
         assert pool.row(0) == payload(1)
     wait_until(lambda: pool.collect() or pool.workers.counts().processes == 2, "both run again")
+
+
+ENGINE = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from pathlib import Path
+from pools import PoolUnderTest
+pool = PoolUnderTest(Path(sys.argv[1]), workers=3, file_system=sys.argv[2])
+pool.write(1)
+if sys.argv[2]:
+    pool.load(1, 1)
+print(*pool.processes, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_engine(pools: Pools, file_system: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
+    """Start a process that has three workers; one reads, if there is a file system."""
+    arguments = [str(pools.directory / "volume"), file_system, *sys.path]
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return engine, [int(number) for number in engine.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("file_system", ["", "worker_fs:GatedFs"])
+def test_workers_end_with_their_engine_even_if_it_is_killed(pools: Pools, file_system: str) -> None:
+    shut(pools)
+    engine, workers = start_engine(pools, file_system)
+    assert len(workers) == 3
+    assert all(is_alive(worker) for worker in workers)
+    wait_until(lambda: not file_system or is_waiting(pools), "a read hangs")
+    left = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names
+    engine.kill()
+    engine.communicate()
+    wait_until(lambda: not any(is_alive(worker) for worker in workers), "no worker is left")
+    assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
+
+
+def ignores(process: int, number: int) -> bool:
+    """Say whether the process has come so far in its start that it ignores the signal."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return bool(int(status["SigIgn"], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_leaves_the_workers_to_their_engine(pools: Pools, number: int) -> None:
+    pool = pools.make(workers=2)
+    pool.write(*range(20))
+    pool.load(0, *range(20))
+    pool.wait_for(20)
+    # One of them may have loaded everything while the other was still starting.
+    wait_until(lambda: all(ignores(process, number) for process in pool.processes), "each worker is past its start")
+    for process in pool.processes:
+        os.kill(process, number)
+    pool.load(20, *range(20))
+    pool.wait_for(40)
+    assert all(isinstance(ended.outcome, Hit) for ended in pool.ended.values())
+    assert all(is_alive(process) for process in pool.processes)
+    assert pool.workers.close(20.0)
+    assert not any(is_alive(process) for process in pool.processes)
+
+
+def test_the_workers_of_two_engines_of_one_pod_know_nothing_of_each_other(pools: Pools) -> None:
+    one, workers = start_engine(pools)
+    other = pools.make(workers=2)
+    one.kill()
+    one.communicate()
+    wait_until(lambda: not any(is_alive(worker) for worker in workers), "no worker of the dead engine is left")
+    other.load(1, 1)
+    other.wait_for(1)
+    assert other.row(0) == payload(1)
+    assert all(is_alive(worker) for worker in other.processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "glibc.cpu.x86_non_temporal_threshold=0x10000"),
+        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.cpu.x86_non_temporal_threshold=0x10000"),
+        ("glibc.cpu.x86_non_temporal_threshold=0x40000000", "glibc.cpu.x86_non_temporal_threshold=0x40000000"),
+    ],
+)
+def test_how_workers_copy_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, expected: str) -> None:
+    (tmp_path / "tells.py").write_text("import os; print(os.environ['GLIBC_TUNABLES'], flush=True)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("GLIBC_TUNABLES", given)
+    with start_process("tells", "", stdout=subprocess.PIPE) as process:
+        said, _ = process.communicate()
+    assert said.decode().strip() == expected

@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
+import termios
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import ROW_BYTES, key, wait_until
 from waiting import until
 
 from kvtier_connector.contract.engine import MOST_IO_PROCESSES, MOST_MAPPED_BYTES, worker_memory_bytes
 from kvtier_connector.io_workers import buffers as rows_module
-from kvtier_connector.io_workers.buffers import MappedRows, OwnRows, Region
-from kvtier_connector.io_workers.task_table import ENTRIES, Current, TaskTable, create_table
+from kvtier_connector.io_workers.buffers import MappedRows, Region
+from kvtier_connector.io_workers.task_table import ENTRIES, Current, MessagePipe, TaskTable, create_table
 from kvtier_connector.io_workers.tasks import (
+    REPLY,
     TASK_BYTES,
     Answer,
     Lane,
@@ -30,9 +36,10 @@ from kvtier_connector.io_workers.tasks import (
     encode_answer,
     encode_task,
 )
-from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.io_workers.worker import PoolSettings, WorkerFileSystem, WorkerSettings
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.header import Fault
-from kvtier_connector.store.layout import BlockKey, Lineage
+from kvtier_connector.store.layout import BlockKey, Lineage, block_path
 
 _BUSY_WORKER = """
 import sys, time
@@ -56,9 +63,7 @@ KEYS = st.builds(BlockKey, HASHES, st.integers(0, 2**32 - 1), st.from_regex(r"[a
     lineage=st.builds(Lineage, HASHES, st.integers(0, 2**32 - 1)),
     active_key=st.text("abc-", max_size=64),
 )
-def test_a_task_is_read_back_as_it_was_written(
-    lane: Lane, key: BlockKey, row: int, lineage: Lineage, active_key: str
-) -> None:
+def test_a_task_reads_back_as_written(lane: Lane, key: BlockKey, row: int, lineage: Lineage, active_key: str) -> None:
     message = TaskMessage(ENTRIES - 1, 2**32 - 1, Task(lane, key, row, lineage), active_key)
     assert decode_task(encode_task(message)) == message
 
@@ -82,7 +87,6 @@ def test_both_sides_of_a_table_see_the_same() -> None:
     engine.set_ticket(last, 2**32 - 1)
     engine.storing = 2
     worker.set_current(MOST_IO_PROCESSES - 1, Current(7, 1.5))
-
     assert worker.ticket(last) == 2**32 - 1
     assert worker.ticket(last - 1) == 0
     assert worker.storing == 2
@@ -119,18 +123,6 @@ def test_a_lock_held_by_another_process_is_seen_and_ends_with_that_process() -> 
         os.close(descriptor)
 
 
-def test_a_lock_held_by_a_thread_of_the_same_process_is_seen() -> None:
-    fd = create_table()
-    table = TaskTable(fd, threads=2)
-    table.lock(1)
-    assert not table.is_unlocked(1)
-    assert table.is_unlocked(0)
-    table.unlock(1)
-    assert table.is_unlocked(1)
-    table.close()
-    os.close(fd)
-
-
 ROW = 3 * 1024
 
 
@@ -152,22 +144,6 @@ def test_each_row_of_several_files_is_found_whatever_is_mapped(monkeypatch: pyte
             rows.address(row)
     for fd in fds:
         os.close(fd)
-
-
-def test_rows_of_this_process_are_a_table_and_are_not_held() -> None:
-    memory = mmap.mmap(-1, 4 * ROW)
-    memory[2 * ROW] = 5
-    view = memoryview(memory).cast("B", (4, ROW))
-    rows = OwnRows(view)
-    assert (rows.count, rows.row_bytes) == (4, ROW)
-    assert ctypes.string_at(rows.address(2), 1) == bytes([5])
-    for row in (-1, 4):
-        with pytest.raises(ValueError, match="no row"):
-            rows.address(row)
-    with pytest.raises(ValueError, match="table"):
-        OwnRows(memoryview(bytearray(8)))
-    view.release()
-    memory.close()
 
 
 def test_the_memory_of_workers_counts_their_page_tables_up_to_what_they_keep_mapped() -> None:
@@ -196,3 +172,131 @@ def test_nobody_sees_a_task_that_began_before_the_worker_did() -> None:
         os.close(fd)
     assert any(current.ticket for current in seen)
     assert min(current.started for current in seen) > began
+
+
+FEWEST_BYTES = 4096
+
+
+def unread(pipe: MessagePipe) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe.reader, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_more_messages_than_a_pipe_holds_all_arrive_in_order() -> None:
+    pipe = MessagePipe(TASK_BYTES)
+    held = fcntl.fcntl(pipe.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES) // TASK_BYTES
+    messages = [number.to_bytes(TASK_BYTES, "big") for number in range(3 * held)]
+    pipe.send(messages)
+    arrived = b""
+    while piece := pipe.receive():
+        arrived += piece
+        pipe.flush()
+    assert arrived == b"".join(messages)
+    pipe.close()
+
+
+def test_a_worker_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path) -> None:
+    tasks, replies = [MessagePipe(TASK_BYTES) for _ in Lane], MessagePipe(REPLY.size)
+    pipe_bytes = fcntl.fcntl(replies.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES)
+    table_fd, region = create_table(), os.memfd_create("cpu-tier")
+    os.ftruncate(region, ROW_BYTES)
+    table = TaskTable(table_fd)
+    table.storing = 1
+    settings = WorkerSettings(
+        worker=0,
+        parent=os.getpid(),
+        table=table_fd,
+        regions=(Region(region, 0, 1),),
+        row_bytes=ROW_BYTES,
+        pipes=tuple(pipe.reader for pipe in tasks),
+        replies=replies.writer,
+        pool=PoolSettings(root=str(tmp_path), workers=1, deadline_seconds=60.0),
+    )
+    assert WorkerSettings.decode(settings.encode()) == settings
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "kvtier_connector.io_workers.worker", settings.encode()],
+        pass_fds=[*settings.pipes, replies.writer, table_fd, region],
+    )
+    # Of tasks that were taken back, which it answers at once.
+    tickets = range(1, 2 * pipe_bytes // REPLY.size)
+    for ticket in tickets:
+        lane = Lane(ticket % len(Lane))
+        os.write(tasks[lane].writer, encode_task(TaskMessage(0, ticket, Task(lane, key(1)))))
+    wait_until(lambda: worker.poll() is not None or unread(replies) > pipe_bytes - REPLY.size, "no more fits")
+    arrived = b""
+
+    def has_all() -> bool:
+        nonlocal arrived
+        assert worker.poll() is None, "the worker has ended"
+        arrived += replies.receive()
+        return len(arrived) == len(tickets) * REPLY.size
+
+    wait_until(has_all, "all are answered")
+    assert sorted(ticket for ticket, *_ in REPLY.iter_unpack(arrived)) == list(tickets)
+    for pipe in tasks:
+        pipe.close()
+    assert worker.wait(60) == 0
+    replies.close()
+    table.close()
+    os.close(table_fd)
+    os.close(region)
+
+
+KEY = BlockKey(b"k" * 32, 0)
+SIZE, TURNS = 3 << 20, 20
+
+
+@pytest.fixture(params=["memory", "disk"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            yield Path(directory)
+
+
+def test_a_store_does_with_it_what_it_does_without(root: Path) -> None:
+    payload = memoryview(bytearray(os.urandom(SIZE)))
+    store, plain = BlockStore(root, fs=WorkerFileSystem()), BlockStore(root)
+    read = memoryview(bytearray(SIZE))
+    got = bytearray(SIZE)
+
+    def take(offset: int, piece: memoryview) -> bool:
+        got[offset : offset + piece.nbytes] = piece
+        return True
+
+    assert store.stream(KEY, read, take) == Miss()
+    assert isinstance(store.put(KEY, payload), Stored)
+    assert store.put(KEY, payload) == Present()
+    assert isinstance(store.stream(KEY, read, take), Hit)
+    assert got == payload
+    path = root / block_path(KEY)
+    os.truncate(path, SIZE // 2)
+    assert store.stream(KEY, read, take) is Fault.TRUNCATED
+    assert isinstance(plain.put(KEY, payload), Stored)
+
+
+def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_error(root: Path) -> None:
+    store = BlockStore(root, fs=WorkerFileSystem())
+    path = root / block_path(KEY)
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(8 << 40)
+    read = memoryview(bytearray(SIZE))
+    assert store.stream(KEY, read, lambda _offset, _piece: True) is Fault.MAGIC
+    assert store.stream(KEY, read, lambda _offset, _piece: True) == Miss()
+
+
+def test_neither_descriptor_nor_mapping_is_left(root: Path) -> None:
+    store = BlockStore(root, fs=WorkerFileSystem())
+    store.put(KEY, memoryview(bytearray(SIZE)))
+    read = memoryview(bytearray(SIZE))
+    before, mappings = len(list(Path("/proc/self/fd").iterdir())), mapped(root)
+    for _ in range(TURNS):
+        assert isinstance(store.stream(KEY, read, lambda _offset, _piece: True), Hit)
+    # Other threads of this process may open some meanwhile; a leak would be one in each turn.
+    assert len(list(Path("/proc/self/fd").iterdir())) - before < TURNS
+    assert mapped(root) == mappings
+
+
+def mapped(root: Path) -> int:
+    return sum(str(root) in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -15,9 +15,7 @@ from pathlib import Path
 from kvtier_connector.store.fs import FileSystem
 
 GATE = "gate"
-"""Calls wait while this file is there."""
 WAITING = "waiting"
-"""Has a byte for each call that waited."""
 
 
 class GatedFs(FileSystem):
@@ -100,17 +98,7 @@ class DyingWhileShutFs(GatedFs):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class AlwaysDyingFs(FileSystem):
-    """Every read kills the process."""
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
-
-
 class SlowFs(FileSystem):
-    """Every read takes a while."""
-
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         threading.Event().wait(0.1)
         return super().preadv(fd, buffers, offset)

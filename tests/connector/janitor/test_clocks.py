@@ -97,9 +97,7 @@ def test_ages_are_those_of_the_volume_where_the_host_is_ahead(rig: Rig, engine: 
 
 
 @pytest.mark.parametrize("ahead_seconds", [25 * HOUR, -25 * HOUR, 60.0])
-def test_a_host_of_another_time_than_the_volume_removes_nothing_that_is_young(
-    rig: Rig, engine: Engine, ahead_seconds: float
-) -> None:
+def test_a_host_of_another_time_removes_nothing_that_is_young(rig: Rig, engine: Engine, ahead_seconds: float) -> None:
     engine.put(*range(5))
     partial = engine.root / partial_path(block_path(key(77)), new_token())
     partial.parent.mkdir(exist_ok=True)
@@ -130,9 +128,7 @@ def test_a_volume_that_does_not_say_what_time_it_is_loses_nothing_by_age(rig: Ri
 
 
 @pytest.mark.parametrize("ahead_seconds", [120.0, -120.0, 60.0, -60.0, -2 * DAY, 2 * DAY])
-def test_a_block_that_is_evicted_and_stored_anew_is_known_whatever_the_engines_clock_says(
-    rig: Rig, engine: Engine, ahead_seconds: float
-) -> None:
+def test_a_block_stored_anew_is_known_whatever_any_clock_says(rig: Rig, engine: Engine, ahead_seconds: float) -> None:
     engine.clock = Clock(ns=rig.clock.ns + int(ahead_seconds * 1e9))
     engine.put(*range(10))
     sweeper = rig.swept(max_bytes=10 * BLOCK_BYTES, low_watermark=0.5, ttl_seconds=DAY)

@@ -23,7 +23,6 @@ from kvtier_connector.store.layout import block_path, find_home, parse_block_pat
 TOPIC = "kv@llama-volume@model"
 
 Held = set[tuple[str, int, bytes]]
-"""Blocks by owner, group and hash."""
 
 
 class Subscriber:
@@ -137,13 +136,6 @@ def test_what_engines_write_is_told_once_with_what_it_continues(rig: Rig, stage:
     assert stored[key(7, "alice").hash]["ownership"] == "ns/llama/aa/alice"
 
 
-def test_what_is_evicted_is_told(rig: Rig, stage: Stage, engine: Engine) -> None:
-    engine.put(*range(20))
-    assert len(stage.agrees()) == 20
-    stage.sweeper.configure(replace(rig.config, max_bytes=10 * BLOCK_BYTES))
-    assert 0 < len(stage.agrees()) < 10
-
-
 def quarantine(rig: Rig, engine: Engine) -> None:
     path = engine.root / block_path(key(3, "alice"))
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
@@ -161,12 +153,18 @@ def unlink(rig: Rig, engine: Engine) -> None:
     rig.clock.move(4 * 86_400)
 
 
-@pytest.mark.parametrize("remove", [quarantine, purge, unlink])
-def test_what_goes_is_told(rig: Rig, stage: Stage, engine: Engine, remove: Callable[[Rig, Engine], None]) -> None:
-    engine.put(1, 2)
+@pytest.mark.parametrize("remove", [quarantine, purge, unlink, None], ids=["quarantine", "purge", "unlink", "evict"])
+def test_what_goes_is_told(
+    rig: Rig, stage: Stage, engine: Engine, remove: Callable[[Rig, Engine], None] | None
+) -> None:
     engine.put(3, tenant="alice")
+    engine.put(1, 2)
     stage.agrees()
-    remove(rig, engine)
+    if remove is None:
+        stage.sweeper.configure(replace(rig.config, max_bytes=3 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7))
+        stage.agrees()
+    else:
+        remove(rig, engine)
     assert not engine.has(3, "alice")
     assert {block[2] for block in stage.agrees()} == {key(1).hash, key(2).hash}
 

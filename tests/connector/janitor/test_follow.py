@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from clocks import Clock
-from planted import KINDS, plant
 from store_contract import NOW_NS, key
-from store_faults import CrashError, CrashingFs, FailingFs
+from store_faults import KINDS, CrashError, CrashingFs, FailingFs, plant
+from test_journal import make_writer, note, only_file
 
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.janitor.follow import ACTIVE_SECONDS, JournalFollower
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.journal import RECORD_BYTES, JournalLimits, JournalWriter, Op, Record
+from kvtier_connector.store.journal import RECORD_BYTES, JournalWriter, Op, Record
 from kvtier_connector.store.layout import JournalName, journal_path
 
 WRITER = "0123456789abcdef" * 2
@@ -42,25 +42,9 @@ class Follower:
         return [int.from_bytes(record.key.hash[:4], "little") for record in self.read()]
 
 
-def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> JournalWriter:
-    return JournalWriter(
-        root, fs=fs or FileSystem(), limits=JournalLimits(**limits), clock=lambda: NOW_NS, now=Clock(1000.0)
-    )
-
-
-def note(writer: JournalWriter, *numbers: int, op: Op = Op.STORED) -> None:
-    for number in numbers:
-        writer.append(op, key(number), 4096)
-
-
 def told(writer: JournalWriter, *numbers: int, op: Op = Op.STORED) -> None:
     note(writer, *numbers, op=op)
     writer.flush()
-
-
-def only_file(root: Path) -> Path:
-    (path,) = (root / "journal").glob("*.kvj")
-    return path
 
 
 def test_each_record_is_read_once(tmp_path: Path) -> None:
@@ -202,9 +186,7 @@ def test_writers_are_those_that_lately_told_of_a_block_that_they_did_not_remove(
     # A stale one is listed, so its blocks may be there: only a walk finds them.
     [("scandir", errno.EIO), ("open", errno.EIO), ("open", errno.ESTALE), ("preadv", errno.EIO)],
 )
-def test_a_journal_that_cannot_be_read_is_reported_and_the_others_are_read(
-    tmp_path: Path, call: str, number: int
-) -> None:
+def test_a_journal_that_cannot_be_read_is_reported_and_others_are_read(tmp_path: Path, call: str, number: int) -> None:
     for _ in range(2):
         told(make_writer(tmp_path), 7)
     broken = [True]

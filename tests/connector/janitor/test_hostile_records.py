@@ -24,7 +24,6 @@ LIMITS = {"max_bytes": 100 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark"
 
 
 def plant(engine: Engine, *records: bytes) -> None:
-    """Write a journal of another process."""
     writer = new_token()
     path = engine.root / journal_path(JournalName(writer, 0))
     path.parent.mkdir(exist_ok=True)
@@ -56,9 +55,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_wrong_records_evict_nothing_and_count_nothing(
-    rig: Rig, engine: Engine, case: str, *, is_restarted: bool
-) -> None:
+def test_wrong_records_evict_and_count_nothing(rig: Rig, engine: Engine, case: str, *, is_restarted: bool) -> None:
     engine.put(*range(BLOCKS))
     sweeper = rig.swept(**LIMITS)
     plant(engine, *(raw(op, number, **{"time_ns": rig.clock.ns, **fields}) for op, number, fields in HOSTILE[case]))
@@ -93,8 +90,6 @@ def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Ri
 
 
 class CountingFs(WatchedFs):
-    """Counts the calls that look at block files."""
-
     def __init__(self) -> None:
         self.counted: Counter[str] = Counter()
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from checks import check
-from planted import KINDS, TOO_DEEP, plant
-from store_faults import WatchedFs
+from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, WatchedFs, plant
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
@@ -29,9 +28,7 @@ LIMITS = {"max_bytes": 10 * BLOCK_BYTES, "high_watermark": 0.9, "low_watermark":
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EROFS, errno.ESTALE])
 @pytest.mark.parametrize("calls", [("unlink",), ("scandir",), ("stat",), ("open",), ("statvfs",), ("pwritev",)])
-def test_what_the_volume_refuses_is_stated_until_it_is_over(
-    rig: Rig, engine: Engine, number: int, calls: tuple[str, ...]
-) -> None:
+def test_what_is_refused_is_said_until_it_ends(rig: Rig, engine: Engine, number: int, calls: tuple[str, ...]) -> None:
     engine.put_chain(*range(10))
     fs = Refusing("", *calls, number=number)
     sweeper = rig.sweeper(fs, **LIMITS)
@@ -45,42 +42,6 @@ def test_what_the_volume_refuses_is_stated_until_it_is_over(
     assert usage.problems == ()
     assert engine.there(range(10)) == list(range(5))
     assert engine.check() == []
-
-
-def test_a_volume_that_cannot_be_listed_is_asked_again_after_a_pause(rig: Rig) -> None:
-    rig.engine().put_chain(*range(3))
-    fs = Refusing("", "scandir")
-    sweeper = rig.sweeper(fs, **LIMITS)
-    assert [sweeper.step() > 0 for _ in range(3)] == [True, True, True]
-    fs.calls = ()
-    rig.sweep(sweeper)
-    fs.calls = ("scandir",)
-    # Long enough for the next walk, too.
-    for _ in range(3):
-        rig.clock.move(86_400)
-        assert sweeper.step() > 0
-
-
-def test_a_block_that_cannot_be_removed_does_not_keep_those_of_other_prefixes(rig: Rig, engine: Engine) -> None:
-    engine.put(*range(10))
-    sweeper = rig.sweeper(Refusing(key(0).hash.hex(), "unlink"), max_bytes=10 * BLOCK_BYTES, low_watermark=0.5)
-    for _ in range(4):
-        sweeper.step()
-    assert engine.there(range(10)) == [0, 5, 6, 7, 8, 9]
-
-
-class CrashError(BaseException):
-    """The process is dead; nothing may catch this."""
-
-
-class Dying(WatchedFs):
-    def __init__(self, step: int) -> None:
-        self.step, self.steps = step, 0
-
-    def before(self, call: str, path: str | None) -> None:
-        self.steps += 1
-        if self.steps > self.step:
-            raise CrashError
 
 
 def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes(rig: Rig) -> None:
@@ -99,7 +60,7 @@ def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes
         shutil.rmtree(rig.dir)
         shutil.copytree(before, rig.dir, copy_function=shutil.copy2)
         try:
-            sweeper = rig.sweeper(Dying(step), keep_previous=0, **LIMITS)
+            sweeper = rig.sweeper(CrashingFs(step), keep_previous=0, **LIMITS)
             rig.work(sweeper, 8)
             sweeper.close()
             has_died = False
@@ -189,11 +150,9 @@ def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, en
     plant(kind, engine.root / block_path(key(3)).replace(key(3).hash.hex(), key(78).hash.hex()))
     for name in (PERMIT_FILE, CATALOG_FILE):
         plant(kind, engine.root.parent / name)
-
     sweeper = rig.swept(**LIMITS)
     rig.clock.move(4000)
     usage = rig.sweep(sweeper)
-
     assert engine.there(range(10)) == list(range(5))
     assert usage.blocks == 5
     if kind != "directory":  # a problem names it, and a person removes it

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -12,16 +13,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from store_faults import GatedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig
 from waiting import until
 
+from kvtier_connector.contract.errors import LeaseUnavailable
 from kvtier_connector.contract.janitor import encode
 from kvtier_connector.contract.usage import decode
-from kvtier_connector.janitor.loop import Loop
+from kvtier_connector.janitor.loop import Loop, make_elector
 from kvtier_connector.janitor.metrics import METRICS, Server, exposition, make_pages
 from kvtier_connector.janitor.sweep import Sweeper
+from kvtier_localcluster.apiserver import ApiServerThread
 
 DEADLINE_SECONDS = 120.0
 wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
@@ -68,6 +72,7 @@ def test_settings_that_need_a_new_process_end_this_one(rig: Rig, tmp_path: Path)
 def test_only_the_elected_one_acts(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     leads = threading.Event()
+    assert make_elector(rig.config) is None, "without a lease it is alone"
     config = replace(rig.config, max_bytes=4 * BLOCK_BYTES, sweep_seconds=0.05)
     with running(Loop(config, is_leader=leads.is_set, tick_seconds=0.05)) as loop:
         assert not loop.report().usage.is_active
@@ -149,3 +154,60 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
             assert get(server.port, "/other")[0] == 404
     finally:
         server.close()
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_answered(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize(
+    ("host", "over_4", "over_6"),
+    [("", True, False), ("0.0.0.0", True, False), ("::", True, True), ("::1", False, True)],
+)
+def test_it_serves_the_addresses_that_it_is_told(host: str, over_4: bool, over_6: bool) -> None:
+    server = Server(host, 0, make_pages(metrics=bytes, usage=str, health=str))
+    server.start()
+    try:
+        assert is_answered(f"http://127.0.0.1:{server.port}") is over_4
+        assert is_answered(f"http://[::1]:{server.port}") is over_6
+    finally:
+        server.close()
+
+
+def test_one_of_two_leads_and_then_the_other(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ApiServerThread() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+        config = replace(rig.config, lease_name="llama-janitor", lease_namespace="default")
+        first, second = make_elector(config), make_elector(config)
+        assert first is not None
+        assert second is not None
+        try:
+            first.start()
+            until(first.is_leader, seconds=DEADLINE_SECONDS)
+            second.start()
+            assert not second.is_leader()
+            first.close()
+            assert not first.is_leader()
+            until(second.is_leader, seconds=DEADLINE_SECONDS)
+        finally:
+            first.close()
+            second.close()
+
+
+def test_a_lease_without_a_cluster_names_its_field(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    with pytest.raises(LeaseUnavailable, match="lease_name='x': no cluster is configured"):
+        make_elector(replace(rig.config, lease_name="x", lease_namespace="default"))

@@ -50,9 +50,7 @@ class Plants(WatchedFs):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_eviction_removes_nothing_through_a_link_planted_at_the_last_moment(
-    rig: Rig, engine: Engine, tmp_path: Path, level: str
-) -> None:
+def test_an_eviction_removes_nothing_through_a_late_link(rig: Rig, engine: Engine, tmp_path: Path, level: str) -> None:
     engine.put(1, tenant="alice")
     fs = Plants(engine, level, tmp_path / "outside")
     rig.clock.move(1.0)
@@ -69,9 +67,7 @@ def test_a_purge_removes_nothing_through_a_link(rig: Rig, engine: Engine, tmp_pa
     assert fs.precious.exists()
 
 
-def test_nothing_is_removed_where_the_tier_itself_is_a_link_and_that_is_stated(
-    rig: Rig, engine: Engine, tmp_path: Path
-) -> None:
+def test_nothing_is_removed_where_the_tier_is_a_link_which_is_said(rig: Rig, engine: Engine, tmp_path: Path) -> None:
     engine.put(*range(4))
     sweeper = rig.sweeper(max_bytes=2 * BLOCK_BYTES)
     rig.dir.rename(tmp_path / "elsewhere")

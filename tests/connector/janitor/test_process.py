@@ -13,7 +13,9 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import msgspec
+import pytest
 import zmq
+from e2e.bench.stress import FULL_SHARE, stress
 from locked_image import blocked_modules, prelude
 from tier_dir import BLOCK_BYTES, Engine, Rig
 from waiting import until
@@ -54,9 +56,7 @@ def stored_events(port: int) -> int:
     return sum(event["type"] == "BlockStored" for event in events)
 
 
-def test_it_runs_with_the_packages_of_its_lock_alone_and_ends_when_told_to(
-    rig: Rig, engine: Engine, tmp_path: Path
-) -> None:
+def test_it_runs_with_the_packages_of_its_lock_and_ends_when_told(rig: Rig, engine: Engine, tmp_path: Path) -> None:
     engine.put_chain(*range(10))
     config_file, log = tmp_path / "janitor.json", tmp_path / "log"
     port = free_port()
@@ -104,3 +104,16 @@ def test_settings_that_cannot_be_used_end_it_with_a_message(tmp_path: Path) -> N
         check=False,
     )
     assert (done.returncode, "janitor.json" in done.stderr) == (1, True)
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+
+@pytest.mark.timeout(240)
+def test_under_random_kills_no_byte_is_wrong_and_the_budget_holds() -> None:
+    run = stress("local", seconds=9, seed=7)
+    assert run.problems == []
+    assert run.engine_kills > 0
+    assert run.janitor_kills > 0
+    assert run.loads > 0
+    assert run.most_bytes >= FULL_SHARE * run.max_bytes

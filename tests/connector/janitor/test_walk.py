@@ -7,27 +7,25 @@ import errno
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from store_faults import WatchedFs
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 
 from kvtier_connector.janitor.commands import purge_blocks
-from kvtier_connector.store.journal import Purge
+from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.journal import JournalWriter, Purge
 from kvtier_connector.store.layout import block_path
 
 DAY = 86_400.0
 
 
-class Unreadable(WatchedFs):
-    """Refuses to look at one path and at what is below it."""
+UNREADABLE = ("scandir", "open")
 
-    def __init__(self, path: str, number: int = errno.EIO) -> None:
-        self.path, self.number = path, number
 
-    def before(self, call: str, path: str | None) -> None:
-        if self.path and call in {"scandir", "open"} and path is not None and f"{path}/".startswith(f"{self.path}/"):
-            raise OSError(self.number, os.strerror(self.number), path)
+def unreadable(path: str, number: int = errno.EIO) -> Refusing:
+    """Refuse to look at one path and at what is below it; with `calls` empty, at nothing."""
+    return Refusing(f"{path}/", *UNREADABLE, number=number)
 
 
 ALICE = block_path(key(3, "alice"))
@@ -42,17 +40,17 @@ def fill(engine: Engine) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("place", "count"), PLACES)
-def test_what_cannot_be_read_is_stated_and_the_rest_is_counted(
+def test_what_is_unreadable_is_said_and_others_count(
     rig: Rig, engine: Engine, number: int, place: str, count: int
 ) -> None:
     fill(engine)
     shutil.rmtree(engine.root / "journal")
-    fs = Unreadable(f"{engine.root}/{place}", number)
+    fs = unreadable(f"{engine.root}/{place}", number)
     sweeper = rig.sweeper(fs)
     usage = rig.sweep(sweeper)
     assert (usage.blocks, usage.is_counted) == (30 - count, True)
     assert all(word in "".join(usage.problems) for word in (place.rpartition(".")[0], os.strerror(number)))
-    fs.path = ""
+    fs.calls = ()
     rig.clock.move(700)
     usage = rig.sweep(sweeper)
     assert (usage.blocks, usage.problems) == (30, ())
@@ -61,10 +59,11 @@ def test_what_cannot_be_read_is_stated_and_the_rest_is_counted(
 @pytest.mark.parametrize(("place", "count"), PLACES)
 def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, engine: Engine, place: str, count: int) -> None:
     fill(engine)
-    fs = Unreadable("")
+    fs = unreadable(f"{engine.root}/{place}")
+    fs.calls = ()
     sweeper = rig.sweeper(fs, verify_seconds=100.0)
     assert rig.sweep(sweeper).blocks == 30
-    fs.path = f"{engine.root}/{place}"
+    fs.calls = UNREADABLE
     for tenant in ("", "alice", "bob"):
         (engine.root / block_path(key(5, tenant))).unlink()
     rig.work(sweeper, 60)
@@ -73,41 +72,9 @@ def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, engine: Eng
     assert [problem for problem in sweeper.report.usage.problems if place in problem] or place == ALICE
 
 
-@pytest.mark.parametrize("name", ["xyz", "ABC", "0300", "030/03"])
-def test_a_directory_that_no_block_can_be_in_is_nobodys_business(rig: Rig, engine: Engine, name: str) -> None:
-    fill(engine)
-    (engine.root / "blocks" / name).mkdir(parents=True)
-    sweeper = rig.sweeper(Unreadable(f"{engine.root}/blocks/{name}"))
-    usage = rig.sweep(sweeper)
-    assert (usage.blocks, usage.problems) == (30, ())
-
-
-def test_blocks_go_for_room_although_a_directory_cannot_be_read(rig: Rig, engine: Engine) -> None:
-    engine.put(*range(10))
-    shutil.rmtree(engine.root / "journal")
-    fs = Unreadable(f"{engine.root}/{block_path(key(9)).rpartition('/')[0]}")
-    rig.sweep(rig.sweeper(fs, max_bytes=9 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.5))
-    assert engine.there(range(10)) == [5, 6, 7, 8, 9]
-
-
-def test_what_stays_unreadable_is_tried_more_and_more_seldom(rig: Rig, engine: Engine) -> None:
-    fill(engine)
-    tried = []
-
-    class Counted(Unreadable):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "scandir" and path == self.path:
-                tried.append(rig.clock.seconds)
-            super().before(call, path)
-
-    sweeper = rig.swept(Counted(f"{engine.root}/tenants/alice/blocks/030"))
-    rig.work(sweeper, 2 * 360)
-    assert 5 <= len(tried) <= 10
-
-
 def test_a_volume_that_cannot_be_read_is_tried_each_minute_until_it_is_counted(rig: Rig, engine: Engine) -> None:
     engine.put(*range(20))
-    fs = Unreadable(f"{engine.root}/blocks")
+    fs = unreadable(f"{engine.root}/blocks")
     sweeper = rig.sweeper(fs)
     for _ in range(1000):
         pause = sweeper.step()
@@ -115,7 +82,7 @@ def test_a_volume_that_cannot_be_read_is_tried_each_minute_until_it_is_counted(r
         assert pause > 0
         assert any(problem.startswith("walk:") for problem in sweeper.report.usage.problems)
         rig.clock.move(pause)
-    fs.path = ""
+    fs.calls = ()
     rig.work(sweeper, 8)
     assert sweeper.report.usage.is_counted
 
@@ -149,7 +116,7 @@ def test_a_generation_that_cannot_be_read_keeps_no_other_from_being_kept(rig: Ri
     engine, old, locked = rig.engine(), rig.engine("bb"), rig.engine("cc")
     for each in (engine, old, locked):
         each.put(*range(10))
-    fs = Unreadable(str(locked.root))
+    fs = unreadable(str(locked.root))
     for path in [*old.root.glob("journal/*"), old.root / "tier.json"]:
         os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(3 * DAY * 1e9)))
     usage = rig.sweep(rig.sweeper(fs, keep_previous=0, max_bytes=8 * BLOCK_BYTES, low_watermark=0.5))
@@ -157,18 +124,7 @@ def test_a_generation_that_cannot_be_read_keeps_no_other_from_being_kept(rig: Ri
     assert engine.there(range(10)) == [6, 7, 8, 9]
     assert len(locked.there(range(10))) == 10
     assert any(str(locked.root) in problem for problem in usage.problems)
-    fs.path = ""
-
-
-def test_a_quarantine_that_cannot_be_read_keeps_no_other_from_being_emptied(rig: Rig) -> None:
-    for digest in ("aa", "bb"):
-        quarantined = rig.engine(digest).root / "quarantine" / "x"
-        quarantined.parent.mkdir()
-        quarantined.write_bytes(b"1")
-        os.utime(quarantined, (0, 0))
-    usage = rig.sweep(rig.sweeper(Unreadable(f"{rig.dir}/aa/quarantine")))
-    assert [(rig.dir / digest / "quarantine" / "x").exists() for digest in ("aa", "bb")] == [True, False]
-    assert any("aa/quarantine" in problem for problem in usage.problems)
+    fs.calls = ()
 
 
 def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig: Rig, engine: Engine) -> None:
@@ -176,39 +132,184 @@ def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig:
     first = rig.swept()
     first.close()
     rig.clock.move(60)
-    fs = Unreadable(str(rig.dir))
-    fs.path = ""
+    fs = unreadable(str(rig.dir))
+    fs.calls = ()
     second = rig.sweeper(fs)
-    fs.path = str(rig.dir)
+    fs.calls = UNREADABLE
     rig.work(second, 3)
     assert second.report.usage.blocks == 5
     assert any("Input/output" in problem for problem in second.report.usage.problems)
-    fs.path = ""
+    fs.calls = ()
     rig.clock.move(700)
     usage = rig.sweep(second)
     assert (usage.blocks, usage.problems) == (5, ())
 
 
-def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported_by_the_next_walk(
-    rig: Rig, engine: Engine
-) -> None:
+def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported(rig: Rig, engine: Engine) -> None:
     fill(engine)
     place = f"{engine.root}/tenants/alice/blocks/030"
-    first = rig.swept(Unreadable(place))
+    first = rig.swept(unreadable(place))
     first.close()
-    second = rig.sweeper(Unreadable(place), verify_seconds=100.0)
+    second = rig.sweeper(unreadable(place), verify_seconds=100.0)
     rig.work(second, 60)
     assert any("alice/blocks/030" in problem for problem in second.report.usage.problems)
     assert second.report.usage.blocks == 30
 
 
 @pytest.mark.parametrize("selection", [Purge(), Purge("")])
-def test_a_purge_goes_on_where_a_directory_cannot_be_read_and_says_so(
-    rig: Rig, engine: Engine, selection: Purge
-) -> None:
+def test_a_purge_goes_on_where_a_folder_is_unreadable_and_says_so(rig: Rig, engine: Engine, selection: Purge) -> None:
     engine.put_chain(*range(10))
     path = block_path(key(9))
-    fs = Unreadable(f"{engine.root}/{path.rpartition('/')[0]}")
+    fs = unreadable(f"{engine.root}/{path.rpartition('/')[0]}")
     (purged,) = purge_blocks(rig.dir, selection, is_dry=False, fs=fs)
     assert (purged.blocks, purged.failed, engine.there(range(10))) == (9, 1, [9])
     assert path.rpartition("/")[0] in purged.problem
+
+
+def test_older_generations_go_before_the_current_one(rig: Rig) -> None:
+    old, new = rig.engine("bb"), rig.engine("aa")
+    new.put(*range(5))
+    old.put(*range(5))
+    rig.sweep(rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6))
+    assert (len(old.there(range(5))), len(new.there(range(5)))) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("days", "kept"),
+    [
+        ({"cc": 3, "bb": 2, "aa": 0}, {"aa", "bb"}),
+        # A directory of updated weights takes no generation's place; that of a release that refused stays with it.
+        ({"bb": 3, "aa.w1": 2, "aa.p2": 0, "aa": 0}, {"aa", "aa.p2", "bb"}),
+        ({"aa.r1": 4, "bb": 3, "aa.r2": 2, "aa": 5}, {"aa", "aa.r2", "bb"}),
+    ],
+)
+def test_generations_beyond_those_to_keep_go_when_nobody_uses_them(
+    rig: Rig, days: dict[str, int], kept: set[str]
+) -> None:
+    for name, age in days.items():
+        engine = rig.engine(name)
+        engine.put(*range(3))
+        engine.age(age * DAY)
+    usage = rig.sweep(rig.sweeper(keep_previous=1))
+    assert {generation.digest for generation in usage.generations} == kept
+    assert {path.name for path in rig.dir.iterdir() if path.is_dir()} == kept
+    assert usage.blocks == 3 * len(kept)
+
+
+def test_a_directory_that_no_generation_can_have_is_none_whatever_it_holds(rig: Rig) -> None:
+    previous, current = rig.engine("bb"), rig.engine("aa")
+    for engine, age in ((previous, 2 * DAY), (current, 0.0)):
+        engine.put(*range(3))
+        engine.age(age)
+    # A preflight at work, of a release that called a file so.
+    trying = rig.dir / f".preflight-{'0' * 32}"
+    trying.mkdir()
+    (trying / "journal").write_bytes(b"")
+    usage = rig.sweep(rig.sweeper(keep_previous=1))
+    assert previous.there(range(3)) == [0, 1, 2]
+    assert [generation.digest for generation in usage.generations] == ["aa", "bb"]
+    assert usage.problems == ()
+    assert (trying / "journal").exists()
+
+
+def test_a_generation_in_use_is_not_removed_and_the_current_one_never(rig: Rig) -> None:
+    used, current = rig.engine("bb"), rig.engine("aa")
+    used.put(1)
+    current.put(1)
+    current.age(30 * DAY)
+    rig.sweep(rig.sweeper(keep_previous=0))
+    assert (used.has(1), current.has(1)) == (True, True)
+
+
+def test_a_generation_with_somebody_elses_file_is_not_removed_but_stated_and_keeps_no_other(rig: Rig) -> None:
+    older, old = rig.engine("cc"), rig.engine("bb")
+    rig.engine("aa")
+    (old.root / "notes.txt").write_text("mine")
+    for engine, age in ((older, 3 * DAY), (old, 2 * DAY)):
+        engine.age(age)
+    usage = rig.sweep(rig.sweeper(keep_previous=0))
+    assert (old.root / "notes.txt").exists()
+    assert not older.root.exists()
+    assert "notes.txt" in usage.problems[0]
+
+
+@pytest.mark.parametrize(
+    "place", ["blocks", "quarantine", "journal", "tenants", "tenants/alice", f".x.{'0' * 32}-partial"]
+)
+def test_a_link_planted_in_an_old_generation_takes_nothing_else_with_it(rig: Rig, tmp_path: Path, place: str) -> None:
+    old = rig.engine("bb")
+    rig.engine("aa")
+    other = tmp_path / "other" / "blocks"
+    other.mkdir(parents=True)
+    (other / "precious").write_text("mine")
+    shutil.rmtree(old.root / place, ignore_errors=True)
+    (old.root / place).parent.mkdir(exist_ok=True)
+    (old.root / place).symlink_to(other.parent if place.startswith("tenants") else other)
+    rig.clock.move(30 * DAY)
+    rig.sweep(rig.sweeper(keep_previous=0))
+    assert (other / "precious").exists()
+    assert not old.root.exists()
+
+
+def test_a_link_in_the_place_of_the_quarantine_takes_nothing_with_it(rig: Rig, engine: Engine, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").write_text("mine")
+    (engine.root / "quarantine").symlink_to(other)
+    rig.clock.move(30 * DAY)
+    rig.sweep(rig.sweeper())
+    assert (other / "precious").exists()
+
+
+def test_a_link_planted_among_the_blocks_is_not_walked(rig: Rig) -> None:
+    engine, other = rig.engine(), Engine(rig.dir.parent / "ns.other", "aa", rig.clock)
+    other.put(*range(4))
+    (engine.root / "blocks").mkdir()
+    for directory in (other.root / "blocks").iterdir():
+        (engine.root / "blocks" / directory.name).symlink_to(directory)
+    shutil.rmtree(other.root / "journal")
+    rig.clock.move(DAY)
+    usage = rig.sweep(rig.sweeper(ttl_seconds=3600.0))
+    assert usage.blocks == 0
+    assert other.there(range(4)) == [0, 1, 2, 3]
+
+
+class Stamping(FileSystem):
+    """A volume that stamps files with the rig's time."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+
+    def touch(self, path: str) -> None:
+        os.utime(path, ns=(self.rig.clock.ns, self.rig.clock.ns))
+
+
+def test_a_generation_that_engines_only_read_is_in_use_as_long_as_they_are_there(rig: Rig) -> None:
+    old = rig.engine("bb")
+    old.put(1)
+    rig.engine("aa")
+    old.age(365 * DAY)
+    fs = Stamping(rig)
+    reading = JournalWriter(old.root, fs=fs, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
+    sweeper = rig.sweeper(keep_previous=0)
+    for _ in range(18):
+        reading.show_life()
+        rig.sweep(sweeper)
+        rig.clock.move(600)
+    assert old.has(1)
+    rig.clock.move(3600)
+    rig.sweep(sweeper)
+    assert not old.root.exists()
+
+
+def test_as_many_generations_as_updates_leave_in_an_hour_are_counted_and_removed(rig: Rig, engine: Engine) -> None:
+    for number in range(300):
+        rig.engine(f"aa.p{number:030x}").put(number)
+    engine.put(1000)
+    sweeper = rig.sweeper(generation_idle_seconds=3600)
+    usage = rig.sweep(sweeper)
+    assert (usage.blocks, usage.problems) == (301, ())
+    rig.clock.move(7200)
+    engine.put(1001)
+    usage = rig.sweep(sweeper)
+    assert (usage.blocks, [each.digest for each in usage.generations]) == (2, ["aa"])

@@ -117,8 +117,6 @@ class Engine:
 
 
 class Rig:
-    """A tier with a janitor."""
-
     def __init__(self, base: Path) -> None:
         self.dir = base / "ns.llama"
         self.clock = Clock()
@@ -132,7 +130,6 @@ class Rig:
         return Engine(self.dir, digest, self.clock, self.volume_ns)
 
     def volume_ns(self) -> int:
-        """What time it is on the volume."""
         return self.clock.ns - self.ahead_ns
 
     def sweeper(self, fs: FileSystem | None = None, **changes: Any) -> Sweeper:
@@ -160,7 +157,6 @@ class Rig:
             sweeper.step()
 
     def sweep(self, sweeper: Sweeper) -> Usage:
-        """Let the janitor do all that is to be done now."""
         for _ in range(1000):
             self.clock.move(sweeper.config.sweep_seconds if sweeper.is_idle else 0.0)
             if sweeper.step() > 0 and sweeper.is_idle:

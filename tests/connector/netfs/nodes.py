@@ -5,18 +5,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import pytest
 from checks import check
 from waiting import until
 
 from kvtier_connector.store.identity import claim
-from kvtier_netfs.volume import SharedVolume
+from kvtier_netfs.volume import SharedVolume, UnavailableError
 
 PATIENCE_SECONDS = 120.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS)
+
+
+QUICKEST = "glusterfs-distribute"
+"""It is there within a second, so it is part of every run; the others are for `make test-netfs`."""
+Kind = TypeVar("Kind", bound=SharedVolume)
+
+
+@contextmanager
+def mounted(kind: type[Kind], base: Path) -> Iterator[Kind]:
+    """Mount it for as long as somebody needs it; skip with the reason where this machine cannot."""
+    with ExitStack() as stack:
+        try:
+            volume = stack.enter_context(kind(base))
+        except UnavailableError as error:
+            pytest.skip(f"{kind.name}: {error}")
+        yield volume
 
 
 @dataclass(frozen=True)

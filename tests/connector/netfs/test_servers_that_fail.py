@@ -14,9 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from checks import check
-from conftest import mounted
 from e2e.bench.stress import stress
-from nodes import Nodes, nodes_on, wait_until
+from nodes import Nodes, mounted, nodes_on, wait_until
 from pools import ROW_BYTES, ROWS, PoolUnderTest
 from pools import payload as row_of
 from store_contract import key, pages, payload, read, remove
@@ -34,7 +33,6 @@ from kvtier_netfs.volume import SharedVolume, UnavailableError
 MIB = 1 << 20
 BLOCKS = 24
 SMALL_DISK_MIB = 320
-"""No xfs is smaller."""
 LEFT_MIB = 32
 STOPPED_SECONDS = 30.0
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
@@ -104,7 +102,6 @@ def test_engines_janitor_and_servers_that_are_killed_at_random_lose_double_and_s
 
 
 def outcomes(store: BlockStore, numbers: range) -> list[Outcome]:
-    """Read blocks; whatever is a hit is right."""
     found = []
     for number in numbers:
         into = pages()

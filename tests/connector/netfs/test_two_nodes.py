@@ -18,7 +18,6 @@ from nodes import PATIENCE_SECONDS, Nodes, wait_until
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, read, remove
 
-from kvtier_connector.contract.errors import IdentityMismatch
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.follow import JournalFollower
 from kvtier_connector.janitor.loop import Loop
@@ -26,7 +25,6 @@ from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, FileSystem
 from kvtier_connector.store.header import Fault
-from kvtier_connector.store.identity import claim
 from kvtier_connector.store.journal import JournalWriter, Op
 
 PATHS = [str(Path(blockstore.__file__ or "").parents[2]), str(Path(__file__).parents[1] / "store")]
@@ -61,14 +59,6 @@ def test_what_one_node_stores_the_other_knows_and_reads(nodes: Nodes) -> None:
     for number in range(10):
         assert read(reader, key(number)) == (Hit(BLOCK_BYTES), bytes(payload(number)))
         assert reader.put(key(number), payload(number)) == Present()
-
-
-def test_what_was_looked_for_in_vain_is_found_once_the_other_node_has_stored_it(nodes: Nodes) -> None:
-    reader = BlockStore(nodes.b)
-    # The name is in this node's cache of names that do not exist.
-    assert reader.get(key(1), pages()) == Miss()
-    assert BlockStore(nodes.a).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    wait_until(lambda: reader.get(key(1), pages()) == Hit(BLOCK_BYTES), "it is found")
 
 
 @pytest.mark.netfs
@@ -156,11 +146,6 @@ def test_of_two_nodes_that_claim_one_directory_for_different_models_one_is_refus
         answers = [process.communicate(timeout=PATIENCE_SECONDS)[0].strip() for process in processes]
         assert answers.count("refused") == 2
         assert len(set(answers)) == 2
-
-
-def test_a_directory_that_the_other_node_claimed_is_refused_to_a_stranger(nodes: Nodes) -> None:
-    with pytest.raises(IdentityMismatch, match="another"):
-        claim(nodes.b, {"model": "other"}, "aa")
 
 
 def test_what_is_appended_is_read_once_each_and_in_order_by_the_other_node(nodes: Nodes) -> None:

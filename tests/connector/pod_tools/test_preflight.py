@@ -71,8 +71,6 @@ def test_what_runs_in_an_image_without_packages_needs_none(module: str) -> None:
 
 
 class Failing(FileSystem):
-    """Fails one call for good."""
-
     def __init__(self, call: str, code: int) -> None:
         self._call, self._code = call, code
 
@@ -102,9 +100,7 @@ class Failing(FileSystem):
         ("fsync", errno.EIO, "Input/output error"),
     ],
 )
-def test_a_volume_that_fails_is_told_with_its_remedy_and_left_clean(
-    tmp_path: Path, call: str, code: int, words: str
-) -> None:
+def test_a_failing_volume_is_told_with_remedy_and_left_clean(tmp_path: Path, call: str, code: int, words: str) -> None:
     report = attempt(tmp_path, Failing(call, code))
     assert words in report.problem
     assert list(tmp_path.iterdir()) == []
@@ -135,8 +131,6 @@ class Twice(FileSystem):
 
 
 class Late(FileSystem):
-    """Lists what was there a call ago."""
-
     def __init__(self) -> None:
         self._before: list[Any] = []
 
@@ -180,9 +174,7 @@ class Timeless(FileSystem):
         (Timeless(), "time of a file cannot be set"),
     ],
 )
-def test_a_volume_without_what_the_store_needs_is_refused_with_what_is_missing_and_what_to_use(
-    tmp_path: Path, fs: FileSystem, words: str
-) -> None:
+def test_a_volume_without_what_the_store_needs_is_refused_by_name(tmp_path: Path, fs: FileSystem, words: str) -> None:
     report = attempt(tmp_path, fs)
     assert words in report.problem
     assert "use a file system of POSIX semantics" in report.problem

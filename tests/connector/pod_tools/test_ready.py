@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import kvtier_connector
-from kvtier_connector.pod_tools import ready
+from kvtier_connector.pod_tools import ready, redis_check
 from kvtier_connector.pod_tools.ready import Phase, StartupReport
 
 PACKAGES = Path(kvtier_connector.__path__[0]).parent
@@ -31,8 +33,6 @@ os._exit(9)
 
 
 class Engine:
-    """Answers like the front end of an engine."""
-
     def __init__(self) -> None:
         self.status = 200
         engine = self
@@ -88,12 +88,6 @@ def begun(state: Path) -> StartupReport:
     return report
 
 
-def test_an_engine_that_has_not_opened_its_tier_is_held_back(probe: Probe, state: Path) -> None:
-    assert probe() == (1, "no disk tier has begun to open its volume")
-    state.mkdir()
-    assert probe() == (1, "no disk tier has begun to open its volume")
-
-
 def test_an_engine_passes_once_it_has_its_volume(probe: Probe, state: Path) -> None:
     report = begun(state)
     code, words = probe()
@@ -140,9 +134,7 @@ def test_what_the_container_before_left_counts_for_nothing(probe: Probe, state: 
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"phase": "attached"}'])
-def test_a_file_that_is_no_statement_counts_for_nothing_and_is_removed(
-    probe: Probe, state: Path, content: bytes
-) -> None:
+def test_a_file_that_is_no_statement_counts_for_nothing_and_goes(probe: Probe, state: Path, content: bytes) -> None:
     state.mkdir()
     foreign = state / "engine.json"
     foreign.write_bytes(content)
@@ -150,13 +142,6 @@ def test_a_file_that_is_no_statement_counts_for_nothing_and_is_removed(
     begun(state).say(Phase.ATTACHED)
     assert not foreign.exists()
     assert probe() == (0, "ready")
-
-
-def test_a_tier_that_was_closed_says_nothing_more(probe: Probe, state: Path) -> None:
-    report = begun(state)
-    report.say(Phase.ATTACHED)
-    report.end()
-    assert probe() == (1, "no disk tier has begun to open its volume")
 
 
 def test_an_engine_that_does_not_answer_is_held_back(probe: Probe, engine: Engine, state: Path) -> None:
@@ -198,10 +183,59 @@ def test_the_command_runs_as_in_a_container_and_imports_no_other_module_of_ours(
     assert done.stdout.endswith("['kvtier_connector', 'kvtier_connector.pod_tools']\n")
 
 
-def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    report = StartupReport("", "ns/tier")
-    report.begin("the volume has not answered yet")
-    report.say(Phase.ATTACHED)
-    report.end()
-    assert list(tmp_path.iterdir()) == []
+class Speaker(socketserver.StreamRequestHandler):
+    """Speaks as much of Redis as is asked; wants a password if its server has one."""
+
+    def handle(self) -> None:
+        has_entered = not self.server.password  # type: ignore[attr-defined]  the fixture sets it
+        while head := self.rfile.readline():
+            words = [self._word() for _ in range(int(head[1:]))]
+            if words[0] == "AUTH":
+                has_entered = words[1] == self.server.password  # type: ignore[attr-defined]  the fixture sets it
+                self.wfile.write(b"+OK\r\n" if has_entered else b"-WRONGPASS invalid password\r\n")
+            else:
+                self.wfile.write(b"+PONG\r\n" if has_entered else b"-NOAUTH Authentication required.\r\n")
+
+    def _word(self) -> str:
+        size = int(self.rfile.readline()[1:])
+        return self.rfile.read(size + 2)[:-2].decode()
+
+
+@pytest.fixture
+def server() -> Iterator[socketserver.ThreadingTCPServer]:
+    made = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Speaker)
+    made.daemon_threads = True
+    made.password = ""  # type: ignore[attr-defined]  what the speaker asks for
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def url(server: socketserver.ThreadingTCPServer) -> str:
+    return f"redis://127.0.0.1:{server.server_address[1]}"
+
+
+def test_the_password_is_given_and_its_lack_is_told(server: socketserver.ThreadingTCPServer) -> None:
+    assert redis_check.why_not(url(server)) == ""
+    password = "grün"
+    server.password = password  # type: ignore[attr-defined]  what the speaker asks for
+    assert redis_check.why_not(url(server), password) == ""
+    assert redis_check.why_not(url(server), patience=0) == "NOAUTH Authentication required."
+    assert redis_check.why_not(url(server), "blau", patience=0) == "WRONGPASS invalid password"
+
+
+def test_one_that_is_not_there_is_told_and_holds_up_nobody(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
+    result = tmp_path / "result"
+    assert redis_check.main([f"--url={address}", f"--result={result}", "--patience=0"]) == 0
+    assert json.loads(result.read_text()) == {"problem": "Connection refused"}
+
+
+@pytest.mark.parametrize("address", ["redis://redis:70000", "redis://redis..cache:6379", "redis://[redis:6379"])
+def test_an_address_that_cannot_be_is_told_and_stops_no_pod(address: str, tmp_path: Path) -> None:
+    result = tmp_path / "result"
+    assert redis_check.main([f"--url={address}", f"--result={result}", "--patience=0"]) == 0
+    assert json.loads(result.read_text())["problem"]

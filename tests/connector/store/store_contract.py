@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,8 +24,6 @@ BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 NOW_NS = 1_750_000_000 * 10**9
 HOME = Home("d1gest")
 
-Store = Callable[..., BlockStore]
-
 
 def key(number: int, group: int = 0) -> BlockKey:
     return BlockKey(number.to_bytes(4, "little") + bytes(range(28)), group)
@@ -39,7 +37,6 @@ def pages(content: bytes = b"", size: int = PAYLOAD_BYTES) -> memoryview:
 
 
 def payload(number: int, size: int = PAYLOAD_BYTES) -> memoryview:
-    """Return a payload that no other number has."""
     line = number.to_bytes(8, "little")
     return pages((line * (size // len(line) + 1))[:size], size)
 
@@ -97,14 +94,12 @@ class BlockStoreContract:
         return BlockStore(root, direct=direct, clock=lambda: NOW_NS)
 
     damage = Fault.CHECKSUM
-    """What a reader says of a changed payload."""
 
     def whole_file(self, of: BlockKey, data: memoryview) -> bytes:
         """Return the bytes of a file that the store reads, without the store's help."""
         return whole_file(of, data)
 
     def raw_write(self, root: Path, of: BlockKey, content: bytes) -> Path:
-        """Put bytes under a block's name, bypassing the store."""
         path = root / block_path(of)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -117,9 +112,6 @@ class BlockStoreContract:
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
         assert read(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
 
-    def test_a_block_that_nobody_put_is_a_miss(self, store: BlockStore) -> None:
-        assert store.get(key(1), pages()) == Miss()
-
     def test_the_file_is_the_header_and_the_payload_and_nothing_else(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))
         assert self.raw_read(root, key(1)) == self.whole_file(key(1), payload(1))
@@ -131,11 +123,7 @@ class BlockStoreContract:
     def test_groups_of_one_hash_are_different_blocks(self, store: BlockStore) -> None:
         store.put(key(1, group=0), payload(10))
         store.put(key(1, group=1), payload(11))
-        into = pages()
-        store.get(key(1, group=0), into)
-        assert into == payload(10)
-        store.get(key(1, group=1), into)
-        assert into == payload(11)
+        assert [read(store, key(1, group=group))[1] for group in (0, 1)] == [payload(10), payload(11)]
 
     def test_a_block_that_is_there_is_not_written_again(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))
@@ -158,13 +146,11 @@ class BlockStoreContract:
         assert store.get(key(1), into.cast("b", (16, PAYLOAD_BYTES // 16))) == Hit(BLOCK_BYTES)
         assert into == payload(1)
 
-    def test_empty_memory_is_refused(self, store: BlockStore) -> None:
+    def test_empty_and_read_only_memory_is_refused(self, store: BlockStore) -> None:
         with pytest.raises(ValueError, match="empty"):
             store.put(key(1), memoryview(b""))
         with pytest.raises(ValueError, match="empty"):
             store.get(key(1), memoryview(bytearray()))
-
-    def test_reading_into_read_only_memory_is_refused(self, store: BlockStore) -> None:
         with pytest.raises(ValueError, match="writable"):
             store.get(key(1), memoryview(b"x"))
 
@@ -206,9 +192,7 @@ class BlockStoreContract:
         assert [path.read_bytes() for path in moved] == [bytes(content)]
         moved[0].unlink()
 
-    def test_threads_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only(
-        self, root: Path, store: BlockStore
-    ) -> None:
+    def test_threads_on_the_same_blocks_see_whole_blocks_only(self, root: Path, store: BlockStore) -> None:
         def work(thread: int) -> set[object]:
             into = pages()
             seen: set[object] = set()

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File systems that hang or fail: at one call, for one name, or for good as when the process dies."""
+"""File systems that hang or fail, what another writer of the volume could put there, and what a crashed one leaves."""
 
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
 
 
 class CrashError(BaseException):
@@ -90,8 +92,6 @@ class WatchedFs(FileSystem):
 
 
 class NotingFs(WatchedFs):
-    """Notes each call by its name."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -116,7 +116,6 @@ class CrashingFs(WatchedFs):
         return self.steps > self._step
 
     def crash_after(self, steps: int, *, torn_bytes: int = 0) -> None:
-        """Die this many calls from now."""
         self._step = self.steps + steps
         self._torn_bytes = torn_bytes
 
@@ -207,3 +206,56 @@ class ShortFs(FileSystem):
 
     def _report(self, count: int) -> int:
         return count - self._unreported if count == self._limit else count
+
+
+KINDS = ("link", "pipe", "socket", "directory")
+TOO_DEEP = b"[" * 4000
+
+
+def plant(kind: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    else:
+        (path / "inside").mkdir(parents=True)
+
+
+def clear(root: Path, *kinds: LeftoverKind) -> list[str]:
+    """Remove leftovers as the janitor does once they are old; return their paths relative to the root."""
+    found = [
+        entry for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover) and entry.kind in kinds
+    ]
+    for entry in found:
+        (root / entry.path).unlink()
+    return [entry.path for entry in found]
+
+
+class KubeletMount:
+    """Changes as the kubelet changes a mounted Secret or ConfigMap: a new directory, then the link to it swapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._turn = 0
+        path.mkdir(exist_ok=True)
+
+    def put(self, **keys: bytes) -> None:
+        self._turn += 1
+        made = self.path / f"..{self._turn}"
+        made.mkdir()
+        for name, content in keys.items():
+            (made / name).write_bytes(content)
+        link = self.path / "..data_tmp"
+        link.symlink_to(made.name)
+        link.replace(self.path / "..data")
+        for entry in self.path.iterdir():
+            if not entry.name.startswith("..") and entry.name not in keys:
+                entry.unlink()
+        for name in keys:
+            if not (self.path / name).is_symlink():
+                (self.path / name).symlink_to(f"..data/{name}")
+        # Each another time, also where the tests run on a volume that tells times in whole seconds.
+        os.utime(self.path, (self._turn, self._turn))

@@ -11,19 +11,18 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from checks import check
 from plain_engine import PlainEngine
-from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, remove, whole_file
-from store_faults import FailingFs, NthCallFails, ShortFs, WatchedFs
+from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, read, stream, whole_file
+from store_faults import KINDS, FailingFs, NthCallFails, ShortFs, WatchedFs, plant
 
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored, StoreFault
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
-from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, block_path
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
@@ -79,9 +78,7 @@ class TestStoreWhoseTransfersStopAnywhere(BlockStoreContract):
     ],
 )
 @pytest.mark.parametrize("call", ["mkdir", "open", "pwritev", "close", "rename"])
-def test_a_volume_that_refuses_a_write_is_a_value_and_leaves_nothing(
-    root: Path, call: str, number: int, fault: StoreFault
-) -> None:
+def test_a_refused_write_is_a_value_and_leaves_nothing(root: Path, call: str, number: int, fault: StoreFault) -> None:
     fs = FailingFs(OSError(number, os.strerror(number)), when=lambda name, path: name == call)
     store = BlockStore(root, fs=fs, direct=False)
     assert store.put(key(1), payload(1)) is fault
@@ -99,9 +96,7 @@ def test_a_volume_that_refuses_a_read_is_a_value_and_keeps_the_file(root: Path, 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENODATA])
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_a_block_that_another_node_removes_while_it_is_read_is_a_miss_whatever_the_volume_says(
-    root: Path, call: str, number: int
-) -> None:
+def test_a_block_that_another_node_removes_while_it_is_read_is_a_miss(root: Path, call: str, number: int) -> None:
     BlockStore(root).put(key(1), payload(1))
 
     def is_removed(name: str, path: str | None) -> bool:
@@ -135,12 +130,6 @@ def test_an_exception_at_any_step_of_put_leaves_no_partial_file(root: Path, erro
     assert step > 5
 
 
-def test_a_close_that_fails_is_a_failed_write(root: Path) -> None:
-    fs = FailingFs(OSError(errno.ENOSPC, "full"), when=lambda name, path: name == "close")
-    assert BlockStore(root, fs=fs, direct=False).put(key(1), payload(1)) is StoreFault.NO_SPACE
-    assert BlockStore(root).get(key(1), pages()) == Miss()
-
-
 def test_a_write_that_the_system_takes_nothing_of_is_a_fault(root: Path) -> None:
     class TakesNothing(FileSystem):
         def pwritev(self, fd: int, buffers: object, offset: int) -> int:
@@ -149,52 +138,37 @@ def test_a_write_that_the_system_takes_nothing_of_is_a_fault(root: Path) -> None
     assert BlockStore(root, fs=TakesNothing()).put(key(1), payload(1)) is StoreFault.IO
 
 
-def test_a_good_block_that_replaces_a_damaged_one_before_the_move_stays(root: Path) -> None:
+@pytest.mark.parametrize("moment", ["stat", "rename"])
+def test_a_good_block_that_replaces_a_damaged_one_before_or_after_the_look_at_it_stays(root: Path, moment: str) -> None:
     path = root / block_path(key(1))
     BlockStore(root).put(key(1), payload(1))
     path.write_bytes(b"damaged")
 
-    class ReplacedBeforeTheLook(WatchedFs):
+    class Replaced(WatchedFs):
         def before(self, call: str, path: str | None) -> None:
-            if call == "stat":
+            if call == moment and not (path or "").endswith("-partial") and QUARANTINE not in (path or ""):
                 BlockStore(root).put(key(1), payload(1))
 
-    assert BlockStore(root, fs=ReplacedBeforeTheLook()).get(key(1), pages()) is Fault.TRUNCATED
+    assert BlockStore(root, fs=Replaced()).get(key(1), pages()) is Fault.TRUNCATED
     assert BlockStore(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
     assert not list(root.glob(f"{QUARANTINE}/*"))
 
 
-def test_a_good_block_that_is_moved_by_a_hair_goes_back(root: Path) -> None:
-    path = root / block_path(key(1))
-    BlockStore(root).put(key(1), payload(1))
-    path.write_bytes(b"damaged")
-
-    class ReplacedBeforeTheMove(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "rename" and path is not None and not path.endswith("-partial") and QUARANTINE not in path:
-                BlockStore(root).put(key(1), payload(1))
-
-    assert BlockStore(root, fs=ReplacedBeforeTheMove()).get(key(1), pages()) is Fault.TRUNCATED
-    assert BlockStore(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
-    assert not list(root.glob(f"{QUARANTINE}/*"))
-
-
-def test_a_damaged_block_that_cannot_be_moved_is_removed(root: Path) -> None:
-    BlockStore(root).put(key(1), payload(1))
-    (root / block_path(key(1))).write_bytes(b"damaged")
-    fs = FailingFs(OSError(errno.ENOSPC, "full"), when=lambda name, path: name in {"rename", "mkdir"})
-    assert BlockStore(root, fs=fs).get(key(1), pages()) is Fault.TRUNCATED
-    assert BlockStore(root).get(key(1), pages()) == Miss()
-
-
-def test_a_damaged_block_on_a_read_only_volume_is_a_fault_each_time(root: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "calls", "is_removed"),
+    [(errno.ENOSPC, {"rename", "mkdir"}, True), (errno.EROFS, {"rename", "mkdir", "unlink"}, False)],
+)
+def test_damaged_blocks_that_cannot_be_moved_are_removed(
+    root: Path, number: int, calls: set[str], is_removed: bool
+) -> None:
     BlockStore(root).put(key(1), payload(1))
     path = root / block_path(key(1))
     path.write_bytes(b"damaged")
-    fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda name, path: name in {"rename", "mkdir", "unlink"})
+    fs = FailingFs(OSError(number, os.strerror(number)), when=lambda name, path: name in calls)
     store = BlockStore(root, fs=fs, direct=False)
-    assert [store.get(key(1), pages()) for _ in range(2)] == [Fault.TRUNCATED, Fault.TRUNCATED]
-    path.unlink()
+    again = Miss() if is_removed else Fault.TRUNCATED
+    assert [store.get(key(1), pages()) for _ in range(2)] == [Fault.TRUNCATED, again]
+    path.unlink(missing_ok=True)
 
 
 def test_no_descriptor_below_the_root_stays_open(root: Path) -> None:
@@ -309,31 +283,6 @@ def test_processes_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only
     assert [process.returncode for process in processes] == [0, 0, 0]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_volume_that_fills_up_stops_stores_and_keeps_loads(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("this machine does not let us mount")
-    try:
-        root = tmp_path / "d1gest"
-        claim(root, {"model": "test"}, "d1gest")
-        store = BlockStore(root)
-        outcomes = [store.put(key(number), payload(number)) for number in range(20)]
-        stored = outcomes.count(Stored(BLOCK_BYTES))
-        assert 10 <= stored < 20
-        assert outcomes[stored:] == [StoreFault.NO_SPACE] * (20 - stored)
-        assert store.get(key(0), pages()) == Hit(BLOCK_BYTES)
-        assert check(root, partial_age_seconds=0) == []
-        remove(root, key(0))
-        assert store.put(key(0), payload(0)) == Stored(BLOCK_BYTES)
-        assert subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=False).returncode == 0
-        assert store.put(key(30), payload(30)) is StoreFault.READ_ONLY
-        assert store.put(key(0), payload(0)) == Present()
-        assert store.get(key(0), pages()) == Hit(BLOCK_BYTES)
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
 @pytest.mark.parametrize("umask", ["000", "022", "077", "777"])
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: str) -> None:
     script = (
@@ -349,3 +298,92 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: str) -> None:
     assert stat.S_IMODE((tmp_path / "root" / PURGES_FILE).stat().st_mode) == 0o660
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o2770 if path.is_dir() else 0o640), path
+
+
+@pytest.mark.parametrize("is_read_first", [False, True])
+@pytest.mark.parametrize("direct", [False, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_under_a_blocks_name_is_a_fault_once_and_is_replaced_by_a_block(
+    root: Path, kind: str, *, direct: bool | None, is_read_first: bool
+) -> None:
+    plant(kind, root / block_path(key(1)))
+    store = BlockStore(root, direct=direct)
+    assert store.look_up(key(1)) is False
+    if is_read_first:
+        assert [store.get(key(1), pages()) for _ in range(2)] == [Fault.MAGIC, Miss()]
+    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+
+
+class StaleFs(FileSystem):
+    """The first calls of one kind say that the file was replaced on the server."""
+
+    def __init__(self, call: str, times: int, *, unlinks: bool = False) -> None:
+        self.left = times
+        self._call = call
+        self._unlinks = unlinks
+        self._paths: dict[int, str] = {}
+
+    def open(self, path: str, flags: int) -> int:
+        if path.endswith(".kvb"):
+            self._fail("open", path)
+        fd = super().open(path, flags)
+        self._paths[fd] = path
+        return fd
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._fail("preadv", self._paths[fd])
+        return super().preadv(fd, buffers, offset)
+
+    def _fail(self, call: str, path: str) -> None:
+        if call == self._call and self.left:
+            self.left -= 1
+            if self._unlinks:
+                Path(path).unlink()
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+
+class FailsOnce(WatchedFs):
+    call = ""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def before(self, call: str, path: str | None) -> None:
+        if call == self.call:
+            self.call = ""
+            raise self.error
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_file_that_was_replaced_on_the_server_is_opened_again(root: Path, call: str) -> None:
+    BlockStore(root).put(key(1), payload(1))
+    assert read(BlockStore(root, fs=StaleFs(call, 1)), key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
+    assert stream(BlockStore(root, fs=StaleFs(call, 1), direct=False), key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
+
+
+def test_a_file_that_was_removed_on_the_server_is_a_miss(root: Path) -> None:
+    BlockStore(root).put(key(1), payload(1))
+    assert BlockStore(root, fs=StaleFs("preadv", 1, unlinks=True)).get(key(1), pages()) == Miss()
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_file_that_stays_stale_is_a_volume_that_fails(root: Path, call: str) -> None:
+    BlockStore(root).put(key(1), payload(1))
+    fs = StaleFs(call, 100)
+    assert BlockStore(root, fs=fs, direct=False).get(key(1), pages()) is Fault.IO
+    # It is asked for once more, and not for ever.
+    assert fs.left == 98
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "close", "rename"])
+def test_a_write_into_what_was_replaced_on_the_server_is_made_again(root: Path, call: str) -> None:
+    engine = PlainEngine(root, fs=(fs := FailsOnce(OSError(errno.ESTALE, "stale"))), direct=False)
+    assert engine.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+    assert engine.tell() == ""
+    for write in (lambda: engine.put(key(9), payload(9)) == Stored(BLOCK_BYTES), lambda: engine.tell() == ""):
+        fs.call = "pwritev" if call == "rename" and engine.journal.pending else call
+        assert write()
+        assert not fs.call
+    assert engine.get(key(9), pages()) == Hit(BLOCK_BYTES)
+    assert list(root.rglob("*-partial")) == []

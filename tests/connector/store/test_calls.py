@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 from store_contract import BLOCK_BYTES, key, pages, payload, remove, writes
-from store_faults import NotingFs
+from store_faults import NotingFs, ShortFs
 
-from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored
-from kvtier_connector.store.fs import ALIGNMENT, FileSystem
-from kvtier_connector.store.header import HEADER_BYTES
+from kvtier_connector.io_workers.worker import WorkerFileSystem
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored
+from kvtier_connector.store.fs import ALIGNMENT, LOCAL, DirectIo, FileSystem
+from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.identity import RootClaim, RootState, claim
-from kvtier_connector.store.layout import BlockKey
+from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path
 from kvtier_connector.store.mounts import Mount
+from kvtier_connector.store.reading import PIECE_BYTES
 
 
 def hashed(number: int) -> BlockKey:
@@ -37,7 +39,6 @@ def store(tmp_path: Path, fs: NotingFs) -> BlockStore:
 
 
 LOOK = ["open", "fstat", "close"]
-"""At the mark of purges, before the rename."""
 
 
 def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore, fs: NotingFs) -> None:
@@ -49,9 +50,7 @@ def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore,
     assert fs.calls == ["open", "open", *writes(tmp_path), "close", *LOOK, "rename"]
 
 
-def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_more(
-    tmp_path: Path, store: BlockStore, fs: NotingFs
-) -> None:
+def test_the_first_block_of_a_directory_costs_little_more(tmp_path: Path, store: BlockStore, fs: NotingFs) -> None:
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     # In vain, and once more; the mark is looked for, made, and looked at.
     made = ["open", *["open", "close"], *LOOK]
@@ -63,9 +62,7 @@ def test_the_first_block_of_a_directory_costs_what_makes_the_directory_and_no_mo
         assert fs.calls == ["open", *made, "open", *writes(tmp_path), "close", *LOOK, "rename"]
 
 
-def test_on_moosefs_a_block_is_as_long_as_it_will_be_before_the_rest_of_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_moosefs_a_block_has_its_length_before_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[int, int]] = []
 
     class Noting(FileSystem):
@@ -121,3 +118,92 @@ def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: NotingFs) -> N
     fs.calls.clear()
     assert ours.look(may_write=True) is RootState.SAME
     assert fs.calls == ["stat"]
+
+
+SIZE = 3 * PIECE_BYTES - 4096
+
+
+class Taker:
+    def __init__(self, *, most: int = 1 << 30) -> None:
+        self.got = bytearray(SIZE)
+        self.pieces = 0
+        self._most = most
+
+    def __call__(self, offset: int, piece: memoryview) -> bool:
+        if self.pieces == self._most:
+            return False
+        self.pieces += 1
+        self.got[offset : offset + piece.nbytes] = piece
+        return True
+
+
+def stream(root: Path, of: BlockKey, taker: Taker, *, fs: FileSystem = LOCAL, direct: bool = False) -> Outcome | None:
+    return BlockStore(root, fs=fs, direct=direct).stream(of, pages(size=SIZE), taker)
+
+
+@pytest.mark.parametrize(("direct", "reads"), [(False, 3), (True, 1)])
+def test_large_blocks_are_read_in_pieces_through_page_cache_only(tmp_path: Path, *, direct: bool, reads: int) -> None:
+    if direct and not DirectIo(LOCAL, str(tmp_path), direct=None).is_supported():
+        pytest.skip("the temporary directory does not take O_DIRECT")
+    fs = NotingFs()
+    store = BlockStore(tmp_path, fs=fs, direct=direct)
+    store.put(key(1), payload(1, SIZE))
+    fs.calls.clear()
+    taker = Taker()
+    assert store.stream(key(1), pages(size=SIZE), taker) == Hit(HEADER_BYTES + SIZE)
+    assert taker.got == payload(1, SIZE)
+    assert fs.calls == ["open", *["preadv"] * reads, "fstat", "close"]
+
+
+@pytest.mark.parametrize("fs", [LOCAL, ShortFs(3001), ShortFs(300_000)], ids=["whole", "tiny", "short"])
+def test_the_pieces_make_up_the_block(tmp_path: Path, fs: FileSystem) -> None:
+    BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
+    taker = Taker()
+    assert isinstance(stream(tmp_path, key(1), taker, fs=fs), Hit)
+    assert taker.got == payload(1, SIZE)
+
+
+def test_whoever_takes_no_more_ends_the_read_and_the_block_stays(tmp_path: Path) -> None:
+    BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
+    assert stream(tmp_path, key(1), Taker(most=1)) is None
+    assert isinstance(stream(tmp_path, key(1), Taker()), Hit)
+
+
+def test_a_block_of_another_key_or_length_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, direct=False)
+    store.put(key(1), payload(1, SIZE))
+    store.put(key(2), payload(2, SIZE + 4096))
+    (tmp_path / block_path(key(3))).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / block_path(key(1))).rename(tmp_path / block_path(key(3)))
+    taker = Taker()
+    assert stream(tmp_path, key(3), taker) is Fault.KEY
+    assert stream(tmp_path, key(2), taker) is Fault.LENGTH
+    assert taker.pieces == 0
+
+
+def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(tmp_path: Path) -> None:
+    BlockStore(tmp_path).put(key(1), payload(1, SIZE))
+    with (tmp_path / block_path(key(1))).open("r+b") as file:
+        file.write(b"what")
+    fs = NotingFs()
+    assert stream(tmp_path, key(1), Taker(), fs=fs) is Fault.MAGIC
+    assert fs.calls.count("preadv") == 1
+
+
+@pytest.mark.parametrize("appended", [1, 4096])
+@pytest.mark.parametrize("way", ["get", "get direct", "stream", "stream mapped"])
+def test_a_block_with_bytes_appended_is_a_fault_and_is_moved_away(tmp_path: Path, way: str, appended: int) -> None:
+    fs = WorkerFileSystem() if way == "stream mapped" else LOCAL
+    store = BlockStore(tmp_path, fs=fs, direct=None if way == "get direct" else False)
+    store.put(key(1), payload(1))
+    with (tmp_path / block_path(key(1))).open("ab") as file:
+        file.write(bytes(appended))
+
+    def read() -> object:
+        if way.startswith("get"):
+            return store.get(key(1), pages())
+        return store.stream(key(1), pages(), lambda _offset, _piece: True)
+
+    assert read() is Fault.TRAILING
+    assert read() == Miss()
+    assert [path.name.split(".")[2] for path in (tmp_path / QUARANTINE).iterdir()] == ["trailing"]

@@ -15,10 +15,8 @@ import store_contract
 from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_engine import PlainEngine
-from store_contract import HOME, NOW_NS, key, pages, payload
+from store_contract import HOME, NOW_NS, key, pages
 
-from kvtier_connector.contract.engine import COMPRESSIONS
 from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.janitor import commands
 from kvtier_connector.store import compression as codec
@@ -26,7 +24,6 @@ from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, St
 from kvtier_connector.store.compression import PIECE_BYTES, Codec, pays
 from kvtier_connector.store.fs import LOCAL, PROFILE_FILE, FileSystem
 from kvtier_connector.store.header import (
-    FLAG_PACKED,
     HEADER_BYTES,
     WIDTHS,
     Fault,
@@ -38,7 +35,6 @@ from kvtier_connector.store.header import (
     encode_header,
 )
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.journal import RECORD_BYTES, Op, decode_record
 from kvtier_connector.store.layout import block_path
 
 SIZE = PIECE_BYTES + 12288
@@ -125,8 +121,8 @@ def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - wh
     keys = keys_dir if is_encrypted else None
     block = numbers(1)
     stored = make(root, keys_dir=keys, direct=direct, fs=fs).put(key(1), block)
+    assert block == numbers(1), "what was given is not changed"
     size = (root / block_path(key(1))).stat().st_size
-
     assert stored == Stored(size)
     assert size < HEADER_BYTES + 0.8 * SIZE
     # Whoever writes none reads them all the same.
@@ -135,26 +131,11 @@ def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - wh
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_block_that_would_not_get_smaller_is_written_as_it_is(
-    root: Path, read: Callable[..., tuple[object, bytes]]
-) -> None:
+def test_a_block_that_gets_no_smaller_is_written_as_is(root: Path, read: Callable[..., tuple[object, bytes]]) -> None:
     store = make(root)
     assert store.put(key(1), noise(1)) == Stored(HEADER_BYTES + SIZE)
     assert header_of(root, 1).flags == 0
     assert read(store, 1) == (Hit(HEADER_BYTES + SIZE), bytes(noise(1)))
-
-
-def test_without_compression_the_file_is_what_it_always_was(root: Path) -> None:
-    make(root, "Off").put(key(1), numbers(1))
-    content = (root / block_path(key(1))).read_bytes()
-    assert content[HEADER_BYTES:] == bytes(numbers(1))
-    assert content[396:412] == bytes(16)
-
-
-def test_the_payload_given_is_not_changed(root: Path) -> None:
-    block = numbers(1)
-    make(root).put(key(1), block)
-    assert block == numbers(1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,7 +212,7 @@ def test_a_block_of_another_length_is_never_unpacked(root: Path, block_bytes: in
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_flipped_bit_anywhere_is_a_fault(
+def test_a_flip_is_noticed(
     root: Path, keys_dir: Path, read: Callable[..., tuple[object, bytes]], is_encrypted: bool
 ) -> None:
     keys = keys_dir if is_encrypted else None
@@ -264,40 +245,16 @@ def test_who_cannot_decompress_misses_the_block_leaves_it_and_may_write_it_anew(
     make(root).put(key(1), numbers(1))
     monkeypatch.setattr(codec, "_library", lambda: None)
     store = make(root)
-
     assert read(store, 1)[0] is Fault.ALGORITHM
     assert header_of(root, 1).packing.method == Method.ZSTD_PLANES
     assert store.put(key(1), numbers(1)) == Stored(HEADER_BYTES + SIZE)
     assert read(store, 1) == (Hit(HEADER_BYTES + SIZE), bytes(numbers(1)))
 
 
-def test_a_release_that_knows_no_compression_sees_a_flag_that_it_does_not_know(root: Path) -> None:
-    make(root).put(key(1), numbers(1))
-    (flags,) = struct.unpack_from("<I", (root / block_path(key(1))).read_bytes(), 12)
-    assert flags == FLAG_PACKED
-    assert not Fault.ALGORITHM.is_damage
-
-
 @pytest.mark.parametrize(("before", "after"), [("Always", "Off"), ("Off", "Always")])
 def test_a_block_that_is_there_in_either_form_is_not_written_again(root: Path, before: str, after: str) -> None:
     make(root, before).put(key(1), numbers(1))
     assert make(root, after).put(key(1), numbers(1)) == Present()
-
-
-def test_the_journal_says_what_the_files_take(root: Path) -> None:
-    engine = PlainEngine(root, direct=False, compression="Always")
-    for number in range(4):
-        engine.put(key(number), numbers(number))
-    engine.tell()
-    taken = sum(file.stat().st_size for file in root.rglob("*.kvb"))
-
-    assert taken < 4 * 0.8 * SIZE
-    journals = b"".join(file.read_bytes() for file in root.rglob("*.kvj"))
-    decoded = [
-        decode_record(journals[at : at + RECORD_BYTES]) for at in range(RECORD_BYTES, len(journals), RECORD_BYTES)
-    ]
-    stored = [each for each in decoded if each is not None and each.op == Op.STORED]
-    assert sum(HEADER_BYTES + each.payload_bytes for each in stored) == taken
 
 
 def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: Path) -> None:
@@ -324,7 +281,7 @@ def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: P
         ({"read_rate": 3e9, "write_rate": 2e9, "processors": 2}, False),
     ],
 )
-def test_blocks_are_compressed_where_that_makes_loads_quicker_and_stores_no_slower(
+def test_blocks_are_compressed_where_loads_gain_and_stores_do_not_lose(
     change: dict[str, float], is_worth_it: bool
 ) -> None:
     rates = {
@@ -344,9 +301,7 @@ def test_blocks_are_compressed_where_that_makes_loads_quicker_and_stores_no_slow
     ],
     ids=["slow", "fast", "half", "nonsense", "nobody measured"],
 )
-def test_auto_follows_what_was_measured_of_the_volume(
-    root: Path, choices: dict[str, object], is_compressed: bool
-) -> None:
+def test_auto_follows_what_was_measured_of_it(root: Path, choices: dict[str, object], is_compressed: bool) -> None:
     (root.parent / PROFILE_FILE).write_text(json.dumps(choices))
     make(root, "Auto").put(key(1), numbers(1))
     assert (header_of(root, 1).packing.method == Method.ZSTD_PLANES) is is_compressed
@@ -362,9 +317,3 @@ def test_a_compressed_block_that_was_frozen_is_still_read(root: Path) -> None:
     path.write_bytes(FROZEN.read_bytes())
     for read in READS:
         assert read(make(root), 1, len(FROZEN_BLOCK)) == (Hit(FROZEN.stat().st_size), FROZEN_BLOCK)
-
-
-def test_the_modes_are_those_of_the_contract(root: Path) -> None:
-    assert COMPRESSIONS == ("Off", "Auto", "Always")
-    for number, mode in enumerate(COMPRESSIONS):
-        assert isinstance(make(root, mode).put(key(number), payload(number)), Stored)

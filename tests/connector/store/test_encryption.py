@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import base64
 import shutil
 import struct
 import zlib
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planted import clear
 from store_contract import (
     BLOCK_BYTES,
     HOME,
@@ -25,11 +23,10 @@ from store_contract import (
     pages,
     payload,
     read,
-    remove,
     stream,
     whole_file,
 )
-from store_faults import CrashError, CrashingFs
+from store_faults import KubeletMount
 
 from kvtier_connector.janitor import commands
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
@@ -38,7 +35,6 @@ from kvtier_connector.store.fsck import check_all
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_path
-from kvtier_connector.store.scan import LeftoverKind
 
 DATA = Path(__file__).parents[1] / "data"
 K1, K2 = bytes(range(32)), bytes(range(100, 132))
@@ -82,13 +78,6 @@ def test_an_encrypted_block_comes_back(root: Path, keys_dir: Path, size: int, di
     assert store.put(key(1), payload(1, size)) == Present()
 
 
-def test_nothing_of_the_payload_is_on_the_volume(root: Path, keys_dir: Path) -> None:
-    make(root, keys_dir).put(key(1), payload(1))
-    content = (root / block_path(key(1))).read_bytes()
-    assert bytes(payload(1))[:16] not in content
-    assert K1 not in content
-
-
 def test_the_payload_stays_unless_it_is_scratch(root: Path, keys_dir: Path) -> None:
     store = make(root, keys_dir)
     kept, scratch = payload(1), payload(2)
@@ -103,17 +92,6 @@ def test_read_only_memory_can_be_encrypted(root: Path, keys_dir: Path) -> None:
     store = make(root, keys_dir)
     assert store.put(key(1), memoryview(bytes(payload(1))), is_scratch=True) == Stored(BLOCK_BYTES)
     assert stream(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
-
-
-def test_two_writes_of_one_block_have_nothing_in_common(root: Path, keys_dir: Path) -> None:
-    store = make(root, keys_dir)
-    store.put(key(1), payload(1))
-    first = (root / block_path(key(1))).read_bytes()
-    remove(root, key(1))
-    store.put(key(1), payload(1))
-    second = (root / block_path(key(1))).read_bytes()
-    assert header_of(root, key(1)).seal.nonce != first[256:268]
-    assert first[HEADER_BYTES : HEADER_BYTES + 64] != second[HEADER_BYTES : HEADER_BYTES + 64]
 
 
 @pytest.fixture(scope="module")
@@ -177,51 +155,31 @@ def test_a_block_that_is_not_encrypted_is_not_believed_and_is_replaced(root: Pat
     assert stream(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
 
 
-def test_without_keys_an_encrypted_block_is_a_miss_and_is_replaced(root: Path, keys_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "active", "fault"),
+    [(None, "", Fault.KEY_MISSING), (None, "k2", Fault.KEY_MISSING), (K2, "k1", Fault.KEY_WRONG)],
+    ids=["no keys", "its key is gone", "another key of its name"],
+)
+def test_a_block_whose_key_is_not_there_is_a_miss_that_stays_and_is_written_anew(
+    root: Path, keys_dir: Path, content: bytes | None, active: str, fault: Fault
+) -> None:
     make(root, keys_dir).put(key(1), payload(1))
-    store = BlockStore(root)
-    assert store.get(key(1), pages()) is Fault.KEY_MISSING
-    assert (root / block_path(key(1))).exists()
-    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-
-
-def test_a_rotated_key_reads_the_old_and_writes_the_new(root: Path, keys_dir: Path) -> None:
-    make(root, keys_dir, "k1").put(key(1), payload(1))
-    store = make(root, keys_dir, "k2")
-    assert store.put(key(1), payload(1)) == Present()
-    store.put(key(2), payload(2))
-    assert [header_of(root, key(number)).seal.key_id for number in (1, 2)] == ["k1", "k2"]
-    assert stream(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
-    assert stream(store, key(2)) == (Hit(BLOCK_BYTES), bytes(payload(2)))
-
-
-def test_a_block_whose_key_is_gone_is_a_miss_stays_and_is_written_with_the_new_key(root: Path, keys_dir: Path) -> None:
-    make(root, keys_dir, "k1").put(key(1), payload(1))
-    (keys_dir / "k1").unlink()
-    store = make(root, keys_dir, "k2")
-    assert store.get(key(1), pages()) is Fault.KEY_MISSING
-    assert stream(store, key(1))[0] is Fault.KEY_MISSING
-    assert not (root / QUARANTINE).exists()
-    assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
-    assert header_of(root, key(1)).seal.key_id == "k2"
-
-
-def test_another_key_of_the_same_name_is_a_miss_and_empties_no_volume(root: Path, keys_dir: Path) -> None:
-    make(root, keys_dir).put(key(1), payload(1))
-    (keys_dir / "k1").write_bytes(K2)
-    store = make(root, keys_dir)
-    assert store.get(key(1), pages()) is Fault.KEY_WRONG
-    assert (root / block_path(key(1))).exists()
+    (keys_dir / "k1").unlink() if content is None else (keys_dir / "k1").write_bytes(content)
+    store = make(root, keys_dir, active) if active else BlockStore(root)
+    assert store.get(key(1), pages()) is fault
+    assert stream(store, key(1))[0] is fault
     assert not (root / QUARANTINE).exists()
     (keys_dir / "k1").write_bytes(K1)
     assert make(root, keys_dir).get(key(1), pages()) == Hit(BLOCK_BYTES)
+    if content is None:
+        (keys_dir / "k1").unlink()
+        assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
+        assert header_of(root, key(1)).seal.key_id == active
+        assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("active", ["", "k3", "broken"])
-def test_without_an_active_key_nothing_is_written_and_old_blocks_are_read(
-    root: Path, keys_dir: Path, active: str
-) -> None:
+def test_without_active_key_nothing_is_written_and_old_blocks_are_read(root: Path, keys_dir: Path, active: str) -> None:
     make(root, keys_dir).put(key(1), payload(1))
     (keys_dir / "broken").write_bytes(b"short")
     store = make(root, keys_dir, active)
@@ -250,9 +208,7 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
 
 
 @pytest.mark.parametrize("elsewhere", ["d2gest", "d1gest.e1"])
-def test_a_block_copied_from_another_generation_is_no_hit_though_the_key_is_right(
-    root: Path, keys_dir: Path, elsewhere: str
-) -> None:
+def test_a_block_copied_from_another_generation_is_no_hit_with_key(root: Path, keys_dir: Path, elsewhere: str) -> None:
     other, path = make(root.with_name(elsewhere), keys_dir), root / block_path(key(1))
     assert isinstance(other.put(key(1), payload(1)), Stored)
     path.parent.mkdir(parents=True)
@@ -287,29 +243,11 @@ def test_the_first_page_is_the_same_but_for_nonce_tag_and_checksum() -> None:
     found = parse_key("k1", K1)
     assert found is not None
     header = Header(key(1), 4096, bytes(32), NOW_NS, HOME, Lineage(key(0).hash, 1))
-    one, other = (encrypt(header, payload(1, 4096), pages(size=4096), found) for _ in range(2))
+    contents = [pages(size=4096) for _ in range(2)]
+    one, other = (encrypt(header, payload(1, 4096), content, found) for content in contents)
+    assert len({bytes(content)[:64] for content in (*contents, payload(1, 4096))}) == 3
     assert (one[:152], one[184:256], one[268:4092]) == (other[:152], other[184:256], other[268:4092])
     assert one[256:268] != other[256:268]
-
-
-def test_a_crash_at_any_step_leaves_no_block_or_one_that_can_be_decrypted(tmp_path: Path, keys_dir: Path) -> None:
-    outcomes = set()
-    for step in itertools.count():
-        root = tmp_path / str(step) / "d1gest"
-        claim(root, {}, "d1gest")
-        fs = CrashingFs(step, torn_bytes=10_000)
-        store = BlockStore(root, fs=fs, keys_dir=str(keys_dir))
-        store.keyring.active_name = "k1"
-        with contextlib.suppress(CrashError):
-            store.put(key(1), payload(1))
-        outcome, content = stream(make(root, keys_dir), key(1))
-        outcomes.add(outcome)
-        assert outcome == Miss() or content == bytes(payload(1))
-        clear(root, LeftoverKind.PARTIAL)
-        assert check_all(root, partial_age_seconds=0, keyring=Keyring(str(keys_dir))).problems == []
-        if not fs.has_crashed:
-            break
-    assert outcomes == {Miss(), Hit(BLOCK_BYTES)}
 
 
 class TestContractWithEncryption(BlockStoreContract):
@@ -341,3 +279,111 @@ class TestContractWithEncryption(BlockStoreContract):
     def test_the_file_is_the_header_and_the_payload_and_nothing_else(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))
         assert len(self.raw_read(root, key(1))) == BLOCK_BYTES
+
+
+SECRET = bytes(range(200, 232))
+OTHER = bytes(range(32))
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> KubeletMount:
+    return KubeletMount(tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        SECRET,
+        SECRET.hex().encode(),
+        SECRET.hex().upper().encode() + b"\n",
+        base64.b64encode(SECRET),
+        base64.b64encode(SECRET) + b"\n",
+    ],
+    ids=["raw", "hex", "upper hex, new line", "base64", "base64, new line"],
+)
+def test_a_key_is_understood_in_each_form(content: bytes) -> None:
+    key = parse_key("k1", content)
+    assert key.secret == SECRET
+    assert key.name == "k1"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", SECRET[:31], SECRET + b"x", b"a" * 63, SECRET[:16].hex().encode(), base64.b64encode(SECRET[:31])]
+)
+def test_a_key_of_another_length_is_none(content: bytes) -> None:
+    assert parse_key("k1", content) is None
+
+
+def test_two_keys_of_one_name_have_different_checks_and_one_key_always_the_same() -> None:
+    one, other = parse_key("k1", SECRET), parse_key("k1", OTHER)
+    assert one.check != other.check
+    assert one.check.hex() == "6bf495a1b2f22956", "another value makes every block unreadable that is there"
+
+
+def test_the_active_key_is_found_in_a_mounted_secret(mount: KubeletMount) -> None:
+    mount.put(k1=SECRET, k2=OTHER.hex().encode())
+    ring = Keyring(str(mount.path), seconds=0)
+    assert ring.active() is None
+    ring.active_name = "k2"
+    key = ring.active()
+    assert key.secret == OTHER
+    assert ring.is_usable
+    assert ring.problem == ""
+    assert ring.find("k1") is not None
+    assert ring.find("k3") is None
+
+
+def test_the_directory_is_looked_at_now_and_then_only(mount: KubeletMount) -> None:
+    mount.put(k1=SECRET)
+    seconds = [0.0]
+    ring = Keyring(str(mount.path), seconds=5, now=lambda: seconds[0])
+    assert ring.find("k1") is not None
+    mount.put()
+    seconds[0] = 4.9
+    assert ring.find("k1") is not None
+    seconds[0] = 5.1
+    assert ring.find("k1") is None
+    mount.put(k1=SECRET)
+    seconds[0] = 6.2
+    assert ring.find("k1") is not None, "a key that is missing is looked for sooner"
+
+
+def test_keys_stay_good_while_the_directory_cannot_be_read(mount: KubeletMount) -> None:
+    mount.put(k1=SECRET)
+    ring = Keyring(str(mount.path), seconds=0)
+    ring.active_name = "k1"
+    assert ring.active() is not None
+    shutil.rmtree(mount.path)
+    assert ring.active() is not None
+    assert "cannot be read" in ring.problem
+
+
+def test_what_is_wrong_is_said_with_a_remedy(mount: KubeletMount) -> None:
+    mount.put(k1=SECRET[:16], k2=OTHER)
+    ring = Keyring(str(mount.path), seconds=0)
+    assert "spec.disk.encryption.activeKey" in ring.problem
+    ring.active_name = "k1"
+    assert ring.active() is None
+    assert not ring.is_usable
+    assert "k1 in" in ring.problem
+    assert "32 bytes" in ring.problem
+    ring.active_name = "k2"
+    assert ring.active() is not None
+    assert "not a key" in ring.problem
+
+
+def test_a_directory_that_is_not_there_is_no_key_and_no_crash(tmp_path: Path) -> None:
+    ring = Keyring(str(tmp_path / "nothing"), seconds=0)
+    ring.active_name = "k1"
+    assert ring.active() is None
+    assert "add it to the Secret first" in ring.problem
+
+
+def test_no_key_is_ever_shown(mount: KubeletMount) -> None:
+    mount.put(k1=SECRET, broken=SECRET[:20])
+    ring = Keyring(str(mount.path), seconds=0)
+    ring.active_name = "k1"
+    key = ring.active()
+    shown = f"{key!r} {key} {ring!r} {ring.problem} {[key]}"
+    for form in (SECRET.hex(), repr(SECRET)[2:-1], base64.b64encode(SECRET).decode(), SECRET[:20].hex()):
+        assert form not in shown

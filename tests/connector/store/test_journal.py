@@ -127,7 +127,6 @@ def test_a_full_segment_is_followed_by_the_next_and_the_oldest_go(tmp_path: Path
 
 
 SECOND_NS = 10**9
-"""Some volumes tell no shorter times."""
 
 
 def make_living(root: Path, fs: FileSystem | None = None) -> tuple[JournalWriter, Clock]:

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 from clocks import Clock
-from planted import KINDS, TOO_DEEP, plant
+from store_faults import KINDS, TOO_DEEP, FailingFs, KubeletMount, NotingFs, plant
 
-from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.contract.engine import LiveSettings, encode_live
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.permit import (
     ALL_TENANTS,
     PERMIT_BYTES,
     PERMIT_FILE,
+    Mode,
     Permit,
+    RuntimeSettings,
     StorePermit,
     decode_permit,
     encode_permit,
@@ -62,10 +66,19 @@ def volume(tmp_path: Path) -> Volume:
     return Volume(tmp_path)
 
 
-def test_nothing_is_stored_without_a_permit(volume: Volume) -> None:
+@pytest.mark.parametrize("janitor", ["none needed", "no permit yet", "no room"])
+def test_who_stores_nothing_is_told_why(volume: Volume, janitor: str) -> None:
+    if janitor == "no room":
+        volume.renew(0)
+    volume.engine.is_needed = janitor != "none needed"
     volume.engine.refresh()
-    assert volume.engine.reserve(1) is StoreFault.NO_PERMIT
-    assert PERMIT_FILE in volume.engine.reason
+    refusal, reason = {
+        "none needed": (None, ""),
+        "no permit yet": (StoreFault.NO_PERMIT, PERMIT_FILE),
+        "no room": (StoreFault.NO_BUDGET, "the volume is full"),
+    }[janitor]
+    assert volume.engine.reserve(1 << 50) is refusal
+    assert volume.engine.reason.endswith(reason) if not reason else reason in volume.engine.reason
 
 
 def test_a_permit_allows_so_many_bytes_until_the_next_one(volume: Volume) -> None:
@@ -78,7 +91,10 @@ def test_a_permit_allows_so_many_bytes_until_the_next_one(volume: Volume) -> Non
     volume.engine.end(600, 600)
     volume.renew(1000)
     volume.engine.refresh()
-    assert volume.engine.reserve(1000) is None
+    assert volume.engine.reserve(900) is None
+    volume.renew(1000)
+    volume.engine.refresh()
+    assert volume.engine.reserve(200) is StoreFault.NO_BUDGET, "what is still being written counts"
 
 
 def test_one_block_that_is_larger_than_the_share_is_allowed_while_no_other_is_written(volume: Volume) -> None:
@@ -90,34 +106,19 @@ def test_one_block_that_is_larger_than_the_share_is_allowed_while_no_other_is_wr
     assert volume.engine.reserve(600) is StoreFault.NO_BUDGET
 
 
-def test_bytes_that_are_still_being_written_count_against_the_next_permit(volume: Volume) -> None:
-    volume.renew(1000)
-    volume.engine.refresh()
-    assert volume.engine.reserve(900) is None
-    volume.renew(1000)
-    volume.engine.refresh()
-    assert volume.engine.reserve(200) is StoreFault.NO_BUDGET
-
-
-def test_a_permit_ends_when_it_is_not_renewed(volume: Volume) -> None:
+def test_a_permit_ends_when_it_is_not_renewed_also_for_an_engine_that_starts_later(volume: Volume) -> None:
     volume.renew()
     volume.engine.refresh()
-    volume.clock.seconds += SECONDS - 1
+    volume.clock.seconds += SECONDS / 2
+    later = volume.start_engine()
+    later.refresh()
+    volume.clock.seconds += SECONDS / 2 - 1
     volume.engine.refresh()
-    assert volume.engine.refusal() is None
+    assert (volume.engine.refusal(), later.refusal()) == (None, None)
     volume.clock.seconds += 1
     volume.engine.refresh()
     assert volume.engine.reserve(1) is StoreFault.NO_PERMIT
-
-
-def test_an_old_permit_is_not_believed_by_an_engine_that_starts(volume: Volume) -> None:
-    volume.renew()
-    volume.clock.seconds += SECONDS / 2
-    half = volume.start_engine()
-    half.refresh()
-    assert half.refusal() is None
-    volume.clock.seconds += SECONDS / 2
-    assert half.refusal() is StoreFault.NO_PERMIT
+    assert later.refusal() is StoreFault.NO_PERMIT
     late = volume.start_engine()
     late.refresh()
     assert late.refusal() is StoreFault.NO_PERMIT
@@ -146,42 +147,25 @@ def test_an_engine_that_does_not_know_the_time_of_the_volume_waits_for_a_renewal
     assert engine.refusal() is None
 
 
-def test_a_tenant_over_its_quota_is_refused_and_no_other(volume: Volume) -> None:
-    volume.renew(tenants=("red",))
-    volume.engine.refresh()
-    assert volume.engine.reserve(1, "red") is StoreFault.NO_QUOTA
-    assert volume.engine.reserve(1, "blue") is None
-    assert volume.engine.reserve(1) is None
+def test_a_tenant_over_its_quota_is_refused_and_no_other_if_all_of_them_fit_the_file(volume: Volume) -> None:
+    many = tuple(f"tenant-{number:025d}" for number in range(1000))
+    for refused, blue in ((("red",), None), (many, StoreFault.NO_QUOTA)):
+        volume.renew(tenants=refused)
+        assert volume.path.stat().st_size == PERMIT_BYTES
+        volume.engine.refresh()
+        assert volume.engine.reserve(1, "red") is StoreFault.NO_QUOTA
+        assert volume.engine.reserve(1, "blue") is blue
+        assert volume.engine.reserve(1) is None
 
 
-def test_tenants_that_do_not_fit_the_file_make_all_tenants_wait(volume: Volume) -> None:
-    volume.renew(tenants=tuple(f"tenant-{number:025d}" for number in range(1000)))
-    assert volume.path.stat().st_size == PERMIT_BYTES
-    volume.engine.refresh()
-    assert volume.engine.reserve(1, "blue") is StoreFault.NO_QUOTA
-    assert volume.engine.reserve(1) is None
-
-
-def test_a_permit_of_nothing_says_why(volume: Volume) -> None:
-    volume.renew(0)
-    volume.engine.refresh()
-    assert volume.engine.reserve(1) is StoreFault.NO_BUDGET
-    assert volume.engine.reason == "the volume is full"
-
-
-def test_without_a_janitor_there_is_no_limit(volume: Volume) -> None:
-    volume.engine.is_needed = False
-    assert volume.engine.reserve(1 << 50) is None
-    assert volume.engine.reason == ""
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "empty", "half", "other", "deep", "negative", "late"])
+@pytest.mark.parametrize("kind", [*KINDS, "empty", "half", "other", "two halves", "deep", "negative", "late"])
 def test_what_is_no_permit_allows_nothing_and_is_named(volume: Volume, kind: str) -> None:
     good = encode_permit(Permit("n", SECONDS, 1000))
     content = {
         "empty": b"",
         "half": good[:30],
         "other": good.replace(b"1000", b"9999"),
+        "two halves": good[:60] + encode_permit(Permit("m", SECONDS, 1000))[60:],
         "deep": TOO_DEEP,
         "negative": encode_permit(Permit("n", SECONDS, -1)),
         "late": encode_permit(Permit("n", 1e9, 1)),
@@ -209,7 +193,88 @@ def test_what_is_written_is_read(permit: Permit) -> None:
     assert decode_permit(content) == permit
 
 
-def test_half_of_one_permit_and_half_of_another_is_none() -> None:
-    one, other = (encode_permit(Permit(number * 32, 60.0, 1000)) for number in "ab")
-    with pytest.raises(ConfigInvalid):
-        decode_permit(one[:60] + other[60:])
+def said(mode: Mode) -> bytes:
+    return encode_live(mode.value).encode()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> KubeletMount:
+    return KubeletMount(tmp_path)
+
+
+@pytest.fixture
+def live_file(tmp_path: Path) -> RuntimeSettings:
+    return RuntimeSettings(str(tmp_path / "mode"), seconds=0)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("end", ["", "\n", "  \r\n"])
+def test_each_mode_is_understood(mounted: KubeletMount, live_file: RuntimeSettings, mode: Mode, end: str) -> None:
+    mounted.put(mode=said(mode) + end.encode())
+    assert live_file.refresh().mode == mode.value
+    assert live_file.mode is mode
+    assert live_file.problem == ""
+
+
+def test_a_swap_is_seen_at_the_next_refresh(mounted: KubeletMount, live_file: RuntimeSettings) -> None:
+    mounted.put(mode=said(Mode.READ_ONLY))
+    live_file.refresh()
+    mounted.put(mode=said(Mode.BYPASS))
+    assert live_file.mode is Mode.READ_ONLY
+    assert live_file.refresh().mode == "Bypass"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"Bypass", b'{"mode": "bypass"}', b'{"mode": ["Bypass"]}', b"{}", b"\xff\xfe", b"x" * 5000, b"[]", None]
+    + [b'{"mode": "Bypass", "needs_permit": %s}' % value for value in (b"0", b"1", b'"true"', b"null")]
+    + [b'{"mode": "Bypass", "active_key": %s}' % value for value in (b"1", b'"../x"', b'""a')],
+)
+def test_what_cannot_be_understood_keeps_the_last_mode_and_is_reported(
+    mounted: KubeletMount, live_file: RuntimeSettings, content: bytes | None
+) -> None:
+    mounted.put(mode=said(Mode.READ_ONLY))
+    live_file.refresh()
+    mounted.put(**({} if content is None else {"mode": content}))
+    assert live_file.refresh().mode == "ReadOnly"
+    assert "staying with mode ReadOnly" in live_file.problem
+    mounted.put(mode=said(Mode.READ_WRITE))
+    assert live_file.refresh().mode == "ReadWrite"
+    assert live_file.problem == ""
+
+
+def test_a_file_that_is_not_there_leaves_the_volume_in_use(tmp_path: Path) -> None:
+    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=0)
+    assert live_file.refresh().mode == "ReadWrite"
+    assert "cannot be read" in live_file.problem
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_file_that_cannot_be_read_is_reported(mounted: KubeletMount, tmp_path: Path, call: str) -> None:
+    mounted.put(mode=said(Mode.BYPASS))
+    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == call)
+    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=0, fs=fs)
+    assert live_file.refresh().mode == "ReadWrite"
+    assert "broken" in live_file.problem
+
+
+def test_the_file_is_read_at_most_every_so_many_seconds(mounted: KubeletMount, tmp_path: Path) -> None:
+    clock, fs = Clock(1000.0), NotingFs()
+    mounted.put(mode=said(Mode.READ_WRITE))
+    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=5, fs=fs, now=clock)
+    for _ in range(11):
+        live_file.refresh()
+        clock.seconds += 1
+    assert fs.calls.count("open") == 3
+
+
+def test_the_limit_and_the_active_key_are_live_too(mounted: KubeletMount, live_file: RuntimeSettings) -> None:
+    mounted.put(mode=encode_live("ReadWrite", needs_permit=True, active_key="k1").encode())
+    assert live_file.refresh() == LiveSettings(mode="ReadWrite", needs_permit=True, active_key="k1")
+    mounted.put(mode=encode_live("ReadWrite").encode())
+    assert live_file.refresh() == LiveSettings(mode="ReadWrite")
+
+
+def test_a_field_of_a_later_release_is_ignored(mounted: KubeletMount, live_file: RuntimeSettings) -> None:
+    mounted.put(mode=json.dumps({"mode": "ReadOnly", "colour": "blue"}).encode())
+    assert live_file.refresh().mode == "ReadOnly"

@@ -7,10 +7,12 @@ import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 from checks import check
+from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, key, payload
 from store_faults import FailingFs, WatchedFs
 
@@ -19,11 +21,11 @@ from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store import fsck as check_module
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.fsck import FsckProblem, FsckReport, check_all
+from kvtier_connector.store.fsck import check_all
 from kvtier_connector.store.header import Fault
-from kvtier_connector.store.identity import claim
+from kvtier_connector.store.identity import claim, find_generations
 from kvtier_connector.store.layout import block_path, partial_path
-from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, scan
+from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, WalkProgress, scan
 
 TOKEN = "0123456789abcdef" * 2
 CONNECTOR = Path(check_module.__file__ or "").parents[2]
@@ -40,7 +42,6 @@ def root(tmp_path: Path) -> Path:
 
 
 def litter(root: Path) -> dict[str, LeftoverKind]:
-    """Leave one of everything that is no block."""
     directory = Path(block_path(key(0))).parent
     kinds = {
         partial_path(block_path(key(9)), TOKEN): LeftoverKind.PARTIAL,
@@ -90,31 +91,19 @@ def test_the_names_of_an_nfs_client_are_ignored(root: Path) -> None:
     assert check(root, partial_age_seconds=0) == []
 
 
-def test_a_root_that_is_not_there_has_no_files(tmp_path: Path) -> None:
-    assert list(scan(tmp_path / "nothing")) == []
-
-
-def test_files_that_go_while_they_are_listed_are_left_out(root: Path) -> None:
-    class Vanishing(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "stat" and path is not None and path.endswith(".kvb"):
-                Path(path).unlink()
-
-    assert list(scan(root, fs=Vanishing())) == []
-
-
-def test_directories_that_go_while_they_are_listed_are_left_out(root: Path) -> None:
-    class Vanishing(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "scandir" and path is not None and "/blocks/" in path:
-                shutil.rmtree(path)
-
-    assert list(scan(root, fs=Vanishing())) == []
-
-
 @pytest.mark.parametrize("call", ["scandir", "stat"])
-def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str) -> None:
-    error = OSError(errno.EIO, "broken")
+def test_what_goes_while_it_is_listed_is_left_out(root: Path, call: str) -> None:
+    class Vanishing(WatchedFs):
+        def before(self, name: str, path: str | None) -> None:
+            if name == call and "/blocks/" in (path or ""):
+                shutil.rmtree(Path(path or "") if call == "scandir" else Path(path or "").parent)
+
+    assert list(scan(root, fs=Vanishing())) == []
+
+
+@pytest.mark.parametrize(("call", "number"), [("scandir", errno.EIO), ("scandir", errno.ESTALE), ("stat", errno.EIO)])
+def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str, number: int) -> None:
+    error = OSError(number, "broken")
     fs = FailingFs(error, when=lambda name, path: name == call and "blocks" in str(path))
     with pytest.raises(StoreUnavailable, match="broken") as caught:
         list(scan(root, fs=fs))
@@ -122,22 +111,17 @@ def test_a_volume_that_cannot_be_walked_is_unavailable(root: Path, call: str) ->
     assert [problem.kind for problem in check(root, fs=fs)] == ["unreadable"]
 
 
-def test_a_sound_root_has_no_problems(root: Path) -> None:
-    assert check_all(root) == FsckReport(blocks=3, bytes=3 * BLOCK_BYTES)
-
-
-def test_a_check_changes_nothing(root: Path) -> None:
+def test_a_check_names_all_problems_in_order_and_changes_nothing(root: Path) -> None:
     litter(root)
     (root / block_path(key(0))).write_bytes(b"damaged")
-    before = sorted((str(path), path.lstat().st_mtime_ns) for path in root.rglob("*"))
-    assert check(root) != []
-    assert sorted((str(path), path.lstat().st_mtime_ns) for path in root.rglob("*")) == before
-
-
-def test_trailing_bytes_are_a_problem(root: Path) -> None:
-    with (root / block_path(key(0))).open("ab") as file:
+    with (root / block_path(key(1))).open("ab") as file:
         file.write(b"more")
-    assert [problem.kind for problem in check(root)] == [Fault.TRAILING.value]
+    before = sorted((str(path), path.lstat().st_mtime_ns) for path in root.rglob("*"))
+    problems = check(root, partial_age_seconds=0)
+    assert problems == sorted(problems)
+    assert all(problem.message for problem in problems)
+    assert {Fault.TRUNCATED.value, Fault.TRAILING.value, "foreign"} <= {problem.kind for problem in problems}
+    assert sorted((str(path), path.lstat().st_mtime_ns) for path in root.rglob("*")) == before
 
 
 def test_a_directory_that_is_no_tier_is_a_problem(tmp_path: Path) -> None:
@@ -163,12 +147,6 @@ def test_a_directory_that_was_replaced_on_the_server_is_listed_again(root: Path,
     assert found == {block_path(key(number)) for number in range(3)}
 
 
-def test_a_directory_that_stays_stale_is_a_volume_that_cannot_be_walked(root: Path) -> None:
-    fs = FailingFs(OSError(errno.ESTALE, "stale"), when=lambda name, path: name == "scandir" and "blocks" in str(path))
-    with pytest.raises(StoreUnavailable, match="stale"):
-        list(scan(root, fs=fs))
-
-
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_file_that_cannot_be_read_is_a_problem(root: Path, call: str) -> None:
     path = root / block_path(key(0))
@@ -180,17 +158,8 @@ def test_a_file_that_cannot_be_read_is_a_problem(root: Path, call: str) -> None:
         assert [problem.kind for problem in check(root, fs=fs)] == ["io"] * 3 + ["identity"]
 
 
-def test_problems_come_in_the_order_of_their_paths(root: Path) -> None:
-    litter(root)
-    problems = check(root, partial_age_seconds=0)
-    assert problems == sorted(problems)
-    assert all(isinstance(problem, FsckProblem) and problem.message for problem in problems)
-
-
 @pytest.mark.parametrize("other", ["0ther", "d1gest.w1"], ids=["another generation", "other weights"])
-def test_a_file_that_was_copied_from_another_directory_of_blocks_is_named(
-    root: Path, other: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_copied_from_elsewhere_is_named(root: Path, other: str, capsys: pytest.CaptureFixture[str]) -> None:
     there = root.parent / other
     claim(there, {}, other)
     BlockStore(there).put(key(5), payload(5))
@@ -233,11 +202,8 @@ def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return status, captured.out
 
 
-def test_the_command_succeeds_on_a_sound_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_check(capsys, str(root)) == (0, "3 blocks, 204 KiB, 0 problems\n")
-
-
 def test_the_command_lists_problems_and_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(capsys, str(root)) == (0, "3 blocks, 204 KiB, 0 problems\n")
     (root / block_path(key(0))).write_bytes(b"damaged")
     status, text = run_check(capsys, str(root))
     assert status == 1
@@ -269,3 +235,125 @@ def test_the_share_of_a_walk_that_is_done_only_grows_and_ends_at_one(root: Path,
     assert shares == sorted(shares)
     assert len(set(shares)) > 3
     assert shares[-1] == pytest.approx(1)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """Return the root of a volume with two tiers, one of them with two generations, and something else."""
+    for path, blocks in (("kv/ns.llama/aaa", 3), ("kv/ns.llama/bbb", 2), ("ns.qwen/ccc", 1)):
+        root = tmp_path / path
+        claim(root, {"model": path}, root.name)
+        store = PlainEngine(root)
+        for number in range(blocks):
+            store.put(key(number), payload(number))
+        store.tell()
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "somebody").write_text("else")
+    return tmp_path
+
+
+def test_every_generation_of_a_volume_is_found(volume: Path) -> None:
+    found = [str(path.relative_to(volume)) for path in find_generations(volume)]
+    assert found == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
+    assert find_generations(volume / "ns.qwen/ccc") == [volume / "ns.qwen/ccc"]
+    assert find_generations(volume / "nothing") == []
+
+
+def test_the_directories_of_vllms_tier_are_not_searched(volume: Path) -> None:
+    vllms = volume / "ns.qwen" / "0123456789abcdef"
+    for place in ("M_0123456789ab", "M_0123456789ab_r0/abc/blocks", "M_ba9876543210_r0/blocks"):
+        (vllms / place).mkdir(parents=True)
+    # Only where its description stands beside it, it is vLLM's.
+    assert find_generations(vllms) == [vllms / "M_ba9876543210_r0"]
+
+
+def test_a_generation_without_its_description_is_found_by_its_blocks(volume: Path) -> None:
+    (volume / "ns.qwen/ccc/tier.json").unlink()
+    assert volume / "ns.qwen/ccc" in find_generations(volume)
+    assert [problem.path for problem in check_all(volume).problems] == ["ns.qwen/ccc/tier.json"]
+
+
+def test_a_volume_that_cannot_be_listed_is_unavailable(volume: Path) -> None:
+    fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda call, path: "qwen" in str(path))
+    with pytest.raises(StoreUnavailable, match="broken"):
+        find_generations(volume, fs=fs)
+
+
+def test_a_check_of_a_volume_verifies_all_its_generations(volume: Path) -> None:
+    assert check_all(volume).problems == []
+    assert check_all(volume).blocks == 6
+    (volume / "kv/ns.llama/bbb" / block_path(key(0))).write_bytes(b"damaged")
+    report = check_all(volume)
+    assert [(problem.path, problem.kind) for problem in report.problems] == [
+        (f"kv/ns.llama/bbb/{block_path(key(0))}", "truncated")
+    ]
+    assert len(check_all(volume / "kv").problems) == 1
+    assert check_all(volume / "ns.qwen").problems == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads: int) -> None:
+    root = volume / "kv/ns.llama/aaa"
+    store = PlainEngine(root)
+    for number in range(100):
+        store.put(key(number), payload(number, 4096))
+    for number in range(0, 100, 7):
+        with (root / block_path(key(number))).open("r+b") as file:
+            file.seek(5000)
+            file.write(b"damaged")
+    told: list[tuple[float, int, int]] = []
+    report = check_all(root, threads=threads, progress=WalkProgress(lambda *each: told.append(each)))
+    assert report == check_all(root)
+    assert len(report.problems) == 15
+    assert told[-1][1:] == (report.blocks, report.bytes) == (100, 100 * 8192)
+
+
+def test_inspect_shows_generations_sizes_ages_and_leftovers(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = volume / "kv/ns.llama/aaa"
+    (root / partial_path(block_path(key(0)), TOKEN)).write_bytes(b"half")
+    (root / "quarantine").mkdir()
+    (root / f"quarantine/00_g0.kvb.checksum.{TOKEN}").write_bytes(b"12345")
+    two_days_ago = time.time_ns() - 2 * 86_400 * 10**9
+    os.utime(root / block_path(key(0)), ns=(two_days_ago, two_days_ago))
+    assert main(["inspect", str(volume), "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["volume"]["bytes"] > document["volume"]["free"] > 0
+    first, second, third = document["generations"]
+    assert [each["path"] for each in (first, second, third)] == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
+    assert first["identity"] == {"model": "kv/ns.llama/aaa"}
+    assert first["blocks"] == {"files": 3, "bytes": 3 * BLOCK_BYTES}
+    assert {name: heap["files"] for name, heap in first["ages"].items()} == {
+        "1 h": 2,
+        "1 d": 0,
+        "7 d": 1,
+        "30 d": 0,
+        "older": 0,
+    }
+    assert first["newestSeconds"] < 3600
+    assert first["oldestSeconds"] > 86_400
+    assert first["leftovers"]["partial"] == {"files": 1, "bytes": 4}
+    assert first["leftovers"]["quarantined"] == {"files": 1, "bytes": 5}
+    assert third["blocks"]["files"] == 1
+
+
+def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (volume / "ns.qwen/ccc/tier.json").write_text("{")
+    assert main(["inspect", str(volume)]) == 1
+    assert "not JSON" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_largest_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = BlockStore(tmp_path)
+    claim(tmp_path, {}, "d1gest")
+    for number, tenant in enumerate(["acme", "acme", "other", ""]):
+        store.put(key(number)._replace(tenant=tenant), payload(number))
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 blocks, 272 KiB, in 1 generation"
+    assert lines[1].startswith("volume: ")
+    assert {"  blocks       4 blocks, 272 KiB", "    up to 1 h  4 blocks, 272 KiB"} <= set(lines)
+    place = next(number for number, line in enumerate(lines) if line.split() == ["tenants", "2"])
+    assert [line.split()[:2] for line in lines[place + 1 : place + 3]] == [["acme", "2"], ["other", "1"]]
+    assert main(["inspect", str(tmp_path), "-o", "json"]) == 0
+    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    assert {name: heap["files"] for name, heap in generation["tenants"].items()} == {"acme": 2, "other": 1}

@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "store")]
-
 with warnings.catch_warnings():
     # Importing torch and vLLM warns of their own deprecations; ours still fail the tests.
     warnings.simplefilter("ignore")
-    from engine_fleet import Engines
+    from engine_fleet import PROMPT, Engines
     from engine_rig import SimulatedEngine
-    from prompts import PROMPT
     from rig import Rigs
 
 
@@ -47,7 +43,6 @@ def engines(rigs: Rigs) -> Iterator[Engines]:
 
 @pytest.fixture
 def writer(engines: Engines) -> SimulatedEngine:
-    """An engine that has put `PROMPT` on the volume."""
     made = engines.make()
     assert made.ask("writer", PROMPT) == len(PROMPT)
     made.run()

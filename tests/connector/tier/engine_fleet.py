@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated engines that share one directory, and what lies there of the prompts that they were asked."""
+"""Simulated engines that share one directory, what lies there of the prompts that they were asked, and these."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_parts import BLOCK_TOKENS, Shape, page_of, values_of
+from engine_parts import BLOCK_TOKENS, Shape, page_of, prompt_of, values_of
 from engine_rig import SimulatedEngine, TierUnderTest
 from rig import ON_THREADS, Rigs
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, make_offload_key
@@ -41,15 +41,12 @@ class Engines:
     def keys_of(
         self, engine: SimulatedEngine, prompt: Sequence[int], *, salt: str | None = None, group: int = 0
     ) -> list[OffloadKey]:
-        """Return the keys of a prompt's chunks."""
         return [make_offload_key(each, group) for each in engine.hashes_of(prompt, salt)]
 
     def file_of(self, engine: SimulatedEngine, prompt: Sequence[int], chunk: int, *, group: int = 0) -> Path:
-        """Return the file of a chunk."""
         return self.rigs.block_file(self.keys_of(engine, prompt, group=group)[chunk])
 
     def count(self) -> int:
-        """Return how many block files there are."""
         return len(list((self.rigs.root / "blocks").rglob("*.kvb")))
 
     def assert_volume_holds(self, engine: SimulatedEngine, prompt: Sequence[int], *, salt: str | None = None) -> int:
@@ -67,7 +64,25 @@ class Engines:
         return count
 
     def close(self) -> None:
-        """End all."""
         for engine in self._made:
             engine.close()
         TierUnderTest.fs = ON_THREADS
+
+
+PROMPT = prompt_of(20)
+REST = len(PROMPT) - 20 * BLOCK_TOKENS
+LATER = prompt_of(8, seed=9)
+
+
+def restart(
+    engines: Engines, shape: Shape | None = None, fs: FileSystem = ON_THREADS, **settings: object
+) -> SimulatedEngine:
+    """Start another engine, which knows what the volume has."""
+    made = engines.make(shape, fs=fs, **settings)
+    made.wait_until_attached()
+    return made
+
+
+def finish(engine: SimulatedEngine) -> None:
+    engine.run()
+    engine.assert_nothing_is_left()

@@ -7,6 +7,7 @@ import functools
 import json
 import tempfile
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from engine_process import transfer_config
 from typing_extensions import override
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -40,14 +47,12 @@ Words = npt.NDArray[np.uint64]
 
 
 def attention(window: int | None) -> KVCacheSpec:
-    """Return what vLLM knows of a group of layers."""
     shape: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": LANES, "dtype": torch.float32}
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
 @functools.cache
 def model_config() -> ModelConfig:
-    """Return what vLLM knows of a model without weights."""
     with tempfile.TemporaryDirectory() as directory:
         shape = {
             "model_type": "llama",
@@ -74,25 +79,20 @@ def model_config() -> ModelConfig:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an engine is made of."""
-
     gpu_blocks: int = 256
     cpu_chunks: int = 64
     blocks_per_chunk: int = 1
     windows: tuple[int | None, ...] = (None,)
     """The sliding window of each group of layers, None for full attention."""
     most_loras: int = 4
-    """Adapters that are loaded at a time."""
     is_sharing_adapters: bool = True
     """Whether a request with an adapter finds what the GPU has, which vLLM does not forget when the adapter changes."""
     most_running: int = 16
     most_tokens: int = 4096
-    """That one step computes."""
     prompt_only: bool = True
     load_failure_policy: str = "recompute"
     log_stats: bool = False
     is_chunking: bool = True
-    """Whether prompts may be computed in parts."""
     is_splitting: bool = False
     """Whether every hit that can be split is: heads of a few chunks at a time, tails of any rate."""
 
@@ -101,7 +101,6 @@ class SlowCopies(OffloadingWorker):
     """Copies in the order of submission as a GPU does: some steps after it was told to, or when it is waited for."""
 
     def __init__(self, worker: OffloadingWorker) -> None:
-        """Put it before a worker that copies at once."""
         self.lag: float = 0
         """Steps that pass before a copy is made; infinite to hold them back."""
         self._worker = worker
@@ -110,7 +109,6 @@ class SlowCopies(OffloadingWorker):
 
     @property
     def waiting(self) -> int:
-        """Return how many copies are still to be made."""
         return len(self._queue)
 
     @override
@@ -187,17 +185,14 @@ def seen_by_model(tokens: Sequence[int], images: Sequence[MultiModalFeatureSpec]
 
 
 def page_of(values: Words, group: int) -> npt.NDArray[np.uint64]:
-    """Return what the memory of tokens holds."""
     return values[:, None] + np.arange(LANES, dtype=np.uint64) + np.uint64(group << 32)
 
 
 def token_after(value: int) -> int:
-    """Return the next token."""
     return (value >> 33) % VOCABULARY
 
 
 def answer_of(prompt: Sequence[int], count: int, salt: str | None = None) -> list[int]:
-    """Return what an engine answers."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(token_after(int(values_of(tokens, salt)[-1])))
@@ -230,20 +225,94 @@ def engine_config(shape: Shape, config_file: Path) -> VllmConfig:
             async_scheduling=False,
         ),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="KVTierConnector",
-            kv_connector_module_path="kvtier_connector.vllm_adapter.connector",
-            kv_role="kv_both",
             kv_load_failure_policy=shape.load_failure_policy,
             engine_id=f"test-{uuid.uuid4().hex}",
-            kv_connector_extra_config={
-                "spec_name": "KVTierSpec",
-                "spec_module_path": "kvtier_connector.vllm_adapter.spec",
-                "cpu_bytes_to_use": shape.cpu_chunks * shape.blocks_per_chunk * PAGE_BYTES,
-                "blocks_per_chunk": shape.blocks_per_chunk,
-                "offload_prompt_only": shape.prompt_only,
-                "secondary_tiers": [
-                    {"type": "TierUnderTest", "module_path": "engine_rig", "config_file": str(config_file)}
-                ],
-            },
+            **transfer_config(
+                config_file,
+                tier="TierUnderTest",
+                module="engine_rig",
+                cpu_bytes_to_use=shape.cpu_chunks * shape.blocks_per_chunk * PAGE_BYTES,
+                blocks_per_chunk=shape.blocks_per_chunk,
+                offload_prompt_only=shape.prompt_only,
+            ),
         ),
     )
+
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+class _Registered(LRUCacheLoRAModelManager):
+    """Adapters in memory, the least recently used first."""
+
+    capacity: Any = 0
+    lora_slots: Any = 0
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = self.lora_slots = capacity
+        self._models: OrderedDict[int, LoRAModel] = OrderedDict()
+
+    @override
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @override
+    def list_adapters(self) -> dict[int, LoRAModel]:
+        return dict(self._models)
+
+    @override
+    def get_adapter(self, adapter_id: int) -> LoRAModel | None:
+        return self._models.get(adapter_id)
+
+    @override
+    def add_adapter(self, lora: LoRAModel) -> bool:
+        is_new = lora.id not in self._models
+        self._models.setdefault(lora.id, lora)
+        self._models.move_to_end(lora.id)
+        return is_new
+
+    @override
+    def activate_adapter(self, lora_id: int) -> bool:
+        self._models.move_to_end(lora_id)
+        return True
+
+    @override
+    def remove_adapter(self, adapter_id: int) -> bool:
+        return self._models.pop(adapter_id, None) is not None
+
+    @override
+    def remove_oldest_adapter(self) -> bool:
+        self._models.popitem(last=False)
+        return True
+
+
+class SimulatedLoras(LRUCacheWorkerLoRAManager):
+    """The adapters of an engine; files are read when, and as often as, vLLM reads them."""
+
+    _adapter_manager: Any
+
+    def __init__(self, capacity: int, model: Any) -> None:
+        """Start with none; so many stay loaded. The model gets its `lora_manager`, as vLLM's has."""
+        self._adapter_manager = model.lora_manager = _Registered(capacity)
+        self.reads = 0
+
+    @override
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        self.reads += 1
+        text = (Path(lora_request.lora_path) / WEIGHTS).read_bytes()
+        weights = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        layer = LoRALayerWeights("layer", 1, 1, weights, torch.zeros(1))
+        return LoRAModel(lora_request.lora_int_id, 1, {"layer": layer})
+
+    @override
+    def set_active_adapters(self, requests: set[Any], mapping: Any | None = None) -> None:
+        # In any order, so that the test decides on one.
+        for each in sorted(requests, key=lambda each: each.lora_int_id):
+            self.add_adapter(each)
+
+    def contents(self, request: LoRARequest) -> str:
+        """Return what the adapter of a request holds that would be computed with now."""
+        if request.lora_int_id not in self.list_adapters():
+            return "nothing yet"
+        model = self._adapter_manager.get_adapter(request.lora_int_id)
+        return bytes(model.loras["layer"].lora_a.tolist()).decode()

@@ -32,6 +32,27 @@ def write_config(directory: Path, volume: Path, **settings: Any) -> Path:
     return path
 
 
+def transfer_config(
+    config_file: Path,
+    *,
+    tier: str = "SharedVolumeTier",
+    module: str = "kvtier_connector.vllm_adapter.secondary_tier",
+    **offloading: Any,
+) -> dict[str, Any]:
+    """Return what vLLM is given to find the connector and its tier."""
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier_connector.vllm_adapter.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVTierSpec",
+            "spec_module_path": "kvtier_connector.vllm_adapter.spec",
+            "secondary_tiers": [{"type": tier, "module_path": module, "config_file": str(config_file)}],
+            **offloading,
+        },
+    }
+
+
 def run_script(
     script: Path, *arguments: str, log: Path, host: EngineHost | None, timeout_seconds: float
 ) -> dict[str, Any]:

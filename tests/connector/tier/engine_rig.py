@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_loras import SimulatedLoras
 from engine_parts import (
     BLOCK_TOKENS,
     LANES,
     PAGE_BYTES,
     RUBBISH,
     Shape,
+    SimulatedLoras,
     SlowCopies,
     Words,
     answer_of,
@@ -123,13 +123,11 @@ class SimulatedEngine:
             self._split_all()
         self.tier = self.manager.tier
         self.answers: dict[str, list[int]] = {}
-        """Of requests that have ended by themselves."""
         self.computed: dict[str, int] = {}
         """By request, how many tokens of its prompt were computed, again after each preemption."""
         self.pieces: list[tuple[str, int]] = []
         """Of the loads, in their order: whose it was and how many blocks."""
         self.told: list[EngineCoreOutputs] = []
-        """What users and metrics are told, step by step."""
         self.steps = self.preemptions = 0
         self._fresh: list[int] = []
         self._values: dict[str, tuple[Words, str | None]] = {}
@@ -140,7 +138,6 @@ class SimulatedEngine:
         self._note_new_blocks()
 
     def _note_new_blocks(self) -> None:
-        """Keep which blocks vLLM gives away in a step."""
         pool = self.scheduler.kv_cache_manager.block_pool
         take = pool.get_new_blocks
 
@@ -177,7 +174,6 @@ class SimulatedEngine:
         return self.model
 
     def add_lora(self, request: LoRARequest) -> bool:
-        """Load an adapter, as vLLM's workers do."""
         return self.lora_manager.add_adapter(request)
 
     def update_weights(self, seed: int, *, resets_connector: bool = True, by_data: bool = False) -> None:
@@ -194,7 +190,6 @@ class SimulatedEngine:
         self._values.clear()
 
     def close(self) -> None:
-        """End it."""
         self.scheduler.shutdown()
         self.worker.shutdown()
 
@@ -227,11 +222,9 @@ class SimulatedEngine:
         return request
 
     def abort(self, *names: str) -> None:
-        """Have the users of requests go away."""
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> SchedulerOutput:
-        """Do one step of the engine."""
         self.steps += 1
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
@@ -301,7 +294,6 @@ class SimulatedEngine:
         return salt if lora is None else f"{salt} with {self.lora_manager.contents(lora)}"
 
     def hashes_of(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
-        """Return the hash of each chunk of a prompt."""
         request = Request("hashes", list(prompt), SamplingParams(), None, cache_salt=salt, block_hasher=self._hasher)
         size = self.shape.blocks_per_chunk
         return request.block_hashes[size - 1 :: size]
@@ -310,15 +302,12 @@ class SimulatedEngine:
         wait_until(lambda: self.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
 
     def is_idle(self) -> bool:
-        """Whether an engine would stop stepping."""
         return not self.scheduler.has_requests() and not self.connector.has_pending_push_work()
 
     def status(self, name: str) -> RequestStatus:
-        """Return where a request stands."""
         return self.scheduler.requests[name].status
 
     def describe(self) -> str:
-        """Say what is left."""
         return ", ".join(f"{name} {request.status.name}" for name, request in self.scheduler.requests.items())
 
     def assert_nothing_is_left(self) -> None:
@@ -346,7 +335,6 @@ class SimulatedEngine:
         return self._observed.get((name, labels), 0)
 
     def _observe(self) -> None:
-        """Note what the tier reports, also to vLLM."""
         take = self.tier.get_stats
 
         def take_noting() -> OffloadingConnectorStats | None:
@@ -399,7 +387,6 @@ class SimulatedEngine:
         return values
 
     def _check(self, name: str, blocks: Sequence[int], wanted: Words, first: int) -> None:
-        """Compare the values from one token on."""
         places = np.arange(first, first + len(wanted))
         held = self.gpu[np.asarray(blocks)[places // BLOCK_TOKENS], places % BLOCK_TOKENS]
         if self.is_checking and not np.array_equal(held, wanted):

@@ -12,7 +12,7 @@ from typing import Any
 # A fifth of what importing vLLM takes goes into looking for garbage among a million objects that stay.
 gc.disable()
 
-from engine_process import RESULT  # noqa: E402 - see above
+from engine_process import RESULT, transfer_config  # noqa: E402 - see above
 from vllm import LLM, SamplingParams  # noqa: E402 - see above
 from vllm.config import KVTransferConfig  # noqa: E402 - see above
 from vllm.lora.request import LoRARequest  # noqa: E402 - see above
@@ -42,23 +42,7 @@ def make_llm(  # noqa: PLR0913 - keywords
         disable_log_stats=False,
         **(engine or {}),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="KVTierConnector",
-            kv_connector_module_path="kvtier_connector.vllm_adapter.connector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "spec_name": "KVTierSpec",
-                "spec_module_path": "kvtier_connector.vllm_adapter.spec",
-                "cpu_bytes_to_use": cpu_bytes,
-                "block_size": CHUNK_TOKENS,
-                "secondary_tiers": [
-                    {
-                        "type": "SharedVolumeTier",
-                        "module_path": "kvtier_connector.vllm_adapter.secondary_tier",
-                        "config_file": str(config_file),
-                    }
-                ],
-                **offloading,
-            },
+            **transfer_config(config_file, cpu_bytes_to_use=cpu_bytes, block_size=CHUNK_TOKENS, **offloading)
         ),
     )
     gc.freeze()
@@ -96,6 +80,5 @@ def read_metrics(llm: LLM) -> dict[str, float]:
 
 
 def tell(result: dict[str, Any]) -> None:
-    """Print what the test is to know."""
     sys.stdout.write(RESULT + json.dumps(result) + "\n")
     sys.stdout.flush()

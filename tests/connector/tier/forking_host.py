@@ -48,7 +48,6 @@ def serve() -> list[str] | None:
 
 
 def watch(engine: int, code_file: Path) -> None:
-    """Wait for an engine, tell its exit code, and end."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
@@ -70,7 +69,6 @@ def begin(asked: dict[str, Any]) -> list[str]:
 
 
 def run(argv: list[str]) -> None:
-    """Run a script or a module."""
     sys.argv = argv
     if argv[0].endswith(".py"):
         runpy.run_path(argv[0], run_name="__main__")

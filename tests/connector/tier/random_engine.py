@@ -17,8 +17,6 @@ from vllm.v1.request import RequestStatus
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Random operations on one engine at a time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())

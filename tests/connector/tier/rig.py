@@ -117,8 +117,6 @@ def note_positions(context: ReqContext, prefix: Sequence[OffloadKey]) -> None:
 
 
 class Rig:
-    """One engine without the engine."""
-
     def __init__(
         self,
         config_file: Path,
@@ -180,8 +178,6 @@ class Rig:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=set(new), preempted_req_ids=set()))
 
     def settle(self) -> None:
-        """Step until no transfer is left."""
-
         def is_idle() -> bool:
             self.end_step()
             return not self.manager.has_pending_work()
@@ -215,7 +211,6 @@ class Rig:
         return found
 
     def find(self, wanted: Sequence[OffloadKey], context: ReqContext) -> int | None:
-        """Ask once, and end the step."""
         found = self.find_prefix(wanted, context)
         self.end_step()
         return found
@@ -354,7 +349,6 @@ class Rigs:
         return next((self.root / "blocks").rglob(name))
 
     def write(self, wanted: Sequence[OffloadKey], *, clock: Callable[[], int] = time.time_ns) -> None:
-        """Put blocks on the volume without an engine."""
         store = BlockStore(self.root, clock=clock)
         for block in wanted:
             store.put(BlockKey(get_offload_block_hash(block), get_offload_group_idx(block)), memoryview(payload(block)))

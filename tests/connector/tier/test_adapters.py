@@ -4,28 +4,33 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_fleet import Engines
-from engine_loras import WEIGHTS
-from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
+import safetensors.torch
+import torch
+from engine_fleet import Engines, restart
+from engine_parts import WEIGHTS, WINDOW_TOKENS, Shape, SimulatedLoras, answer_of, prompt_of
 from engine_rig import SimulatedEngine
-from prompts import restart
+from typing_extensions import override
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier_connector.store.header import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
-from kvtier_connector.vllm_adapter.lora import AdapterReport, Adapters
+from kvtier_connector.vllm_adapter import lora
+from kvtier_connector.vllm_adapter.lora import AdapterOrders, AdapterReport, Adapters, LoadedAdapters, digest_of
 from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata
 
 PROMPT = prompt_of(12)
 REST = len(PROMPT) - 12 * 16
-"""Tokens behind the last whole chunk."""
 ONE_ADAPTER = Shape(most_loras=1)
 
 
@@ -65,9 +70,7 @@ def test_another_engine_reads_the_blocks_of_an_adapter_that_is_as_it_was(engines
     assert ask(reader, "none", None) == len(PROMPT)
 
 
-def test_an_adapter_that_changed_under_a_running_engine_is_neither_stored_nor_loaded_and_that_is_counted(
-    engines: Engines, adapter: Path
-) -> None:
+def test_an_adapter_that_changed_is_neither_stored_nor_loaded_and_counted(engines: Engines, adapter: Path) -> None:
     engine = engines.make()
     assert ask(engine, "a", request_for(adapter)) == len(PROMPT)
     written = engine.metric("vllm:kvtier_disk_written_blocks")
@@ -80,9 +83,7 @@ def test_an_adapter_that_changed_under_a_running_engine_is_neither_stored_nor_lo
     assert ask(engines.make(), "c", request_for(adapter)) == len(PROMPT)
 
 
-def test_chunks_of_an_adapter_are_not_taken_for_those_of_what_is_loaded_again_from_its_path(
-    engines: Engines, adapter: Path
-) -> None:
+def test_chunks_of_an_adapter_are_not_taken_for_those_of_a_later_one_there(engines: Engines, adapter: Path) -> None:
     engine = engines.make()
     assert ask(engine, "a", LoRARequest("math", 1, str(adapter))) == len(PROMPT)
     engine.scheduler.reset_prefix_cache()
@@ -94,9 +95,7 @@ def test_chunks_of_an_adapter_are_not_taken_for_those_of_what_is_loaded_again_fr
     assert ask(engines.make(), "d", LoRARequest("math", 1, str(adapter))) == len(PROMPT)
 
 
-def test_an_adapter_that_is_rewritten_after_it_was_looked_at_is_computed_with_as_it_was(
-    engines: Engines, adapter: Path
-) -> None:
+def test_an_adapter_rewritten_after_it_was_looked_at_is_used_as_it_was(engines: Engines, adapter: Path) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     reader = restart(engines)
     reader.add("b", PROMPT, lora=request_for(adapter))
@@ -188,9 +187,7 @@ def test_what_is_in_flight_for_a_request_whose_adapter_was_replaced_is_dropped(e
     assert request.drop_stale_output
 
 
-def test_what_is_computed_upon_chunks_of_earlier_contents_is_computed_again(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
+def test_what_is_computed_upon_earlier_contents_is_done_again(engines: Engines, adapter: Path, tmp_path: Path) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     law = request_for(write(tmp_path / "law", "law"), "law")
     reader = restart(engines, ONE_ADAPTER)
@@ -210,9 +207,7 @@ def test_what_is_computed_upon_chunks_of_earlier_contents_is_computed_again(
     assert ask(engines.make(), "d", request_for(adapter)) == len(PROMPT)
 
 
-def test_a_request_whose_adapter_is_gone_when_its_chunks_are_there_is_not_loaded_over_and_over(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
+def test_a_request_whose_adapter_is_gone_is_not_loaded_again(engines: Engines, adapter: Path, tmp_path: Path) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     reader = restart(engines, ONE_ADAPTER)
     assert ask(reader, "known", request_for(adapter)) == REST
@@ -256,9 +251,7 @@ def test_a_loaded_request_whose_adapter_made_room_meanwhile_is_computed_with_the
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_a_model_of_several_groups_loads_blocks_of_an_adapter_only_if_its_path_names_the_contents(
-    engines: Engines, adapter: Path, *, is_named: bool
-) -> None:
+def test_several_groups_load_blocks_of_a_named_adapter_only(engines: Engines, adapter: Path, *, is_named: bool) -> None:
     if is_named:
         contents = b"".join((adapter / name).read_bytes() for name in ("adapter_config.json", WEIGHTS))
         adapter = adapter.rename(adapter.with_name(f"math@{hashlib.sha256(contents).hexdigest()}"))
@@ -270,7 +263,7 @@ def test_a_model_of_several_groups_loads_blocks_of_an_adapter_only_if_its_path_n
     assert ask(engines.make(shape), "model", None) == REST
 
 
-def test_an_adapter_that_was_loaded_in_place_before_its_first_request_has_blocks_under_its_real_contents(
+def test_an_adapter_loaded_in_place_has_blocks_under_its_contents(
     engines: Engines, adapter: Path, tmp_path: Path
 ) -> None:
     engine = engines.make(ONE_ADAPTER)
@@ -332,3 +325,92 @@ def test_an_adapter_whose_weights_were_replaced_stays_off_the_volume(*, is_in_pl
     adapters.take({0: report("one")})
     assert known.identity is None
     assert not adapters.read(lora).is_pending
+
+
+class RealFiles(SimulatedLoras):
+    @override
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        helper = PEFTHelper.from_local_dir(lora_request.lora_path, 4096)
+        return LoRAModel.from_local_checkpoint(
+            lora_request.lora_path, {"q_proj"}, helper, lora_model_id=lora_request.lora_int_id, device="cpu"
+        )
+
+
+class Worker:
+    """A model runner with our record of its adapters."""
+
+    def __init__(self, capacity: int = 2) -> None:
+        model = SimpleNamespace()
+        self.loras = RealFiles(capacity, model)
+        self.adapters = LoadedAdapters(SimpleNamespace(get_model=lambda: model, add_lora=self.loras.add_adapter))
+
+    def ask(self, request: LoRARequest) -> str | None:
+        self.adapters.obey(AdapterOrders({request.lora_int_id: request}, {}, (), ()))
+        self.adapters.look()
+        (report,) = self.adapters.take_reports()
+        return report.digest
+
+    def changes(self) -> list[str | None]:
+        """Return the digests that the worker reports by itself after a step."""
+        self.adapters.look()
+        return [report.digest for report in self.adapters.take_reports()]
+
+
+def write_real(directory: Path, value: float, *, alpha: int = 16) -> Path:
+    directory.mkdir(exist_ok=True)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    parts = {f"{name}.lora_A.weight": (8, 64), f"{name}.lora_B.weight": (64, 8)}
+    safetensors.torch.save_file(
+        {part: torch.full(form, value) for part, form in parts.items()}, directory / "new.safetensors"
+    )
+    (directory / "new.safetensors").rename(directory / WEIGHTS)
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": alpha, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def test_the_digest_covers_the_weights_and_the_settings_of_an_adapter(tmp_path: Path) -> None:
+    made = [write_real(tmp_path / "a", 1.0), write_real(tmp_path / "b", 2.0), write_real(tmp_path / "c", 1.0, alpha=32)]
+    digests = [Worker().ask(request_for(place)) for place in (*made, made[0])]
+    assert digests[0] == digests[3]
+    assert len({*digests}) == 3
+    assert None not in digests
+
+
+def test_files_that_are_replaced_are_reported_once_vllm_has_read_them(tmp_path: Path) -> None:
+    worker = Worker()
+    place = write_real(tmp_path / "adapter", 1.0)
+    first = worker.ask(request_for(place))
+    write_real(place, 2.0)
+    assert worker.changes() == []
+    worker.loras.add_adapter(request_for(place, inplace=True))
+    (second,) = worker.changes()
+    assert second not in {None, first}
+    worker.loras.add_adapter(request_for(place, inplace=True))
+    assert worker.changes() == [], "the same contents are no change"
+
+
+def test_an_adapter_is_digested_once_for_each_time_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[Any] = []
+    monkeypatch.setattr(lora, "digest_of", lambda model: (digested.append(model), digest_of(model))[1])
+    worker = Worker()
+    request = request_for(write_real(tmp_path / "adapter", 1.0), inplace=True)
+    worker.loras.add_adapter(request)
+    worker.changes()
+    assert digested == []
+    worker.ask(request_for(tmp_path / "adapter"))
+    worker.changes()
+    assert len(digested) == 1
+
+
+def test_an_adapter_whose_files_are_gone_has_no_digest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Worker().ask(request_for(tmp_path / "nowhere")) is None
+    assert "The LoRA adapter math cannot be loaded" in caplog.text
+
+
+def test_an_adapter_that_cannot_be_read_shares_blocks_with_no_other_engine(tmp_path: Path) -> None:
+    model = RealFiles(1, SimpleNamespace())._load_adapter(request_for(write_real(tmp_path / "adapter", 1.0)))
+    assert digest_of(model) == digest_of(model)
+    (layer,) = model.loras.values()
+    layer.scaling = object()  # type: ignore[assignment]  # of a later release
+    assert digest_of(model) != digest_of(model)

@@ -6,26 +6,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
-import sys
+import time
 import uuid
 from pathlib import Path
 
 import pytest
+from checks import check
 from rig import DIGEST, Rig, Rigs, key, keys, wait_until
-from store_faults import FailingFs, GatedFs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
-
-from planted import TOO_DEEP, plant
+from store_faults import FailingFs, GatedFs, plant
 
 from kvtier_connector.contract.engine import encode_live
 from kvtier_connector.pod_tools.ready import why_not_decided
 from kvtier_connector.store.identity import claim, read
-from kvtier_connector.store.permit import PERMIT_FILE
 
 LONG = 600.0
-"""Seconds of grace that no test waits for."""
 SHORT = 0.05
 
 
@@ -83,9 +79,7 @@ def test_a_stranger_serves_without_the_volume_at_once(rigs: Rigs, state: Path) -
     assert "model_name" in said(state)[1]
 
 
-def test_an_engine_that_starts_in_bypass_serves_at_once_and_attaches_when_it_may(
-    rigs: Rigs, state: Path, tmp_path: Path
-) -> None:
+def test_who_starts_in_bypass_serves_at_once_and_attaches_when_it_may(rigs: Rigs, state: Path, tmp_path: Path) -> None:
     live = tmp_path / "live.json"
     live.write_text(encode_live("Bypass"))
     fs = GatedFs(lambda call, path: False)
@@ -110,7 +104,6 @@ def test_a_directory_that_somebody_else_claims_under_an_engine_is_not_used_any_m
     rig = rigs.make(refresh_seconds=0.05)
     wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
     claim_for_somebody_else(rigs)
-
     wait_until(lambda: is_inert_after_a_lookup(rig), "the engine has noticed")
     assert rig.metric("vllm:kvtier_disk_refused", "model_name") == 1
     assert rig.serve(keys(2)).hit_blocks == 0
@@ -176,23 +169,12 @@ def test_a_directory_that_goes_and_comes_back_is_noticed_with_the_next_lookup(ri
 
     wait_until(put_back, "it is back")
     assert rig.serve(keys(5), "back").hit_blocks == 5
-
     shutil.rmtree(rigs.root, ignore_errors=True)
     rig.manager.reset_cache()
     assert rig.serve(keys(5), "gone again").hit_blocks == 0
     rig.offload(keys(3, first=9))
     assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
     wait_until((rigs.root / "tier.json").exists, "the directory is described again")
-
-
-@pytest.mark.parametrize("content", [TOO_DEEP, b""])
-def test_a_permit_that_cannot_be_read_stops_stores_and_leaves_loads(rigs: Rigs, content: bytes) -> None:
-    rigs.write(keys(3))
-    (rigs.root.parent / PERMIT_FILE).write_bytes(content)
-    rig = rigs.make(live_file=str(rigs.live_file(needs_permit=True)), refresh_seconds=0.05)
-    rig.offload(keys(3, first=10))
-    assert rig.serve(keys(3)).hit_blocks == 3
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "no_permit") == 3
 
 
 @pytest.mark.parametrize(("kind", "processes"), [("link", 0), ("pipe", 1), ("directory", 1)])
@@ -206,10 +188,72 @@ def test_what_is_no_file_is_a_miss_and_opens_no_breaker(rigs: Rigs, kind: str, p
         path = rigs.block_file(key(number))
         path.unlink()
         plant(kind, path)
-
     assert rig.serve(keys(12)).hit_blocks == 1
     rig.settle()
     assert rig.metric("vllm:kvtier_disk_misses", "magic") == 6
     assert rig.metric("vllm:kvtier_disk_load_breaker") == 0
     rig.offload(keys(12))
     assert rigs.make(io_processes=processes).serve(keys(12)).hit_blocks == 12
+
+
+def wait_for_stores(rig: Rig) -> int:
+    """Store blocks until one more is written; return its number."""
+    written, tried = rig.metric("vllm:kvtier_disk_written_blocks"), [9]
+
+    def is_storing() -> bool:
+        tried.append(tried[-1] + 1)
+        rig.offload([key(tried[-1])], f"again {tried[-1]}")
+        return rig.metric("vllm:kvtier_disk_written_blocks") > written
+
+    wait_until(is_storing, "blocks are stored again")
+    return tried[-1]
+
+
+def test_a_server_that_comes_back_empty_costs_misses_and_no_restart(rigs: Rigs) -> None:
+    rigs.write(keys(4))
+    # As NFS says once the server has forgotten all handles.
+    fs = FailingFs(OSError(errno.ESTALE, "stale"), lambda call, path: call != "close")
+    fs.is_failing = False
+    rig = rigs.make(fs=fs, refresh_seconds=0.1)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
+    fs.is_failing = True
+    assert rig.serve(keys(4), "stale").hit_blocks == 0
+    rig.offload([key(9)], "stale too")
+    rigs.root.rename(rigs.root.with_name("forgotten"))
+    rigs.root.mkdir()
+    fs.is_failing = False
+    last = wait_for_stores(rig)
+    wait_until((rigs.root / "tier.json").exists, "the directory says again whose it is")
+    assert rigs.make().serve([key(last)]).hit_blocks == 1
+    wait_until(lambda: any(rigs.root.glob("journal/*")), "the engine tells the janitor again")
+
+
+def test_two_engines_that_store_one_prefix_at_once_leave_it_whole(rigs: Rigs) -> None:
+    both = [rigs.make() for _ in range(2)]
+    contexts = [rig.begin_offload(keys(12), f"writer {number}") for number, rig in enumerate(both)]
+    for rig, context in zip(both, contexts, strict=True):
+        rig.settle()
+        rig.finish(context)
+    for rig in both:
+        outcomes = [rig.metric(f"vllm:kvtier_disk_{each}_blocks") for each in ("written", "present")]
+        assert sum(outcomes) == 12
+    assert rigs.make().serve(keys(12)).hit_blocks == 12
+    for rig in both:
+        rig.tier.shutdown()
+    assert check(rigs.root, partial_age_seconds=0) == []
+
+
+@pytest.mark.parametrize("years", [-40, 40])
+def test_clocks_that_jump_neither_lose_a_block_nor_a_journal(rigs: Rigs, years: int) -> None:
+    then = time.time_ns() + years * 365 * 86_400 * 10**9
+    early = rigs.make()
+    early.offload(keys(2, first=50), "before the jump")
+    rigs.write(keys(4), clock=lambda: then)
+    for path in rigs.root.rglob("*"):
+        if path.is_file():
+            os.utime(path, ns=(then, then))
+    late = rigs.make()
+    assert late.serve(keys(4), "after").hit_blocks == 4
+    assert late.serve(keys(2, first=50), "before").hit_blocks == 2
+    early.offload([key(60)], "goes on")
+    assert late.serve([key(60)]).hit_blocks == 1

@@ -38,7 +38,6 @@ from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_mo
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
 BLOCKS = 15
-"""2000 tokens fill 15 chunks of 128."""
 CACHED_TOKENS = BLOCKS * 128
 RANK = 8
 TENANT = hashlib.sha256(b"pepper").hexdigest()[:16]
@@ -55,7 +54,6 @@ class Runs:
     headers: Mapping[Path, Header]
     sizes: frozenset[int]
     events: Sequence[Any]
-    """Of the first engine."""
 
     @property
     def volume(self) -> Path:
@@ -161,7 +159,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, engine_host: EngineHost) -> R
     (keys / "k2").write_bytes(bytes(range(32, 64)))
     live.write_text(engine.encode_live("ReadWrite", active_key="k1"))
     settings = {"keys_dir": str(keys), "live_file": str(live), "tenant_from": "CacheSalt"}
-
     asked = ("salted", "rekey", "base=cold", "reset", "base=cpu", "adapter", "blocks", "doomed", "damage")
     with published() as (port, events):
         first = run_engine(engine_host, directory, "--adapters", f"--events={port}", *asked, **settings)
@@ -190,7 +187,6 @@ def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers
     assert runs.sizes == {chunks.bytes_of(128, kv) + chunks.HEADER_BYTES}
     told = [first["metrics"][f"vllm:kvtier_{name}"] for name in ("chunk_bytes", "token_bytes")]
     assert told == [chunks.bytes_of(128, kv), chunks.bytes_of(128, kv) / 128]
-
     assert third["doomed"]["cached_tokens"] == 0
     assert third["doomed"]["tokens"] == first["doomed"]["tokens"]
     assert third["metrics"]["vllm:kvtier_disk_misses:tag"] == BLOCKS
@@ -217,9 +213,7 @@ def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
-def test_adapters_that_are_rewritten_and_weights_that_are_replaced_never_give_an_answer_of_the_old_ones(
-    runs: Runs,
-) -> None:
+def test_rewritten_adapters_and_replaced_weights_never_give_an_answer_of_the_old_ones(runs: Runs) -> None:
     first, second, third = runs.first, runs.second, runs.third
     assert second["adapter"]["cached_tokens"] == 0
     assert second["adapter"]["tokens"] != first["adapter"]["tokens"] != first["cold"]["tokens"]
@@ -244,9 +238,7 @@ def test_adapters_that_are_rewritten_and_weights_that_are_replaced_never_give_an
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scheduling", ["async", "sync"])
-def test_a_split_hit_is_answered_as_computed_and_its_tail_counts_as_cached(
-    tmp_path: Path, engine_host: EngineHost, scheduling: str
-) -> None:
+def test_a_split_hit_is_answered_as_computed_one(tmp_path: Path, engine_host: EngineHost, scheduling: str) -> None:
     make_model(tmp_path / "model", layers=2)
     acts = ("base=cold", "blocks", "empty", "base=split", "reset", "base=again")
     found = run_engine(engine_host, tmp_path, f"--splits={scheduling}", *acts)
@@ -274,7 +266,6 @@ def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_pa
     make_model(tmp_path / "model")
     first = run_engine(None, tmp_path, "base=cold", "reset", "base=cpu", "blocks", "doomed", "damage")
     second = run_engine(None, tmp_path, "base", "doomed")
-
     assert first["cold"]["cached_tokens"] == second["doomed"]["cached_tokens"] == 0
     assert first["cpu"]["cached_tokens"] == second["base"]["cached_tokens"] == CACHED_TOKENS
     assert first["cold"]["tokens"] == first["cpu"]["tokens"] == second["base"]["tokens"]

@@ -14,9 +14,7 @@ import pytest
 import torch
 from rig import DECLARED, Rigs, keys, offloading_config
 
-from kvtier_connector.cascade.attach import UNREADABLE
-from kvtier_connector.store.identity import claim
-from kvtier_connector.vllm_adapter.fingerprint import engine_facts, fingerprint_files
+from kvtier_connector.vllm_adapter.fingerprint import describe_layout, engine_facts, fingerprint_files
 from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 
@@ -72,14 +70,11 @@ def test_the_list_of_facts_is_the_one_that_everybodys_blocks_were_written_under(
     assert sorted(facts()) == [f"engine.{name}" for name in NAMES.split()]
 
 
-def test_overrides_by_a_function_are_known_by_its_name() -> None:
+def test_what_is_not_known_is_not_what_is_known() -> None:
     def change(config: object) -> object:
         return config
 
     assert facts(hf_overrides=change)["engine.hf_overrides"].endswith("change")
-
-
-def test_what_is_not_known_is_not_what_is_known() -> None:
     spec = KVTierSpec(offloading_config())
     known, unknown = facts(), engine_facts(spec, [DECLARED], bytes_per_chunk=4096)
     assert set(known) == set(unknown)
@@ -94,13 +89,6 @@ def test_an_engine_that_was_started_for_another_generation_leaves_the_volume_alo
     new = rigs.make(options={"generation": rigs.root.name})
     new.offload(keys(2))
     assert len(list(rigs.root.rglob("*.kvb"))) == 2
-
-
-def test_a_directory_of_another_format_is_refused_by_that_name(rigs: Rigs) -> None:
-    claim(rigs.root, {}, "d1gest")
-    path = rigs.root / "tier.json"
-    path.write_text("{")
-    assert rigs.make().metric("vllm:kvtier_disk_refused", UNREADABLE) == 1
 
 
 COMMITS = ("0e9e39f249a16976918f6564b8830bc894c89659", "1111111111111111111111111111111111111111")
@@ -128,16 +116,12 @@ def test_the_same_directory_elsewhere_and_later_is_the_same(model: Path, tmp_pat
 
 def test_other_weights_in_the_same_place_are_others(model: Path) -> None:
     before = fingerprint_files(str(model), "main")
+    (model / "README.md").write_text("no weights")
+    assert fingerprint_files(str(model), "main") == before
     (model / "model-1.safetensors").write_bytes(random.Random(8).randbytes(1 << 20))
     trained = fingerprint_files(str(model), "main")
     (model / "config.json").write_text('{"hidden_size": 64, "rope_theta": 1e6}')
     assert len({before, trained, fingerprint_files(str(model), "main")}) == 3
-
-
-def test_what_is_no_weight_does_not_matter(model: Path) -> None:
-    before = fingerprint_files(str(model), "main")
-    (model / "README.md").write_text("hello")
-    assert fingerprint_files(str(model), "main") == before
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4097])
@@ -162,8 +146,46 @@ def test_a_branch_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["org/absent", "not a name", "/nowhere/at/all", "a/b/c"])
-def test_what_cannot_be_told_is_unknown_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_cannot_be_told_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert fingerprint_files(name, "main") is None
+
+
+BLOCKS = 7
+
+
+def attention(name: str = "CPU_ATTN", isa: str = "vec") -> Any:
+    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: name), isa=isa)
+
+
+def cache(blocks: int = BLOCKS) -> torch.Tensor:
+    return torch.full((blocks, 2, 16, 16), 9.0)
+
+
+def describe_one(layer: Any, held: Any = None, blocks: int = BLOCKS) -> tuple[tuple[str, ...], str]:
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer.0": layer}))
+    return describe_layout(config, {"layer.0": cache() if held is None else held}, blocks)
+
+
+def test_the_layout_of_kv_does_not_depend_on_the_number_of_blocks() -> None:
+    assert describe_one(attention()) == describe_one(attention(), cache(70), 70)
+    assert describe_one(attention())[0] == ("SimpleNamespace/CPU_ATTN/vec",)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (attention(isa="amx"), None),
+        (attention(name="ZEN_ATTN"), None),
+        (attention(), cache().to(torch.bfloat16)),
+        (attention(), cache().transpose(1, 2).contiguous().transpose(1, 2)),
+        (attention(), [cache(), cache()]),
+    ],
+)
+def test_another_backend_instruction_set_type_or_order_is_another_layout(other: tuple[Any, Any]) -> None:
+    assert describe_one(*other)[1] != describe_one(attention())[1]
+
+
+def test_a_state_that_is_laid_out_the_other_way_is_another_layout() -> None:
+    state = [torch.zeros(BLOCKS, 3, 24), torch.zeros(BLOCKS, 4, 4)]
+    assert describe_one(None, state)[1] != describe_one(None, [torch.zeros(BLOCKS, 24, 3), state[1]])[1]

@@ -8,22 +8,12 @@ from pathlib import Path
 import pytest
 from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
 from store_faults import GatedFs
-from vllm.v1.kv_offload.base import Medium
+from vllm.v1.kv_offload.base import Medium, OffloadKey
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier_connector.cascade.fetch import Load
 from kvtier_connector.contract.errors import ConfigInvalid
-
-
-def test_what_one_engine_stores_another_one_loads_byte_by_byte(rigs: Rigs) -> None:
-    writer = rigs.make()
-    writer.offload(keys(40))
-    reader = rigs.make()
-
-    assert reader.serve(keys(40)).hit_blocks == 40
-    assert reader.metric("vllm:kvtier_disk_read_blocks") == 40
-    assert writer.metric("vllm:kvtier_disk_written_blocks") == 40
-    assert reader.metric("vllm:kvtier_disk_active") == 1
 
 
 def test_a_hit_is_attributed_to_disk(rigs: Rigs) -> None:
@@ -32,67 +22,27 @@ def test_a_hit_is_attributed_to_disk(rigs: Rigs) -> None:
     context = reader.request("r")
     wait_until(lambda: reader.find(keys(1), context) == 1, "the chunk is found")
     reader.begin_load(keys(1), context)
-
     assert reader.manager.get_load_source(key(0), context) is CacheHitSource.DISK
     reader.manager.release_load("r")
     reader.finish(context)
 
 
-def test_a_block_that_nobody_stored_is_a_miss(rigs: Rigs) -> None:
-    reader = rigs.make()
-    assert reader.serve(keys(5)).hit_blocks == 0
-    assert reader.metric("vllm:kvtier_disk_misses", "absent") > 0
-
-
-def test_storing_what_the_volume_has_already_writes_nothing(rigs: Rigs) -> None:
-    first, second = rigs.make(), rigs.make()
-    first.offload(keys(4))
-    second.offload(keys(4))
-
-    assert second.metric("vllm:kvtier_disk_written_blocks") == 0
-    assert second.metric("vllm:kvtier_disk_present_blocks") == 4
-
-
-def test_what_another_engine_stores_is_found_at_once(rigs: Rigs) -> None:
+def test_what_another_engine_stores_is_found_at_once_and_not_written_again(rigs: Rigs) -> None:
     reader, writer = rigs.make(), rigs.make()
     for number in range(5):
         wanted = keys(2, first=10 * number)
         assert reader.serve(wanted, f"before {number}").hit_blocks == 0
         writer.offload(wanted)
         assert reader.serve(wanted, f"after {number}").hit_blocks == 2
+    assert reader.metric("vllm:kvtier_disk_misses", "absent") > 0
+    third = rigs.make()
+    third.offload(keys(2))
+    assert third.metric("vllm:kvtier_disk_written_blocks") == 0
+    assert third.metric("vllm:kvtier_disk_present_blocks") == 2
+    assert list(third.tier.take_events()) == [], "none are kept unless they are asked for"
 
 
-def test_a_block_that_was_evicted_is_a_miss_and_is_written_again(rigs: Rigs) -> None:
-    rig = rigs.make()
-    rig.offload(keys(4))
-    rigs.block_file(key(2)).unlink()
-    rig.manager.reset_cache()
-    assert rig.serve(keys(4)).hit_blocks == 2
-    rig.manager.reset_cache()
-    rig.offload(keys(4))
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 5
-    assert rigs.make().serve(keys(4)).hit_blocks == 4
-
-
-def test_a_corrupt_block_is_a_miss_and_the_blocks_around_it_are_kept(rigs: Rigs) -> None:
-    rigs.make().offload(keys(8))
-    damaged = rigs.block_file(key(5))
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
-
-    reader = rigs.make()
-    assert reader.serve(keys(8)).hit_blocks == 5
-    reader.settle()
-    assert reader.metric("vllm:kvtier_disk_misses", "checksum") == 1
-    # Those that landed behind the damage are in the CPU tier: partial success is kept.
-    assert reader.metric("vllm:kvtier_disk_read_blocks") == 7
-    assert not damaged.exists()
-
-
-def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_next_one_of_that_name(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_fails_late_leaves_nothing_to_its_namesake(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier_connector.cascade.memory.DAMAGED_SECONDS", 0.0)
     wanted = keys(3)
     rigs.make().offload(wanted)
@@ -102,7 +52,6 @@ def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_nex
     rig = rigs.make()
     aborted = rig.request("same name")
     note_positions(aborted, wanted)
-
     wait_until(lambda: rig.find(wanted, aborted) == 3, "the chunks are found")
     rig.begin_load(wanted, aborted)
     assert rig.tier.has_pending_work()
@@ -114,27 +63,10 @@ def test_a_load_that_fails_after_its_request_has_ended_leaves_nothing_to_the_nex
     assert rig.serve(wanted, "same name").hit_blocks == 3
 
 
-def test_gauges_are_reported_now_and_then_and_at_once_when_the_last_transfer_has_ended(rigs: Rigs) -> None:
-    fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
-    rig = rigs.make(fs=fs)
-    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
-    type(rig.tier).stats_seconds = 3600.0
-    rig.begin_offload(keys(3))
-    rig.end_step()
-    assert rig.metric("vllm:kvtier_disk_queued_jobs") == 1
-    assert rig.tier.get_stats() is None
-    fs.open_gate()
-    rig.settle()
-    assert rig.metric("vllm:kvtier_disk_queued_jobs") == 0
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
-    assert rig.tier.get_stats() is None
-
-
 def test_stores_stop_at_the_limit_and_loads_go_on(rigs: Rigs) -> None:
     rigs.permit(3 * (ROW_BYTES + 4096))
     rig = rigs.make(live_file=str(rigs.live_file(needs_permit=True)))
     rig.offload(keys(5))
-
     assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
     assert rig.metric("vllm:kvtier_disk_shed_stores", "no_budget") == 2
     rig.manager.reset_cache()
@@ -145,15 +77,8 @@ def test_stored_blocks_are_published_as_events_of_the_storage_medium(rigs: Rigs)
     rig = rigs.make(options={"enable_kv_events": True, "locality": "REMOTE"})
     rig.offload(keys(3))
     (event,) = rig.tier.take_events()
-
     assert (set(event.keys), event.medium, event.removed) == (set(keys(3)), Medium.STORAGE, False)
     assert event.locality.value == "REMOTE"
-    assert list(rig.tier.take_events()) == []
-
-
-def test_no_events_are_kept_unless_they_are_asked_for(rigs: Rigs) -> None:
-    rig = rigs.make()
-    rig.offload(keys(3))
     assert list(rig.tier.take_events()) == []
 
 
@@ -170,7 +95,6 @@ def test_a_config_file_that_cannot_be_read_is_refused_by_name() -> None:
 def test_another_model_is_refused_but_its_engine_serves(rigs: Rigs) -> None:
     rigs.make().offload(keys(3))
     stranger = rigs.make(config=offloading_config(model=OffloadingModelConfig(name="org/other", dtype="bfloat16")))
-
     assert stranger.serve(keys(3)).hit_blocks == 0
     stranger.offload(keys(2, first=50))
     assert stranger.metric("vllm:kvtier_disk_active") == 0
@@ -178,13 +102,6 @@ def test_another_model_is_refused_but_its_engine_serves(rigs: Rigs) -> None:
     assert stranger.metric("vllm:kvtier_disk_misses", "inert") > 0
     assert stranger.metric("vllm:kvtier_disk_shed_stores", "inert") == 2
     assert rigs.make().serve(keys(2, first=50)).hit_blocks == 0
-
-
-def test_shutting_down_twice_is_the_same_as_once(rigs: Rigs) -> None:
-    rig = rigs.make()
-    rig.offload(keys(2))
-    rig.tier.shutdown()
-    rig.tier.shutdown()
 
 
 def test_an_engine_says_how_large_its_kv_is(rigs: Rigs) -> None:
@@ -195,3 +112,181 @@ def test_an_engine_says_how_large_its_kv_is(rigs: Rigs) -> None:
     engine = rigs.make(config=offloading_config(groups=groups))
     assert engine.metric("vllm:kvtier_chunk_bytes") == ROW_BYTES
     assert engine.metric("vllm:kvtier_token_bytes") == ROW_BYTES / 16 + ROW_BYTES / 64
+
+
+@pytest.mark.parametrize(("chunks", "blocks"), [(1, 5), (10, 9), (10, 10), (10, 11), (10, 20), (10, 40)])
+def test_a_prefix_longer_than_the_cpu_tier_streams_through_it_whole(rigs: Rigs, chunks: int, blocks: int) -> None:
+    rigs.write(keys(blocks))
+    rig = rigs.make(chunks=chunks)
+    assert rig.serve(keys(blocks)).hit_blocks == blocks
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == blocks
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") == 0
+
+
+def test_a_part_of_the_prefix_that_is_in_the_cpu_tier_does_not_keep_the_rest_out(rigs: Rigs) -> None:
+    rigs.write(keys(30))
+    rig = rigs.make(chunks=10)
+    rig.offload(keys(6), "head")
+    assert rig.serve(keys(30)).hit_blocks == 30
+
+
+def serve_together(rig: Rig, wanted: dict[str, list[OffloadKey]]) -> dict[str, int]:
+    """Serve requests that arrive at once, a piece of each in each step; compare every byte."""
+    contexts = {name: rig.request(name) for name in wanted}
+    for name, context in contexts.items():
+        note_positions(context, wanted[name])
+    loads: dict[str, Load] = {}
+    hits = dict.fromkeys(wanted, 0)
+    over: set[str] = set()
+
+    def are_served() -> bool:
+        for name in wanted.keys() - over:
+            if name not in loads:
+                found = rig.find_prefix(wanted[name], contexts[name])
+                if found is None:
+                    continue
+                if not found:
+                    over.add(name)
+                    continue
+                loads[name] = rig.begin_load(wanted[name][:found], contexts[name])
+            hits[name] += rig.take_piece(loads[name])
+            if loads[name].is_handed_over:
+                rig.manager.release_load(name)
+                over.add(name)
+        rig.end_step()
+        return len(over) == len(wanted)
+
+    wait_until(are_served, "all are served")
+    for context in contexts.values():
+        rig.finish(context)
+    return hits
+
+
+def prefixes(rigs: Rigs, requests: int, blocks: int) -> dict[str, list[OffloadKey]]:
+    wanted = {f"user {number}": keys(blocks, first=1000 * number) for number in range(requests)}
+    for prefix in wanted.values():
+        rigs.write(prefix)
+    return wanted
+
+
+@pytest.mark.parametrize(("requests", "blocks", "chunks"), [(2, 30, 10), (8, 16, 40)])
+def test_requests_that_want_too_much_are_all_served_whole(rigs: Rigs, requests: int, blocks: int, chunks: int) -> None:
+    wanted = prefixes(rigs, requests, blocks)
+    rig = rigs.make(chunks=chunks)
+    assert serve_together(rig, wanted) == dict.fromkeys(wanted, blocks)
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == requests * blocks
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") == 0
+
+
+def test_rows_are_given_to_requests_in_their_order_and_to_chunks_in_that_of_the_prefix(rigs: Rigs) -> None:
+    wanted = prefixes(rigs, 3, 8)
+    rig = rigs.make(chunks=8)
+    loads = {name: rig.begin_load(prefix, rig.request(name)) for name, prefix in wanted.items()}
+    order = []
+
+    def are_served() -> bool:
+        for name, load in loads.items():
+            before = len(load.handed)
+            rig.take_piece(load)
+            order.extend((name, number) for number in range(before, len(load.handed)))
+        rig.end_step()
+        return all(load.is_handed_over for load in loads.values())
+
+    wait_until(are_served, "all are served")
+    # What was freed goes to the next in line, so requests overlap; none overtakes another, nor a chunk another.
+    assert list(dict.fromkeys(name for name, _ in order)) == list(wanted)
+    for name in wanted:
+        assert [number for of, number in order if of == name] == list(range(8))
+    for name in wanted:
+        rig.manager.release_load(name)
+
+
+def test_a_load_whose_rows_can_never_come_gives_up(rigs: Rigs) -> None:
+    rigs.write(keys(8))
+    rig = rigs.make(chunks=4)
+    # Pinned for good, as by requests that all wait for more.
+    holder = rig.request("holder")
+    rig.offload(keys(4, first=100), "writer")
+    rig.manager.primary_tier.prepare_load(keys(4, first=100), holder)
+    assert rig.serve(keys(8)).hit_blocks == 0
+    assert rig.metric("vllm:kvtier_disk_misses", "budget") >= 1
+    rig.manager.primary_tier.complete_load(keys(4, first=100), holder)
+    assert rig.serve(keys(8), "later").hit_blocks == 8
+
+
+def prefetch(rig: Rig, name: str, wanted: list[OffloadKey]) -> Rig:
+    context = rig.request(name)
+    note_positions(context, wanted)
+    wait_until(lambda: rig.find(wanted, context) == len(wanted), "the prefix is found")
+    rig.manager.read_ahead(wanted, context)
+    return rig
+
+
+def test_what_is_fetched_ahead_is_there_when_its_request_is_scheduled(rigs: Rigs) -> None:
+    rigs.write(keys(6))
+    rig = prefetch(rigs.make(chunks=20), "early", keys(6))
+    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(6)), "all is there")
+    assert rig.serve(keys(6), "early").steps == 1
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
+
+
+def test_no_more_than_a_share_of_the_rows_is_fetched_ahead(rigs: Rigs) -> None:
+    rigs.write(keys(30))
+    rig = prefetch(rigs.make(chunks=10), "early", keys(30))
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 5
+
+
+def test_what_is_fetched_ahead_yields_to_what_is_loaded_and_the_last_that_came_first(rigs: Rigs) -> None:
+    rigs.write(keys(30))
+    rig = rigs.make(chunks=10)
+    prefetch(rig, "first", keys(2))
+    prefetch(rig, "second", keys(3, first=2))
+    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(5)), "both are there")
+    load = rig.begin_load(keys(8, first=20), rig.request("now"))
+    wait_until(lambda: rig.poll() and load.rows.count(-1) == 0, "all is there")
+    assert rig.manager.are_ready(keys(2))
+    assert not rig.manager.are_ready(keys(3, first=2))
+    rig.manager.release_load("now")
+
+
+def gate_of(rigs: Rigs, number: int) -> GatedFs:
+    """Return a volume on which the read of one block waits."""
+    name = rigs.block_file(key(number)).name
+    return GatedFs(lambda call, path: call == "preadv" and name in path)
+
+
+def test_a_load_joins_what_is_fetched_ahead_for_another_request(rigs: Rigs) -> None:
+    rigs.write(keys(6))
+    fs = gate_of(rigs, 5)
+    rig = prefetch(rigs.make(chunks=20, fs=fs), "early", keys(6))
+    load = rig.begin_load(keys(6), rig.request("now"))
+    wait_until(lambda: rig.poll() and load.rows.count(-1) == 1, "all but one is there")
+    fs.open_gate()
+    wait_until(lambda: rig.poll() and load.rows.count(-1) == 0, "all is there")
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
+    rig.manager.release_load("now")
+
+
+def test_who_shares_a_prefix_fetched_ahead_is_not_looked_up_before_its_turn(rigs: Rigs) -> None:
+    rigs.write(keys(6))
+    fs = gate_of(rigs, 5)
+    rig = prefetch(rigs.make(chunks=20, fs=fs), "first", keys(6))
+    shared = rig.request("second")
+    prompt = [*keys(6), *keys(2, first=100)]
+    note_positions(shared, prompt)
+    rig.manager.read_ahead(prompt, shared)
+    assert not rig.manager.request(shared).on_volume
+    fs.open_gate()
+    assert rig.serve(prompt, "second").hit_blocks == 6
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
+
+
+def test_what_follows_a_prefix_that_is_fetched_ahead_for_another_request_is_fetched_ahead_too(rigs: Rigs) -> None:
+    rigs.write(keys(9))
+    fs = gate_of(rigs, 5)
+    rig = prefetch(rigs.make(chunks=40, fs=fs), "first", keys(6))
+    prefetch(rig, "second", keys(9))
+    fs.open_gate()
+    wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(9)), "all is there")
+    assert rig.metric("vllm:kvtier_disk_read_blocks") == 9

@@ -20,7 +20,6 @@ from kvtier_connector.cascade.media import KnownMedia, Media, digest_of
 
 PROMPT = prompt_of(12)
 REST = len(PROMPT) - 12 * 16
-"""Tokens behind the last whole chunk."""
 CAT, DOG_NAMED_CAT = ("cat", 0), ("dog", 0, "cat")
 
 
@@ -104,17 +103,6 @@ def test_type_shape_order_and_names_of_what_was_processed_are_in_the_digest() ->
     ]
     assert len({digest_of(each) for each in contents}) == len(contents)
     assert digest_of(item(pixels=ones.clone())) == digest_of(item(pixels=ones))
-
-
-def test_pictures_that_a_session_adds_later_count(engines: Engines) -> None:
-    features = images_of(("cat", 0))
-    found = Media(features, KnownMedia())
-    before = found.hash_of(b"block", 100)
-    features += images_of(("dog", 40))
-    assert found.hash_of(b"block", 40) == before
-    assert found.hash_of(b"block", 41) != before
-    assert found.hash_of(b"block", None) == found.hash_of(b"block", 41)
-    assert engines.count() == 0
 
 
 def test_a_session_that_begins_without_a_picture_has_blocks_by_the_content_of_those_that_it_adds(rigs: Rigs) -> None:

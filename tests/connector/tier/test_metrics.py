@@ -6,45 +6,15 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from engine_fleet import Engines
+from engine_fleet import LATER, PROMPT, Engines, finish, restart
 from engine_parts import PAGE_BYTES, Shape
 from engine_rig import SimulatedEngine
-from prompts import LATER, PROMPT, finish, restart
 from rig import TOKENS_PER_BLOCK, Rig, Rigs, keys
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 from vllm.v1.request import Request
 
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens, Stats
-
-
-def test_every_declared_metric_is_declared_as_vllm_wants_it() -> None:
-    declared = metrics.definitions()
-    assert len(declared) == len(metrics.METRICS)
-    for metric in metrics.METRICS:
-        kind = OffloadingGaugeMetadata if metric.is_gauge else OffloadingCounterMetadata
-        assert isinstance(declared[metric.name], kind)
-        assert declared[metric.name].labelnames == metric.labels
-        assert metric.name.startswith("vllm:"), "vLLM unregisters only such names when an engine is built anew"
-
-
-def test_an_undeclared_metric_cannot_be_observed() -> None:
-    with pytest.raises(ValueError, match="declare it in METRICS"):
-        metrics.Stats().count(metrics.Metric("vllm:kvtier_new", "New."))
-    with pytest.raises(ValueError, match="with the labels"):
-        metrics.Stats().count(metrics.MISSES)
-
-
-def test_statistics_are_taken_once() -> None:
-    stats = metrics.Stats()
-    stats.count(metrics.MISSES, cause="absent")
-    stats.count(metrics.MISSES, 2, cause="absent")
-    stats.set(metrics.ACTIVE, 1)
-
-    assert stats.take().reduce() == {f"{metrics.MISSES.name}:('absent',)": 3, metrics.ACTIVE.name: 1}
-    assert stats.take().is_empty()
-
 
 COPIES = {f"vllm:kv_offload_{way}_{what}" for way in ("load", "store") for what in ("bytes", "time")}
 
@@ -70,9 +40,7 @@ def counted(engine: SimulatedEngine, found: str) -> tuple[float, float]:
     return requests, engine.metric(metrics.FIRST_TOKEN_PROMPTS.name, found)
 
 
-def test_a_first_token_counts_with_what_was_computed_read_from_the_volume_or_kept(
-    engines: Engines, writer: SimulatedEngine
-) -> None:
+def test_a_first_token_counts_with_what_was_computed_read_or_kept(engines: Engines, writer: SimulatedEngine) -> None:
     assert counted(writer, NOTHING) == (1, len(PROMPT))
     reader = restart(engines)
     reader.ask("reads", PROMPT, answer=40)
@@ -87,26 +55,12 @@ def test_a_first_token_counts_with_what_was_computed_read_from_the_volume_or_kep
     assert not reader.side._first_tokens._waiting
 
 
-def request_that_arrived(arrival: float) -> Request:
-    return Request("r", [1, 2, 3], SamplingParams(max_tokens=4), None, arrival_time=arrival)
-
-
-def totals(stats: Stats) -> dict[str, float]:
-    return {key.split(":")[1]: value for key, value in stats.take().reduce().items()}
-
-
-def test_a_request_that_ends_without_an_answer_is_not_counted() -> None:
-    stats = Stats()
-    waiting = FirstTokens(stats)
-    waiting.begin(request_that_arrived(0), NOTHING)
-    waiting.end("r")
-    assert totals(stats) == {}
-
-
 def test_what_was_found_first_stays_when_blocks_are_given_again() -> None:
     stats = Stats()
     waiting = FirstTokens(stats, clock=lambda: 12.5)
-    request = request_that_arrived(10)
+    aborted, request = (Request(name, [1], SamplingParams(max_tokens=4), None, arrival_time=10) for name in "ab")
+    waiting.begin(aborted, NOTHING)
+    waiting.end("a")
     waiting.begin(request, DISK)
     waiting.begin(request, MEMORY)
     waiting.look()
@@ -124,7 +78,6 @@ SECONDS_EACH = 0.25
 
 @pytest.fixture
 def rig(rigs: Rigs) -> Rig:
-    """An engine that was seen to need so long for a chunk."""
     rigs.write(keys(8))
     made = rigs.make(tenant_from="Parameter")
     made.tier.rates.prefill.observe(TOKENS_PER_BLOCK, SECONDS_EACH)
@@ -132,15 +85,9 @@ def rig(rigs: Rigs) -> Rig:
 
 
 def test_a_hit_counts_for_what_computing_it_takes(rig: Rig) -> None:
-    assert rig.serve(keys(8)).hit_blocks == 8
-    assert rig.metric(SAVED, "") == pytest.approx(8 * SECONDS_EACH)
-
-
-def test_what_the_cpu_tier_had_is_no_merit_of_the_volume(rig: Rig) -> None:
-    rig.serve(keys(8), "first")
-    rig.serve(keys(8), "second")
-    assert rig.metric("vllm:kvtier_disk_read_blocks") == 8
-    assert rig.metric(SAVED, "") == pytest.approx(8 * SECONDS_EACH)
+    for name in ("volume", "CPU tier, which is no merit of the volume"):
+        assert rig.serve(keys(8), name).hit_blocks == 8
+        assert rig.metric(SAVED, "") == pytest.approx(8 * SECONDS_EACH)
 
 
 def test_what_could_not_be_read_was_not_saved(rigs: Rigs, rig: Rig) -> None:
@@ -148,13 +95,6 @@ def test_what_could_not_be_read_was_not_saved(rigs: Rigs, rig: Rig) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     assert rig.serve(keys(8)).hit_blocks == 3
     assert rig.metric(SAVED, "") == pytest.approx(3 * SECONDS_EACH)
-
-
-def test_before_the_first_measurement_nothing_is_claimed(rigs: Rigs) -> None:
-    rigs.write(keys(4))
-    made = rigs.make()
-    assert made.serve(keys(4)).hit_blocks == 4
-    assert made.metric(SAVED, "") == 0
 
 
 def test_each_tenant_has_its_own(rigs: Rigs, rig: Rig) -> None:

@@ -79,8 +79,8 @@ DELTA_NET = {
 QWEN_3 = {**DENSE, "model_type": "qwen3"}
 
 
-def each(architectures: tuple[str, ...], fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {architecture: dict(fields) for architecture in architectures}
+def each(architectures: str, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {architecture: dict(fields) for architecture in architectures.split()}
 
 
 BY_HAND: dict[str, dict[str, Any]] = {
@@ -103,44 +103,32 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "PanguUltraMoEForCausalLM": {**LATENT, "model_type": "pangu_ultra_moe"},
     "Rnj1ForCausalLM": WINDOWS,
     **each(
-        (
-            *("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "ExaoneForCausalLM", "InternLM2ForCausalLM"),
-            *("MiMoForCausalLM", "MiniCPMForCausalLM", "OrionForCausalLM", "PanguEmbeddedForCausalLM"),
-            *("Param2MoEForCausalLM", "SarvamMoEForCausalLM", "SolarForCausalLM", "Step1ForCausalLM"),
-            *("TeleChat2ForCausalLM", "TeleFLMForCausalLM", "DotsOCRForCausalLM", "KeyeForConditionalGeneration"),
-            *("KeyeVL1_5ForConditionalGeneration", "MiniCPMO", "MiniCPMV", "MolmoForCausalLM"),
-            *("MoonshotKimiaForCausalLM", "Phi3VForCausalLM", "Phi4ForCausalLMV", "Phi4MMForCausalLM"),
-            *("DomynEdgeForCausalLM",),
-        ),
+        "BailingMoeForCausalLM BailingMoeV2ForCausalLM ExaoneForCausalLM InternLM2ForCausalLM MiMoForCausalLM "
+        "MiniCPMForCausalLM OrionForCausalLM PanguEmbeddedForCausalLM Param2MoEForCausalLM "
+        "SarvamMoEForCausalLM SolarForCausalLM Step1ForCausalLM TeleChat2ForCausalLM TeleFLMForCausalLM "
+        "DotsOCRForCausalLM KeyeForConditionalGeneration KeyeVL1_5ForConditionalGeneration MiniCPMO MiniCPMV "
+        "MolmoForCausalLM MoonshotKimiaForCausalLM Phi3VForCausalLM Phi4ForCausalLMV Phi4MMForCausalLM "
+        "DomynEdgeForCausalLM",
         DENSE,
     ),
     **each(
-        (
-            *("BeeForConditionalGeneration", "Cosmos3ForConditionalGeneration", "Eagle2_5_VLForConditionalGeneration"),
-            *("FireRedASR2ForConditionalGeneration", "FunASRForConditionalGeneration", "H2OVLChatModel"),
-            *("InternS1ForConditionalGeneration", "InternS1ProForConditionalGeneration"),
-            "KananaVForConditionalGeneration",
-            *(
-                "LightOnOCRForConditionalGeneration",
-                "Llama_Nemotron_Nano_VL",
-                "LlavaOnevision2ForConditionalGeneration",
-            ),
-            *("Molmo2ForConditionalGeneration", "MossAudioModel", "NVLM_D", "OpenCUAForConditionalGeneration"),
-            *("OpenPanguVLForConditionalGeneration", "Ovis", "Ovis2_5", "Ovis2_6ForCausalLM", "Ovis2_6_MoeForCausalLM"),
-            *("Qwen3ASRRealtimeGeneration", "RForConditionalGeneration", "SkyworkR1VChatModel"),
-            *("StepVLForConditionalGeneration", "UltravoxModel", "Alpamayo2Super"),
-            "MiniCPMOcrForConditionalGeneration",
-        ),
+        "BeeForConditionalGeneration Cosmos3ForConditionalGeneration Eagle2_5_VLForConditionalGeneration "
+        "FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration H2OVLChatModel "
+        "InternS1ForConditionalGeneration InternS1ProForConditionalGeneration KananaVForConditionalGeneration "
+        "LightOnOCRForConditionalGeneration Llama_Nemotron_Nano_VL LlavaOnevision2ForConditionalGeneration "
+        "Molmo2ForConditionalGeneration MossAudioModel NVLM_D OpenCUAForConditionalGeneration "
+        "OpenPanguVLForConditionalGeneration Ovis Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM "
+        "Qwen3ASRRealtimeGeneration RForConditionalGeneration SkyworkR1VChatModel "
+        "StepVLForConditionalGeneration UltravoxModel Alpamayo2Super MiniCPMOcrForConditionalGeneration",
         {"text_config": QWEN_3},
     ),
-    **each(("DeepseekOCRForCausalLM", "DeepseekVLV2ForCausalLM"), {"language_config": LATENT}),
+    **each("DeepseekOCRForCausalLM DeepseekVLV2ForCausalLM", {"language_config": LATENT}),
     **each(
-        ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Super_Omni_Reasoning_V3"),
+        "NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Super_Omni_Reasoning_V3",
         {"llm_config": NEMOTRON_H},
     ),
     **each(
-        ("InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration"),
-        {"text_config": DELTA_NET},
+        "InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration", {"text_config": DELTA_NET}
     ),
     "GraniteMoeHybridForCausalLM": {**DENSE, "layer_types": ["mamba", "attention"] * 16},
 }
@@ -167,13 +155,11 @@ LEFT_TO_THE_ENGINE: dict[str, dict[str, Any]] = {
         }.items()
     },
     **each(
-        (
-            *("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM"),
-            *("DiffusionGemmaForBlockDiffusion", "Dots3NoteForCausalLM", "Glm5NextForConditionalGeneration"),
-            *("HYV4ForCausalLM", "HrmTextForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration"),
-            *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration", "UnlimitedOCRForCausalLM"),
-            "VoxtralRealtimeGeneration",
-        ),
+        "DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration DeepseekV41ForCausalLM "
+        "DiffusionGemmaForBlockDiffusion Dots3NoteForCausalLM Glm5NextForConditionalGeneration "
+        "HYV4ForCausalLM HrmTextForCausalLM InklingForCausalLM InklingForConditionalGeneration "
+        "Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration UnlimitedOCRForCausalLM "
+        "VoxtralRealtimeGeneration",
         {},
     ),
 }

@@ -38,8 +38,6 @@ Values = np.ndarray[Any, Any]
 
 @pytest.fixture
 def start(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Start an engine of a release."""
-
     def start_engine(release: str, shape: Shape | None = None, **settings: Any) -> SimulatedEngine:
         monkeypatch.setattr(releases, "release_name", lambda _image: release)
         made = engines.make(shape, **{"across_releases": "Verified", **settings})
@@ -109,9 +107,7 @@ def spoil(root: Path, change: Callable[[bytearray], None]) -> None:
         assert isinstance(store.put(key, memoryview(content)), Stored)
 
 
-def test_blocks_of_another_release_are_read_once_computed_ones_agree(
-    start: Start, engines: Engines, total: int
-) -> None:
+def test_blocks_of_another_release_are_read_once_others_agree(start: Start, engines: Engines, total: int) -> None:
     files, root = engines.count(), engines.rigs.root
     second = start(NEW)
     assert second.metric("vllm:kvtier_disk_release") == Verdict.COMPARING
@@ -120,7 +116,6 @@ def test_blocks_of_another_release_are_read_once_computed_ones_agree(
     assert decide(second) is Verdict.ACCEPTED
     assert engines.count() == files
     assert f"blocks of {PROMPTS} prompts agree, to 0.00%" in note_of(root)["why"]
-
     later = start(NEW)
     assert verdict_of(later) is Verdict.ACCEPTED
     assert ask(later, OURS) < total / 2
@@ -131,9 +126,7 @@ def test_blocks_of_another_release_are_read_once_computed_ones_agree(
     assert not own(root)
 
 
-def test_blocks_that_differ_are_not_believed_and_the_release_gets_a_generation_of_its_own(
-    start: Start, engines: Engines, total: int
-) -> None:
+def test_blocks_that_differ_give_the_release_its_own_generation(start: Start, engines: Engines, total: int) -> None:
     root = engines.rigs.root
     spoil(root, lambda content: content.reverse())
     second = start(NEW)
@@ -141,7 +134,6 @@ def test_blocks_that_differ_are_not_believed_and_the_release_gets_a_generation_o
     assert decide(second) is Verdict.REFUSED
     assert "differs in" in note_of(root)["why"]
     ask(second, [prompt_of(6, seed=99)])
-
     later = start(NEW)
     assert decide(later) is Verdict.REFUSED
     assert later.metric("vllm:kvtier_disk_release") == Verdict.REFUSED
@@ -182,9 +174,7 @@ def test_models_of_several_groups_are_not_compared(start: Start, engines: Engine
     assert "are not compared" in note_of(engines.rigs.root)["why"]
 
 
-def test_too_few_prompts_with_blocks_end_the_comparison(
-    start: Start, engines: Engines, total: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_prompts_end_it(start: Start, engines: Engines, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(releases, "MOST_PROMPTS", 4)
     second = start(NEW)
     ask(second, [OURS[0], *(prompt_of(6, seed=number) for number in range(60, 63))])
@@ -214,9 +204,7 @@ def test_a_volume_that_hangs_while_blocks_are_compared_holds_up_no_request(start
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"release": "vLLM 0.33.0", "verdict": "accepted"}'])
-def test_a_note_that_is_none_is_not_believed_and_is_replaced(
-    start: Start, engines: Engines, total: int, text: str
-) -> None:
+def test_a_note_that_is_none_is_replaced(start: Start, engines: Engines, total: int, text: str) -> None:
     second = start(NEW)
     ask(second, OURS)
     decide(second)
@@ -280,9 +268,7 @@ class WithoutLinks(FileSystem):
             Timer(0.2, Path(target).write_text, (json.dumps({"release": OLD}),)).start()
 
 
-def test_one_of_the_releases_that_begin_a_generation_at_once_founds_it_also_without_hard_links(
-    start: Start, engines: Engines
-) -> None:
+def test_one_of_the_releases_that_begin_at_once_founds_it_also_without_links(start: Start, engines: Engines) -> None:
     assert decide(start(NEW, fs=WithoutLinks())) is Verdict.REFUSED
     assert "has stored no blocks" in note_of(engines.rigs.root)["why"]
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_fleet import Engines
+from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart
 from engine_parts import BLOCK_TOKENS, Shape
 from engine_rig import SimulatedEngine
-from prompts import LATER, PROMPT, REST, finish, restart
 
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
 
@@ -29,12 +28,10 @@ def level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
-    """Return what was logged of a request."""
     return [text for text in caplog.messages if f" request={name} " in text]
 
 
 def values(caplog: pytest.LogCaptureFixture, name: str) -> dict[str, str]:
-    """Return the values of both lines of a request."""
     lookup, end = lines(caplog, name)
     assert (lookup.split()[0], end.split()[0]) == ("Found", "Ended")
     found, ended = (dict(part.split("=", 1) for part in line.split()[1:]) for line in (lookup, end))
@@ -118,9 +115,7 @@ def test_a_chunk_that_cannot_be_read_and_one_that_may_not_be_written_are_logged_
     ]
 
 
-def test_neither_salt_nor_tenant_is_logged_and_tenants_have_marks(
-    engines: Engines, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_neither_salt_nor_tenant_is_logged_but_marks_are(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
     engine = engines.make(tenant_from="CacheSalt")
     for name, salt in {"a": "sesame", "b": "sesame", "c": "barley", "d": None}.items():
         engine.ask(name, PROMPT, salt=salt)
@@ -132,9 +127,7 @@ def test_neither_salt_nor_tenant_is_logged_and_tenants_have_marks(
     assert not any(word in caplog.text for word in ("sesame", "barley", *tenants))
 
 
-def test_an_aborted_request_ends_and_a_windowed_one_counts_what_its_window_stands_for(
-    engines: Engines, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_aborted_requests_end_and_windows_count_as_whole(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
     shape = Shape(windows=(2 * BLOCK_TOKENS,))
     writer = engines.make(shape)
     writer.ask("writes", PROMPT)

@@ -18,7 +18,6 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_ha
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.janitor.follow import JournalFollower
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.header import Header, decode_header
 from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import NO_LINEAGE, Lineage
 
@@ -36,23 +35,16 @@ def request_of(*prefix: OffloadKey) -> tuple[ReqContext, TierRequest]:
     return context, TierRequest(context, TOKENS)
 
 
-def test_each_chunk_has_its_number_and_the_one_before_it_as_parent() -> None:
-    _, request = request_of(*keys(3))
+def test_each_chunk_that_vllm_noted_has_its_number_and_the_one_before_it_as_parent() -> None:
+    context, request = request_of(*keys(2))
     assert request.lineage(key(0)) == NO_LINEAGE
     assert request.lineage(key(1)) == Lineage(hash_of(0), 1)
-    assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
-
-
-def test_a_chain_grows_with_the_request() -> None:
-    context, request = request_of(*keys(2))
     assert request.lineage(key(2)) == NO_LINEAGE
     context.set_offload_key_position(key(2), 3 * TOKENS_PER_BLOCK)
     assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
 
 
 class WalkedDict(dict[OffloadKey, int]):
-    """Counts the keys that were walked over."""
-
     walked = 0
 
     def __iter__(self) -> Iterator[OffloadKey]:
@@ -89,12 +81,6 @@ def test_a_chunk_that_ends_inside_another_is_no_link() -> None:
     assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
 
 
-def test_of_a_chunk_that_vllm_did_not_note_nothing_is_said() -> None:
-    _, request = request_of()
-    assert request.lineage(key(0)) == NO_LINEAGE
-    assert request.last_present(lambda _: True) == []
-
-
 def test_the_last_chunk_that_is_there_is_found_with_few_questions() -> None:
     _, request = request_of(*keys(1000))
     asked: list[OffloadKey] = []
@@ -106,17 +92,8 @@ def test_the_last_chunk_that_is_there_is_found_with_few_questions() -> None:
 
     assert request.last_present(is_present) == [key(616)]
     assert len(asked) <= 8 + 11
-
-
-def test_of_a_sliding_window_the_end_is_found_although_the_beginning_is_not_there() -> None:
-    _, request = request_of(*keys(1000))
-    assert request.last_present(set(keys(3, first=995)).__contains__) == [key(997)]
+    assert request.last_present(set(keys(3, first=995)).__contains__) == [key(997)], "of a sliding window"
     assert request.last_present(lambda _: False) == []
-
-
-def headers(root: Path) -> dict[bytes, Header]:
-    decoded = [decode_header(path.read_bytes()) for path in (root / "blocks").rglob("*.kvb")]
-    return {header.key.hash: header for header in decoded if isinstance(header, Header)}
 
 
 def following(root: Path) -> JournalFollower:
@@ -128,16 +105,6 @@ def following(root: Path) -> JournalFollower:
 
 def records(reader: JournalFollower, root: Path) -> list[Record]:
     return [record for _, batch in reader.read([root.name]) for record in batch]
-
-
-def test_the_parent_is_known_although_only_the_end_of_the_prompt_is_stored(rigs: Rigs) -> None:
-    rig = rigs.make()
-    context = rig.request("writer")
-    note_positions(context, keys(4))
-    prepared = rig.manager.prepare_store([key(3)], context)
-    rig.manager.complete_store(prepared.keys_to_store, context)
-    rig.settle()
-    assert headers(rigs.root)[hash_of(3)].lineage == Lineage(hash_of(2), 3)
 
 
 def used(reader: JournalFollower, root: Path) -> list[Record]:
@@ -190,15 +157,6 @@ def with_tenant(rig: Rig, tenant: Any) -> Rig:
     return rig
 
 
-def test_each_tenant_has_a_directory_of_its_own_and_reads_no_other(rigs: Rigs) -> None:
-    writer = rigs.make(tenant_from="Parameter")
-    with_tenant(writer, "acme").offload(keys(4))
-    assert directories(rigs.root) == {"acme": 4}
-    for tenant, expected in (("acme", 4), ("other", 0), (None, 0)):
-        reader = with_tenant(rigs.make(tenant_from="Parameter"), tenant)
-        assert reader.serve(keys(4)).hit_blocks == expected
-
-
 @pytest.mark.parametrize(
     ("source", "tenants", "stored"),
     [
@@ -207,12 +165,16 @@ def test_each_tenant_has_a_directory_of_its_own_and_reads_no_other(rigs: Rigs) -
         ("None", ["acme"], {"": 3}),
     ],
 )
-def test_a_prompt_is_stored_for_each_tenant_that_the_parameter_names_where_tenants_are_on(
+def test_each_tenant_that_the_parameter_names_has_a_directory_and_reads_no_other_where_tenants_are_on(
     rigs: Rigs, source: str, tenants: list[str | None], stored: dict[str, int]
 ) -> None:
     for tenant in tenants:
         with_tenant(rigs.make(tenant_from=source), tenant).offload(keys(3))
     assert directories(rigs.root) == stored
+    for tenant in ("acme", "other", "third", None):
+        reader = with_tenant(rigs.make(tenant_from=source), tenant)
+        is_there = (tenant or "") in stored or source == "None"
+        assert reader.serve(keys(3)).hit_blocks == 3 * is_there
 
 
 def test_a_request_whose_tenant_cannot_be_told_is_computed_and_kept_off_the_volume(rigs: Rigs) -> None:
@@ -241,6 +203,10 @@ def test_tenants_over_their_quota_are_refused_and_others_go_on(rigs: Rigs) -> No
 
 def test_a_salt_is_a_directory_that_does_not_show_it(rigs: Rigs) -> None:
     rig = rigs.make(tenant_from="CacheSalt")
+    rig.offload(keys(2), "whose salt cannot be seen")
+    assert directories(rigs.root) == {}
+    assert rig.metric("vllm:kvtier_disk_shed_stores", "tenant") == 2
+    rig.manager.reset_cache()
     rig.salt = "my secret salt"
     rig.offload(keys(2))
     tenant = hashlib.sha256(b"my secret salt").hexdigest()[:16]
@@ -250,13 +216,6 @@ def test_a_salt_is_a_directory_that_does_not_show_it(rigs: Rigs) -> None:
     rig.salt = ""
     rig.offload(keys(2, first=10), "unsalted")
     assert directories(rigs.root) == {tenant: 2, "": 2}
-
-
-def test_where_the_salt_cannot_be_seen_nothing_is_cached(rigs: Rigs) -> None:
-    rig = rigs.make(tenant_from="CacheSalt")
-    rig.offload(keys(2))
-    assert directories(rigs.root) == {}
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "tenant") == 2
 
 
 def test_a_step_with_many_requests_whose_blocks_are_being_written_asks_about_each_at_the_same_cost(rigs: Rigs) -> None:

@@ -7,22 +7,29 @@ Every step of a `SimulatedEngine` checks the bytes that it builds upon, so each 
 from __future__ import annotations
 
 import errno
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from engine_fleet import Engines
+from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart
 from engine_parts import BLOCK_TOKENS, WINDOW_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
-from prompts import LATER, PROMPT, REST, finish, restart
 from rig import wait_until
 from store_faults import FailingFs, GatedFs
 from vllm.v1.request import RequestStatus
 
 from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.health import Breaker, BreakerLimits
 
 WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+@pytest.fixture(autouse=True)
+def patience_with_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no load given up while a test holds a read back, however long a step takes on a busy host."""
+    monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", 30.0)
 
 
 def is_read_of(engines: Engines, engine: SimulatedEngine, chunk: int) -> Callable[[str, str], bool]:
@@ -38,26 +45,17 @@ def test_what_one_engine_computed_another_one_loads(engines: Engines, writer: Si
     assert reader.metric("vllm:kvtier_disk_written_blocks") == 0
 
 
-def test_a_request_runs_when_the_last_chunk_of_its_prefix_has_landed(engines: Engines, writer: SimulatedEngine) -> None:
-    fs = GatedFs(is_read_of(engines, writer, 19))
+@pytest.mark.parametrize("late", [12, 19])
+def test_chunks_go_to_the_gpu_while_later_ones_are_read_and_the_request_runs_when_the_last_has_landed(
+    engines: Engines, writer: SimulatedEngine, late: int
+) -> None:
+    fs = GatedFs(is_read_of(engines, writer, late))
     reader = restart(engines, fs=fs)
     reader.add("r", PROMPT)
-    reader.run(lambda: reader.status("r") is WAITING)
-    wait_until(lambda: fs.waiting == 1, "the last chunk is being read")
+    reader.run(lambda: sum(blocks for _, blocks in reader.pieces) == late)
+    wait_until(lambda: fs.waiting == 1, "the chunk is being read")
     for _ in range(20):
         reader.step()
-    assert reader.status("r") is WAITING
-    fs.open_gate()
-    reader.run()
-    assert reader.computed["r"] == REST
-    reader.assert_nothing_is_left()
-
-
-def test_chunks_go_to_the_gpu_while_later_ones_are_still_being_read(engines: Engines, writer: SimulatedEngine) -> None:
-    fs = GatedFs(is_read_of(engines, writer, 12))
-    reader = restart(engines, fs=fs)
-    reader.add("r", PROMPT)
-    reader.run(lambda: sum(blocks for _, blocks in reader.pieces) == 12)
     assert reader.status("r") is WAITING
     fs.open_gate()
     finish(reader)
@@ -86,8 +84,6 @@ def hang(path: Path) -> FileSystem:
 
 
 class PassingFs(FileSystem):
-    """Leaves it to another, which may come later."""
-
     other: FileSystem = LOCAL
 
     def open(self, path: str, flags: int) -> int:
@@ -102,9 +98,7 @@ DAMAGES = {"corrupt": flip, "missing": remove, "EIO": refuse, "late": hang}
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
-    engines: Engines, writer: SimulatedEngine, damage: str, policy: str
-) -> None:
+def test_a_missing_chunk_costs_a_recompute(engines: Engines, writer: SimulatedEngine, damage: str, policy: str) -> None:
     if policy == "fail" and damage != "corrupt":
         pytest.skip("one damage shows that the policy is set")
     gone = engines.keys_of(writer, PROMPT)[12]
@@ -125,38 +119,26 @@ def test_a_chunk_that_does_not_come_costs_a_recompute_from_there_on(
 WINDOWED = Shape(windows=(None, WINDOW_TOKENS))
 
 
-def test_full_attention_and_a_sliding_window_are_loaded_together(engines: Engines) -> None:
-    writer = engines.make(WINDOWED)
-    assert writer.ask("w", PROMPT) == len(PROMPT)
-    finish(writer)
-    assert engines.assert_volume_holds(writer, PROMPT) > 20
-    reader = restart(engines, WINDOWED)
-    assert reader.ask("r", PROMPT, answer=30) == REST
-    finish(reader)
-
-
-def test_a_window_that_reaches_back_over_whole_chunks_is_found_where_only_they_are_stored(engines: Engines) -> None:
-    # As Cohere2 has it: attention reads the token itself, and a whole number of chunks before.
-    shape = Shape(windows=(None, WINDOW_TOKENS + 1))
-    writer = engines.make(shape)
-    assert writer.ask("w", PROMPT) == len(PROMPT)
-    finish(writer)
-    assert engines.count() == 20 + 4
-    reader = restart(engines, shape)
-    assert reader.ask("r", PROMPT, answer=30) == REST
-    finish(reader)
-
-
-@pytest.mark.parametrize("windows", [(WINDOW_TOKENS,), (None, WINDOW_TOKENS)], ids=["windows-alone", "windows-beside"])
-def test_the_end_of_what_is_stored_is_found_for_windows_whatever_comes_behind_it(
-    engines: Engines, windows: tuple[int | None, ...]
+# As Cohere2 has it, a window may reach back over whole chunks: attention reads the token itself, and those before.
+@pytest.mark.parametrize(
+    ("windows", "stored"),
+    [((None, WINDOW_TOKENS), 24), ((None, WINDOW_TOKENS + 1), 24), ((WINDOW_TOKENS,), 4)],
+    ids=["beside", "whole chunks", "alone"],
+)
+@pytest.mark.parametrize("is_longer", [False, True])
+def test_windows_are_loaded_with_full_attention_and_their_end_is_found_whatever_comes_behind_it(
+    engines: Engines, windows: tuple[int | None, ...], stored: int, *, is_longer: bool
 ) -> None:
     shape = Shape(windows=windows)
     writer = engines.make(shape)
-    writer.ask("w", PROMPT)
+    assert writer.ask("w", PROMPT) == len(PROMPT)
     finish(writer)
+    assert engines.assert_volume_holds(writer, PROMPT) == engines.count() == stored
     reader = restart(engines, shape)
-    assert reader.ask("longer", [*PROMPT[:-REST], *LATER]) == len(LATER)
+    if is_longer:
+        assert reader.ask("longer", [*PROMPT[:-REST], *LATER]) == len(LATER)
+    else:
+        assert reader.ask("r", PROMPT, answer=30) == REST
     finish(reader)
 
 
@@ -183,25 +165,11 @@ def slow_to_look_up() -> GatedFs:
     return GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
 
 
-def test_a_request_aborted_while_it_is_looked_up_leaves_nothing(engines: Engines, writer: SimulatedEngine) -> None:
-    fs = slow_to_look_up()
-    reader = engines.make(fs=fs)
-    reader.add("r", PROMPT)
-    wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the lookup hangs")
-    reader.abort("r")
-    fs.open_gate()
-    finish(reader)
-    assert reader.ask("next", PROMPT) == REST
-    finish(reader)
-
-
 @pytest.mark.parametrize("lag", [0, 3, math.inf])
 @pytest.mark.parametrize(
     "when", ["it has arrived", "nothing was handed over", "pieces are under way", "all was handed over"]
 )
-def test_a_request_aborted_while_it_is_loaded_frees_everything(
-    engines: Engines, writer: SimulatedEngine, when: str, lag: float
-) -> None:
+def test_an_abort_of_a_load_frees_everything(engines: Engines, writer: SimulatedEngine, when: str, lag: float) -> None:
     held = {"nothing was handed over": 0, "pieces are under way": 12}.get(when)
     fs = GatedFs(is_read_of(engines, writer, held) if held is not None else lambda call, path: False)
     reader = restart(engines, fs=fs)
@@ -253,7 +221,6 @@ def test_fifty_requests_that_share_a_prefix_load_it_once(engines: Engines) -> No
 
 
 def count_lookups(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows by one with each look-up."""
     calls: list[int] = []
     real = engine.manager.match_prefix
 
@@ -265,9 +232,7 @@ def count_lookups(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> l
     return calls
 
 
-def test_a_request_that_waits_costs_no_look_up(
-    engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_costs_no_look_up(engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     fs = slow_to_look_up()
     reader = engines.make(fs=fs)
     calls = count_lookups(reader, monkeypatch)
@@ -317,9 +282,7 @@ def test_reading_begins_when_a_request_arrives(engines: Engines, writer: Simulat
     assert reader.metric("vllm:kvtier_disk_read_blocks") == 20
 
 
-def test_after_a_reset_no_row_is_written_while_a_piece_of_before_may_still_be_read(
-    engines: Engines, writer: SimulatedEngine
-) -> None:
+def test_after_a_reset_no_row_is_written_that_may_still_be_read(engines: Engines, writer: SimulatedEngine) -> None:
     writer.ask("later", LATER)
     writer.run()
     fs = GatedFs(is_read_of(engines, writer, 12))
@@ -343,44 +306,85 @@ def test_after_a_reset_no_row_is_written_while_a_piece_of_before_may_still_be_re
     assert reader.computed["r"] == 8 * BLOCK_TOKENS + REST
 
 
-def test_resets_at_any_moment_of_a_load_leave_right_bytes(engines: Engines, writer: SimulatedEngine) -> None:
-    for steps in range(1, 6):
-        reader = restart(engines)
-        reader.copies.lag = 1
-        reader.add("r", PROMPT, answer=10)
-        for _ in range(steps):
-            reader.step()
-        reader.scheduler.reset_prefix_cache(reset_connector=True)
-        reader.add("other", PROMPT, answer=10)
-        finish(reader)
-        reader.close()
-
-
-@pytest.mark.parametrize("lag", [0, 2])
-def test_answers_are_right_where_the_gpu_is_so_small_that_requests_preempt_each_other(
-    engines: Engines, writer: SimulatedEngine, lag: int
-) -> None:
-    engine = restart(engines, Shape(gpu_blocks=30, cpu_chunks=60))
-    engine.copies.lag = lag
-    prompts = [prompt_of(8, seed=number % 3) for number in range(8)]
-    for number, prompt in enumerate(prompts):
-        engine.add(f"r{number}", prompt, answer=90)
-    finish(engine)
-    assert engine.preemptions > 0
-    again = {f"again {number}": prompt for number, prompt in enumerate(prompts[:3])}
-    for name, prompt in again.items():
-        engine.ask(name, prompt, answer=5)
-
-
-def test_what_waits_for_a_row_comes_for_the_others_when_the_first_who_asked_ends(
-    engines: Engines, writer: SimulatedEngine
-) -> None:
-    reader = restart(engines, Shape(cpu_chunks=4))
-    reader.copies.lag = math.inf
-    for name in ("a", "b"):
-        reader.add(name, PROMPT)
-    reader.run(lambda: reader.copies.waiting > 0)
-    reader.abort("a")
-    reader.copies.lag = 0
+def test_answers_are_stored_too_where_that_is_asked_for(engines: Engines) -> None:
+    shape = Shape(prompt_only=False)
+    writer = engines.make(shape)
+    prompt = prompt_of(4)
+    writer.ask("w", prompt, answer=100)
+    finish(writer)
+    turn = [*prompt, *writer.answers["w"], *prompt_of(1, seed=3)]
+    reader = restart(engines, shape)
+    stored = (len(prompt) + 99) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert reader.ask("r", turn) == len(turn) - stored
     finish(reader)
-    assert reader.computed["b"] <= len(PROMPT)
+
+
+@pytest.fixture
+def quick_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is tried again after a while be tried again at once."""
+    limits = BreakerLimits(first_backoff_seconds=0.05, longest_backoff_seconds=0.1)
+    monkeypatch.setattr(
+        "kvtier_connector.vllm_adapter.secondary_tier.Breaker", functools.partial(Breaker, limits=limits)
+    )
+    monkeypatch.setattr("kvtier_connector.cascade.transfers.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("kvtier_connector.cascade.transfers.LONGEST_RETRY_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("quick_recovery")
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (errno.ENOSPC, "no_space"),
+        (errno.EDQUOT, "no_space"),
+        (errno.EIO, "io"),
+        (errno.EROFS, "read_only"),
+        (errno.EACCES, "denied"),
+    ],
+)
+def test_what_could_not_be_stored_reaches_the_volume_later(engines: Engines, error: int, cause: str) -> None:
+    fs = FailingFs(OSError(error, "no"), lambda call, _: call == "pwritev")
+    fs.is_failing = False
+    engine = engines.make(fs=fs)
+    fs.is_failing = True
+    engine.ask("r", PROMPT)
+    engine.run()
+    assert engines.count() == 0
+    assert engine.metric("vllm:kvtier_disk_shed_stores", cause) >= 1
+    assert engine.metric("vllm:kvtier_disk_store_breaker") > 0
+    fs.is_failing = False
+    engine.run(lambda: engines.count() == 20)
+    engine.run()
+    assert engines.assert_volume_holds(engine, PROMPT) == 20
+
+
+@pytest.mark.usefixtures("quick_recovery")
+def test_what_was_computed_before_a_permit_reaches_the_volume_later(engines: Engines, writer: SimulatedEngine) -> None:
+    rigs = engines.rigs
+    engine = engines.make(live_file=str(rigs.live_file(needs_permit=True)), refresh_seconds=0.05)
+    engine.add("r", LATER)
+    engine.run(lambda: "r" in engine.answers)
+    engine.run(lambda: engine.metric("vllm:kvtier_disk_shed_stores", "no_permit") == 8)
+    rigs.permit(1 << 30)
+    engine.run(lambda: engines.count() == 28)
+    assert engines.assert_volume_holds(engine, LATER) == 8
+
+
+def test_after_a_reset_no_row_is_filled_that_may_still_be_stored(engines: Engines, writer: SimulatedEngine) -> None:
+    writer.ask("later", LATER)
+    writer.run()
+    reader = restart(engines, Shape(cpu_chunks=14))
+    reader.copies.lag = math.inf
+    reader.ask("r", prompt_of(10, seed=5))
+    for _ in range(3):
+        reader.step()
+    assert reader.copies.waiting == 1
+    reader.connector.reset_cache()
+    reader.add("next", LATER)
+    for _ in range(20):
+        reader.manager.poll()
+    assert len(reader.manager.fetches) == 0
+    assert reader.metric("vllm:kvtier_disk_read_blocks") == 0
+    # vLLM has the worker end this store with the next step.
+    reader.copies.lag = 0
+    # Whether it is loaded then or computed meanwhile, each step checks the bytes.
+    finish(reader)

@@ -8,6 +8,7 @@ are reset, engines restarted, and copies lag behind. A `SimulatedEngine` compare
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +133,11 @@ class Machine(EngineMachine):
                 path.write_bytes(self.damaged[path])
             else:
                 path.unlink()
+
+    @rule(whole=st.booleans())
+    def remove_all(self, whole: bool) -> None:
+        root = self.engines.rigs.root
+        shutil.rmtree(root if whole else root / "blocks", ignore_errors=True)
 
     @rule()
     def reset_connector(self) -> None:

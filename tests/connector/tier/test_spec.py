@@ -5,19 +5,30 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rig import ROW_BYTES, Rigs, offloading_config
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CanonicalPageMapping,
+    CopyRun,
+    GPULoadStoreSpec,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker
-from kvtier_connector.vllm_adapter.metrics import METRICS
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
@@ -45,7 +56,6 @@ def test_worker_and_manager_of_one_engine_share_one_region(rigs: Rigs) -> None:
     # The worker first, as in an engine; the scheduler's clearing must leave its region alone.
     worker = KVTierSpec(config).get_worker(one_tensor())
     manager = KVTierSpec(config).get_manager()
-
     assert isinstance(worker, CpuCopyWorker)
     (tier,) = manager.secondary_tiers
     assert isinstance(tier, SharedVolumeTier)
@@ -59,20 +69,8 @@ def test_a_region_that_a_dead_engine_left_is_removed_before_the_new_one_is_made(
     stale = Path(f"/dev/shm/vllm_offload_test-stale-{uuid.uuid4().hex}.mmap")
     stale.write_bytes(bytes(4096))
     worker = KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
-
     assert not stale.exists()
     worker.shutdown()
-
-
-def test_the_metrics_of_the_tier_are_declared_through_the_spec(rigs: Rigs) -> None:
-    declared = KVTierSpec.build_metric_definitions(extra_config(rigs))
-    assert {metric.name for metric in METRICS} <= set(declared)
-
-
-def test_the_canonical_layout_is_refused_where_vllm_does_not_certify_a_layer(rigs: Rigs) -> None:
-    spec = KVTierSpec(offloading_config(canonical_layout=True, extra_config=extra_config(rigs)))
-    with pytest.raises(ConfigInvalid, match="canonicalLayout"):
-        spec.get_worker(one_tensor())
 
 
 NEW_MOUNTS = 0x00020000
@@ -125,10 +123,172 @@ def test_shared_memory_that_somebody_else_takes_meanwhile_names_the_setting_too(
     with_little_shared_memory(start)
 
 
-def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("something else")
+ENGINE_BLOCKS = 24
+CHUNKS = 12
+PAGES = (96, 160)
 
-    monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", refuse)
-    with pytest.raises(RuntimeError, match=r"^something else$"):
-        KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
+
+@dataclass
+class Bench:
+    """A worker between an engine's tensors and a region, and a plain copy of both to compare with."""
+
+    worker: CpuCopyWorker
+    tensors: list[torch.Tensor]
+    rows: torch.Tensor
+    blocks_per_chunk: int
+    refs: list[list[CanonicalKVCacheRef]]
+
+    def chunk_bytes(self, tensor: int) -> slice:
+        start = sum(PAGES[:tensor]) * self.blocks_per_chunk
+        return slice(start, start + PAGES[tensor] * self.blocks_per_chunk)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    blocks_per_chunk: int = request.param
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randint(-128, 128, (ENGINE_BLOCKS, page), dtype=torch.int8, generator=generator) for page in PAGES]
+    # Group 0 has both tensors, the second with a padded page; group 1 shares the second tensor.
+    refs = [
+        [CanonicalKVCacheRef(0, PAGES[0]), CanonicalKVCacheRef(1, PAGES[1] - 32)],
+        [CanonicalKVCacheRef(1, PAGES[1])],
+    ]
+    region = SharedOffloadRegion(
+        engine_id=f"test-{uuid.uuid4().hex}",
+        num_chunks=CHUNKS,
+        rank=0,
+        kv_bytes_per_chunk=4096,
+        cpu_page_size=sum(PAGES) * blocks_per_chunk,
+    )
+    worker = CpuCopyWorker(
+        CanonicalKVCaches([CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, PAGES, strict=True)], refs),
+        blocks_per_chunk=blocks_per_chunk,
+        region=region,
+    )
+    rows = region.base_tensor.view(CHUNKS, 4096)
+    made = Bench(worker, tensors, rows, blocks_per_chunk, refs)
+    yield made
+    made.rows = made.tensors[0]
+    del rows
+    worker.shutdown()
+
+
+def plan(rng: random.Random, blocks_per_chunk: int) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec, list[tuple[int, ...]]]:
+    """Return a transfer of random runs of blocks, and its meaning block by block: group, engine block, chunk, place."""
+    engine_blocks = rng.sample(range(ENGINE_BLOCKS), ENGINE_BLOCKS)
+    free_chunks = rng.sample(range(CHUNKS), CHUNKS)
+    sizes, starts, blocks, chunks, meaning = [], [], [], [], []
+    for group in range(2):
+        size = rng.choice([0, 1, 2, 3, 4, 5])
+        start = rng.randrange(10)
+        sizes.append(size)
+        starts.append(start)
+        own_chunks: dict[int, int] = {}
+        for number in range(start, start + size):
+            logical_chunk, inner = divmod(number, blocks_per_chunk)
+            if logical_chunk not in own_chunks:
+                own_chunks[logical_chunk] = free_chunks.pop()
+            block = engine_blocks.pop()
+            blocks.append(block)
+            meaning.append((group, block, own_chunks[logical_chunk], inner))
+        chunks.extend(own_chunks.values())
+    return GPULoadStoreSpec(blocks, sizes, starts), CPULoadStoreSpec(chunks), meaning
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
+def test_a_transfer_copies_what_a_plain_loop_copies(bench: Bench, seed: int, *, is_store: bool) -> None:
+    gpu, cpu, meaning = plan(random.Random(seed), bench.blocks_per_chunk)
+    bench.rows.copy_(torch.randint(-128, 128, bench.rows.shape, dtype=torch.int8))
+    rows, tensors = bench.rows.clone(), [tensor.clone() for tensor in bench.tensors]
+    for group, block, chunk, inner in meaning:
+        for ref in bench.refs[group]:
+            start = bench.chunk_bytes(ref.tensor_idx).start + inner * PAGES[ref.tensor_idx]
+            page = ref.page_size_bytes
+            in_row, in_tensor = rows[chunk, start : start + page], tensors[ref.tensor_idx][block, :page]
+            (in_row if is_store else in_tensor).copy_(in_tensor if is_store else in_row)
+    assert bench.worker.submit_store(1, gpu, cpu) if is_store else bench.worker.submit_load(2, cpu, gpu)
+    assert torch.equal(bench.rows, rows)
+    assert all(map(torch.equal, bench.tensors, tensors))
+
+
+def test_each_transfer_is_reported_once_with_its_bytes(bench: Bench) -> None:
+    gpu = GPULoadStoreSpec([1], [1, 0], [0, 0])
+    bench.worker.submit_store(7, gpu, CPULoadStoreSpec([0]))
+    bench.worker.submit_load(8, CPULoadStoreSpec([0]), gpu)
+    bench.worker.wait({7, 8})
+    results = bench.worker.get_finished()
+    assert [(result.job_id, result.success) for result in results] == [(7, True), (8, True)]
+    assert {result.transfer_size for result in results} == {PAGES[0] + PAGES[1] - 32}
+    assert all(result.transfer_time is not None for result in results)
+    assert bench.worker.get_finished() == []
+
+
+HEADS, TOKENS, ROW = 4, 2, 8
+"""Of the canonical page: keys and values of a head are 8 bytes a token."""
+
+
+def page_of_rank(rank: int, ranks: int) -> CanonicalPageMapping:
+    """Return the place of one rank's heads in pages that are ordered by token, then by head."""
+    holders = max(1, ranks // HEADS)
+    shards = ranks // holders
+    mine = HEADS // shards * ROW
+    run = CopyRun(0, rank // holders * mine, mine, TOKENS, mine, HEADS * ROW)
+    size = HEADS * ROW * TOKENS
+    return CanonicalPageMapping(size, mine * TOKENS, (run,), holders, rank % holders, parallelism_agnostic=True)
+
+
+def engine(ranks: int, name: str) -> list[tuple[CpuCopyWorker, torch.Tensor]]:
+    """Return the workers of an engine and their memory, over one region."""
+    made = []
+    for rank in range(ranks):
+        mapping = page_of_rank(rank, ranks)
+        size = mapping.local_page_size_bytes
+        region = SharedOffloadRegion(
+            engine_id=name, num_chunks=CHUNKS, rank=rank, kv_bytes_per_chunk=4096, cpu_page_size=4096 // ranks
+        )
+        memory = torch.zeros((ENGINE_BLOCKS, size), dtype=torch.int8)
+        refs = [[CanonicalKVCacheRef(0, size, mapping)]]
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(memory, size)], refs)
+        made.append((CpuCopyWorker(caches, blocks_per_chunk=2, region=region, is_canonical=True), memory))
+    return made
+
+
+def heads_of_rank(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return what a rank holds of blocks that were computed without parallelism."""
+    holders = max(1, ranks // HEADS)
+    shards, shard = ranks // holders, rank // holders
+    return whole.view(-1, TOKENS, shards, HEADS // shards * ROW)[:, :, shard].reshape(len(whole), -1)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4, 8])
+@pytest.mark.parametrize("after", [1, 2, 4, 8])
+def test_what_some_ranks_store_in_the_canonical_layout_any_other_number_of_ranks_loads(before: int, after: int) -> None:
+    name = f"test-{uuid.uuid4().hex}"
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.randint(-128, 128, (ENGINE_BLOCKS, HEADS * TOKENS * ROW), dtype=torch.int8, generator=generator)
+    writers = engine(before, name)
+    readers = engine(after, name)
+    where = GPULoadStoreSpec(list(range(5)), group_sizes=[5], block_indices=[1])
+    chunks = CPULoadStoreSpec(np.array([7, 3, 9], dtype=np.int32))
+    for rank, (worker, memory) in enumerate(writers):
+        memory[:] = heads_of_rank(whole, rank, before)
+        assert worker.submit_store(1, where, chunks)
+    for rank, (worker, memory) in enumerate(readers):
+        assert worker.submit_load(2, chunks, where)
+        assert torch.equal(memory[:5], heads_of_rank(whole, rank, after)[:5])
+        assert not memory[5:].any()
+    for worker, _ in (*readers, *writers):
+        worker.shutdown()
+
+
+def test_a_layer_without_a_canonical_page_is_refused() -> None:
+    memory = torch.zeros((2, 64), dtype=torch.int8)
+    for mapping in (None, CanonicalPageMapping(64, 64, (), 1, 0, parallelism_agnostic=False)):
+        region = SharedOffloadRegion(
+            engine_id=f"test-{uuid.uuid4().hex}", num_chunks=2, rank=0, kv_bytes_per_chunk=4096, cpu_page_size=4096
+        )
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(memory, 64)], [[CanonicalKVCacheRef(0, 64, mapping)]])
+        with pytest.raises(ConfigInvalid, match="canonicalLayout"):
+            CpuCopyWorker(caches, blocks_per_chunk=1, region=region, is_canonical=True, must_be_portable=True)
+        region.cleanup()

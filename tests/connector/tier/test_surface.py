@@ -9,7 +9,6 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from vllm.lora.model_manager import LoRAModelManager
@@ -45,7 +44,6 @@ def uses_of(ours: type) -> list[Use]:
 
 
 def overridden_by(ours: type) -> set[str]:
-    """Return the methods of vLLM that the class overrides."""
     theirs = {name for base in bases_of(ours) for name, value in vars(base).items() if callable(getattr(base, name))}
     hidden = {name for name in theirs if name.startswith("__") and name != "__init__"}
     return (set(vars(ours)) & theirs) - hidden
@@ -73,7 +71,6 @@ def names_used_by(ours: type) -> set[str]:
 
 OURS = list(derived_classes())
 MADE_BY_US = (CpuCopyWorker, KVTierManager, KVTierMetadata, KVTierWorkerMetadata, Declared)
-"""Classes whose constructors vLLM does not call."""
 OVERRIDDEN = [
     (ours, name)
     for ours in OURS
@@ -115,37 +112,6 @@ def test_an_overriding_method_takes_every_argument_of_vllm(ours: type, name: str
 
 
 REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-class Theirs:
-    """Stands for a class of vLLM."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        local = config
-        del local
-
-    def lookup(self, key: str, context: object, *, exclude: int | None = None) -> None: ...
-
-    @classmethod
-    def definitions(cls, extra: object) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("used", "told"),
-    [
-        ("__init__(config) lookup(key, context) lookup(key, context, tenant?)", ""),
-        ("definitions(extra) config later?", ""),
-        ("config local", "has no local"),
-        ("gone()", "has no gone"),
-        ("lookup(key)", "takes (key, context, exclude), and we know (key)"),
-        ("lookup(key, context, tenant)", "takes (key, context, exclude)"),
-        ("lookup(context, key)", "and we know (context, key)"),
-    ],
-)
-def test_a_difference_is_told_with_both_signatures(used: str, told: str) -> None:
-    lines = list(Use(f"{__name__}:Theirs", used).differences())
-    assert [told in line for line in lines] == ([True] if told else [])
 
 
 def test_a_model_runner_registers_the_kv_caches_itself_so_that_it_is_among_the_callers() -> None:

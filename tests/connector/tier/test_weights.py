@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import prompts
+import engine_fleet as prompts
 import pytest
 import torch
 from engine_fleet import Engines
@@ -66,9 +66,7 @@ def test_replaced_weights_neither_read_old_blocks_nor_store_under_their_names(
     engine.assert_nothing_is_left()
 
 
-def test_a_load_under_way_while_the_weights_are_replaced_is_computed_with_the_new_ones(
-    engines: Engines, writer: SimulatedEngine
-) -> None:
+def test_a_load_under_way_while_weights_are_replaced_is_computed(engines: Engines, writer: SimulatedEngine) -> None:
     engine = prompts.restart(engines)
     engine.copies.lag = float("inf")
     engine.add("a", prompts.PROMPT)
@@ -80,9 +78,7 @@ def test_a_load_under_way_while_the_weights_are_replaced_is_computed_with_the_ne
     assert engine.computed["a"] == len(prompts.PROMPT)
 
 
-def test_a_request_whose_load_was_reported_is_computed_as_a_whole_if_the_weights_are_replaced_then(
-    engines: Engines, writer: SimulatedEngine
-) -> None:
+def test_a_request_whose_load_was_reported_gets_the_new_weights(engines: Engines, writer: SimulatedEngine) -> None:
     fs = GatedFs(lambda call, path: call == "open" and path.endswith(".kvb"))
     engine = prompts.restart(engines, fs=fs)
     engine.add("a", prompts.PROMPT)
@@ -102,9 +98,7 @@ def test_a_request_whose_load_was_reported_is_computed_as_a_whole_if_the_weights
 
 
 @pytest.mark.parametrize("windows", [(None,), (64,), (None, 64)], ids=["full", "windows", "both"])
-def test_an_engine_comes_back_with_its_first_weights_after_a_full_reset(
-    engines: Engines, windows: tuple[int | None, ...]
-) -> None:
+def test_an_engine_comes_back_with_its_first_weights(engines: Engines, windows: tuple[int | None, ...]) -> None:
     shape = Shape(windows=windows)
     engine = engines.make(shape)
     assert ask(engine, "a") == len(PROMPT)
@@ -118,9 +112,7 @@ def test_an_engine_comes_back_with_its_first_weights_after_a_full_reset(
 
 
 @pytest.mark.parametrize("resets", [(), (False,)], ids=["no-reset", "default-reset"])
-def test_an_engine_stays_away_while_its_caches_may_hold_blocks_of_other_weights(
-    engines: Engines, resets: tuple[bool, ...]
-) -> None:
+def test_an_engine_stays_away_while_caches_may_hold_other_blocks(engines: Engines, resets: tuple[bool, ...]) -> None:
     engine = engines.make()
     assert ask(engine, "a") == len(PROMPT)
     engine.update_weights(7, resets_connector=False)
@@ -188,8 +180,6 @@ def test_steps_without_transfers_compare_nothing(engines: Engines, monkeypatch: 
 
 
 class Holder:
-    """Has a model, as vLLM's workers do."""
-
     def __init__(self, model: torch.nn.Module, **options: bool) -> None:
         self.model = model
         self.weights = self._look(**options)
@@ -307,9 +297,7 @@ def test_weights_that_a_kernel_packs_anew_have_changed_for_good() -> None:
     assert holder.has_changed(is_whole=True)
 
 
-def test_weights_that_neither_files_nor_a_digest_identify_are_shared_with_no_engine(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_nothing_identifies_are_not_shared(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadedWeights, "digest", None)
     monkeypatch.setattr("kvtier_connector.vllm_adapter.fingerprint.fingerprint_files", lambda *_: None)
     engine, other = engines.make(), engines.make()

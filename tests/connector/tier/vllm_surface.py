@@ -34,7 +34,6 @@ class Use:
         return re.sub(r"\w+\([^)]*\)", "", self.names).split()
 
     def differences(self) -> Iterator[str]:
-        """Yield a sentence for each difference."""
         module_name, _, class_name = self.owner.partition(":")
         owner: Any = importlib.import_module(module_name)
         if class_name and (owner := getattr(owner, class_name, None)) is None:
@@ -51,7 +50,6 @@ class _Call(NamedTuple):
     name: str
     parameters: tuple[str, ...]
     optional: frozenset[str]
-    """Parameters that some supported release lacks."""
 
     @classmethod
     def parse(cls, written: str) -> _Call:
@@ -93,7 +91,6 @@ def names_of(owner: Any) -> set[str]:
 
 
 def _set_by(method: Any) -> Iterator[str]:
-    """Yield the attributes that the method sets."""
     if isinstance(method := inspect.unwrap(method) if callable(method) else method, FunctionType):
         yield from (step.argval for step in dis.get_instructions(method) if step.opname == "STORE_ATTR")
 

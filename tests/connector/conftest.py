@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Volumes that really fail: a FUSE mount that hangs or fails on demand, and an ext4 of its own on a loop device.
+"""What the tests of all folders have: a path to the helpers of each, and volumes, pools and janitors.
 
 A test never calls into a mount that hangs from its own thread: it uses a thread or a process, and takes the fault back.
 """
@@ -14,12 +14,44 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checks import check
 
-sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / each) for each in ("store", "tier"))]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / name) for name in ("tier", "faults", "io_workers", "janitor", "netfs", "store")]
 
-from faulty_mounts import FaultyVolume, mounted, why_no_fuse  # noqa: E402 - found through the lines above
+from faulty_mounts import FaultyVolume, mounted, why_no_fuse  # noqa: E402 - found through the line above
+from pools import Pools  # noqa: E402 - as above
+from tier_dir import Engine, Rig  # noqa: E402 - as above
+
+from kvtier_connector.store.identity import claim  # noqa: E402 - as above
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A directory of one generation, in which nothing is wrong when the test ends."""
+    root = tmp_path / "d1gest"
+    claim(root, {"model": "test"}, "d1gest")
+    yield root
+    assert check(root, partial_age_seconds=0) == []
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Pools]:
+    made = Pools(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+@pytest.fixture
+def engine(rig: Rig) -> Engine:
+    return rig.engine()
 
 
 @pytest.fixture
