@@ -42,6 +42,7 @@ ADDED = frozenset(
         "operator/kvtier_cli/trace.py",
         "operator/kvtier_operator/api/external_spec.py",
         "operator/kvtier_operator/api/generations_spec.py",
+        "operator/kvtier_operator/kube/idle.py",
         "operator/kvtier_operator/observe/engine_view.py",
         "operator/kvtier_operator/parts/external/__init__.py",
         "operator/kvtier_operator/parts/external/attach.py",

@@ -24,13 +24,19 @@ from typing import Any, Final
 import yaml
 from e2e.bench import report
 from e2e.bench.processes import MeasuredProcess, running, until
+from kubernetes import client
 
 from kvtier_connector.contract import janitor
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.store.memory import EventType
 from kvtier_localcluster.cluster import ClusterSettings, ClusterThread
 from kvtier_localcluster.ports import free_port
+from kvtier_operator.kube.cache import Cache
+from kvtier_operator.kube.client import KubernetesCluster, read_settings
+from kvtier_operator.kube.idle import IdleTiers
+from kvtier_operator.names import TierName
 from kvtier_operator.plan.digest import digest, digest_text
+from kvtier_operator.settings import Settings
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NAMESPACE: Final = "default"
@@ -90,12 +96,12 @@ def node(number: int) -> Json:
     return body
 
 
-def load(api: ApiServerThread, kind: str, bodies: Iterable[Json]) -> None:
+def load(api: ApiServerThread, kind: str, bodies: Iterable[Json], *, event: EventType = EventType.ADDED) -> None:
     """Store objects exactly as they are: the state that another server had."""
 
     async def act() -> None:
         for body in bodies:
-            api.server.storage.commit(EventType.ADDED, api.server.registry.named(kind).key, body)
+            api.server.storage.commit(event, api.server.registry.named(kind).key, body)
 
     api.call(act)
 
@@ -118,6 +124,23 @@ def populate(api: ApiServerThread, made: dict[str, list[Json]], *, tiers: int, p
     stranger, count = made["pods"][0], min(tiers * len(made["pods"]), pods)
     metadata = ({"name": f"stranger-{n}", "namespace": NAMESPACE, "uid": f"stranger-{n}"} for n in range(count, pods))
     load(api, "pods", [{**stranger, "metadata": each} for each in metadata])
+
+
+def note_idle(api: ApiServerThread, kubeconfig: Path) -> None:
+    """Note in each status that nothing is left to do, as an operator of this checkout would have after some minutes."""
+    cluster = KubernetesCluster(client.ApiClient(read_settings(kubeconfig=str(kubeconfig))))
+    cache = Cache(cluster, lambda _kind, _tiers: None, namespaces=(NAMESPACE,))
+    cache.start()
+    try:
+        cache.wait(lambda: False)
+        idle, bodies = IdleTiers(cache, Settings()), []
+        for body in api.list(KINDS[0], NAMESPACE):
+            mark = idle.read(TierName(namespace=NAMESPACE, name=body["metadata"]["name"]))
+            status = {**body["status"], "idleDigest": "" if mark is None else mark.digest}
+            bodies.append({**body, "status": status})
+    finally:
+        cache.close()
+    load(api, KINDS[0], bodies, event=EventType.MODIFIED)
 
 
 def _digests(made: dict[str, list[Json]]) -> list[str]:
@@ -185,7 +208,7 @@ def make_first(folder: Path, code: Path) -> dict[str, list[Json]]:
 
 
 def measure(  # noqa: PLR0913  what a run is made of
-    folder: Path, code: Path, *, tiers: int, pods: int, nodes: int, rest: float, resync: float
+    folder: Path, code: Path, *, tiers: int, pods: int, nodes: int, rest: float, resync: float, is_idle: bool
 ) -> Json:
     """Start an operator where that many tiers stand, and let it rest."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,6 +224,8 @@ def measure(  # noqa: PLR0913  what a run is made of
             until(lambda: passes(port) > 0, seconds=120)
             _quiet(api)
         populate(api, {kind: api.list(kind, NAMESPACE) for kind in KINDS}, tiers=tiers, pods=pods)
+        if is_idle:
+            note_idle(api, kubeconfig)
         api.server.audit.clear()
         began = time.monotonic()
         with operator(kubeconfig, code, KVTIER_RESYNC_SECONDS=str(resync)) as (process, port):
@@ -218,6 +243,7 @@ def measure(  # noqa: PLR0913  what a run is made of
                 "tiers": tiers,
                 "pods": len(api.list("pods")),
                 "nodes": nodes,
+                "unchanged": is_idle,
                 "start_seconds": round(started, 1),
                 "start_cpu_seconds": round(cpu, 1),
                 "start_requests": sum(start_requests.values()),
@@ -259,13 +285,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=5000)
     parser.add_argument("--rest", type=float, default=60, help="seconds of rest")
     parser.add_argument("--resync", type=float, default=600, help="seconds after which a tier is looked at anyway")
+    parser.add_argument("--new-release", action="store_true", help="no tier is known to stand as it was left")
     options = parser.parse_args()
     out = report.Journal(options.out)
     out.write(report.describe_run(**{name: str(value) for name, value in vars(options).items()}))
     folder, code = options.out.parent.resolve() / "logs", options.code.resolve()
     for tiers in map(int, options.tiers.split(",")):
         sizes = {"tiers": tiers, "pods": options.pods, "nodes": options.nodes}
-        record = measure(folder, code, **sizes, rest=options.rest, resync=options.resync)
+        times = {"rest": options.rest, "resync": options.resync}
+        record = measure(folder, code, **sizes, **times, is_idle=not options.new_release)
         out.write(record, str({name: value for name, value in record.items() if not name.endswith("by_what")}))
 
 

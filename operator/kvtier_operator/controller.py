@@ -19,6 +19,7 @@ from kvtier_operator.kube.cache import NODES, Cache
 from kvtier_operator.kube.cached_cluster import CachedCluster
 from kvtier_operator.kube.client import KubernetesCluster
 from kvtier_operator.kube.http_server import Health
+from kvtier_operator.kube.idle import IdleTiers
 from kvtier_operator.kube.work_queue import Priority, Requeue, WorkQueue
 from kvtier_operator.metrics import OperatorMetrics
 from kvtier_operator.names import Manifest, TierName
@@ -26,7 +27,7 @@ from kvtier_operator.observe.engine_client import read_key
 from kvtier_operator.observe.http_client import HttpClient
 from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller
-from kvtier_operator.reconcile import Inputs, ReconcileResult, reconcile
+from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class Operator:
             poller=poller,
             may_work=self._may_work,
         )
+        self._idle = IdleTiers(self.cache, settings)
         metrics.watch_queue(depth=self._queue.depth, overdue_seconds=self._queue.seconds_late)
         if health is not None:
             health.alive_if("queue", self._stuck_queue)
@@ -191,11 +193,22 @@ class Operator:
 
     def _reconcile(self, key: TierName, attempt: int) -> Requeue:
         start = time.monotonic()
-        outcome = reconcile(CachedCluster(self._cluster, self.cache, key), key, self._inputs, attempt=attempt)
+        if (seconds := self._idle.put_off(key)) is not None:
+            self._metrics.count_reconcile(outcome="unchanged", seconds=time.monotonic() - start, written_kinds=())
+            return Requeue(requeue_after=seconds)
+        cluster, mark = CachedCluster(self._cluster, self.cache, key), self._idle.read(key)
+        outcome = reconcile(cluster, key, self._inputs, attempt=attempt)
         (self._wait_for_nodes.add if outcome.waits_for_nodes else self._wait_for_nodes.discard)(key)
         if not outcome.exists:
             self.cache.forget_foreign(key)
-        self._count(outcome, time.monotonic() - start)
+            self._idle.forget(key)
+        elif outcome.is_idle and mark is not None:
+            self._idle.confirm(cluster, key, mark)
+        ended = "left" if outcome.is_left else "ok" if outcome.exists else "gone"
+        if outcome.failure is not None:
+            ended = "failed"
+        kinds = tuple(key.kind for key in (*outcome.written, *(each.key for each in outcome.deleted)))
+        self._metrics.count_reconcile(outcome=ended, seconds=time.monotonic() - start, written_kinds=kinds)
         if outcome.written:
             logger.info("%s: wrote %s", key, ", ".join(str(each) for each in outcome.written))
         for deleted, why in outcome.deleted:
@@ -209,10 +222,3 @@ class Operator:
         spec = body.get("spec")
         wanted = spec.get("operatorClassName") if isinstance(spec, Mapping) else None
         return (wanted or "") == self._settings.operator_class
-
-    def _count(self, outcome: ReconcileResult, seconds: float) -> None:
-        ended = "left" if outcome.is_left else "ok" if outcome.exists else "gone"
-        if outcome.failure is not None:
-            ended = "failed"
-        kinds = tuple(key.kind for key in (*outcome.written, *(each.key for each in outcome.deleted)))
-        self._metrics.count_reconcile(outcome=ended, seconds=seconds, written_kinds=kinds)

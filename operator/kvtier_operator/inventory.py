@@ -59,9 +59,7 @@ class Inventory:
 
     def look(self, *, with_pods: bool) -> Nodes | None:
         """Return the nodes, and what runs on them if that is asked for."""
-        if not self._is_allowed:
-            return None
-        nodes = self._nodes.get()
+        nodes = self._nodes.get() if self._is_allowed else None
         if nodes is None:
             return None
         if nodes is not self._matched.nodes:

@@ -53,7 +53,7 @@ METRICS: Final = (
     MetricSpec(
         "kvtier_operator_reconcile",
         "counter",
-        "Reconciles of a tier, by result: ok, failed, gone, left (to another operator).",
+        "Reconciles of a tier, by result: ok, failed, gone, left (to another operator), unchanged (as it was left).",
         ("outcome",),
     ),
     MetricSpec("kvtier_operator_reconcile_duration_seconds", "histogram", "Duration of a reconcile."),

@@ -6,7 +6,7 @@ Pure. A name is spelt once, here, because a label typed twice is a selector that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -124,44 +124,26 @@ def tier_ref(body: Mapping[str, Any]) -> TierRef:
     return TierRef(namespace=metadata.get("namespace", "default"), name=metadata["name"], uid=metadata.get("uid", ""))
 
 
-def engine(tier: TierName) -> str:
-    """Name of the Deployment, its Service, ServiceAccount and PodDisruptionBudget."""
-    return f"{tier.name}-engine"
+def _suffixed(suffix: str) -> Callable[[TierName], str]:
+    return lambda tier: f"{tier.name}-{suffix}"
 
 
-def config(tier: TierRef) -> str:
-    """Name of the ConfigMap with the connector's settings."""
-    return f"{tier.name}-connector"
-
-
-def preflight(tier: TierRef) -> str:
-    """Name of the Job that tries a new claim."""
-    return f"{tier.name}-preflight"
-
-
-def janitor(tier: TierRef) -> str:
-    """Name of the janitor's Deployment, ConfigMap, Service, ServiceAccount, Role, RoleBinding and Lease."""
-    return f"{tier.name}-janitor"
-
-
-def router(tier: TierRef) -> str:
-    """Name of the router's Deployment, Service, ServiceAccount, Role, RoleBinding and PodDisruptionBudget."""
-    return f"{tier.name}-router"
-
-
-def redis(tier: TierRef) -> str:
-    """Name of the Deployment and Service of the Redis that the operator makes for trying LMCache out."""
-    return f"{tier.name}-redis"
-
-
-def mooncake_master(tier: TierRef) -> str:
-    """Name of the Deployment and Service of Mooncake's master."""
-    return f"{tier.name}-mooncake"
-
-
-def claim(tier: TierRef) -> str:
-    """Name of the claim the operator makes when the tier does not bring one."""
-    return f"{tier.name}-blocks"
+engine: Final = _suffixed("engine")
+"""Name of the Deployment, its Service, ServiceAccount and PodDisruptionBudget."""
+config: Final = _suffixed("connector")
+"""Name of the ConfigMap with the connector's settings."""
+preflight: Final = _suffixed("preflight")
+"""Name of the Job that tries a new claim."""
+janitor: Final = _suffixed("janitor")
+"""Name of the janitor's Deployment, ConfigMap, Service, ServiceAccount, Role, RoleBinding and Lease."""
+router: Final = _suffixed("router")
+"""Name of the router's Deployment, Service, ServiceAccount, Role, RoleBinding and PodDisruptionBudget."""
+redis: Final = _suffixed("redis")
+"""Name of the Deployment and Service of the Redis that the operator makes for trying LMCache out."""
+mooncake_master: Final = _suffixed("mooncake")
+"""Name of the Deployment and Service of Mooncake's master."""
+claim: Final = _suffixed("blocks")
+"""Name of the claim the operator makes when the tier does not bring one."""
 
 
 def existing_claim_of(body: Mapping[str, Any]) -> str | None:

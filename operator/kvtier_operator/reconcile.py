@@ -29,6 +29,7 @@ from kvtier_operator.observe.canary import Chunk
 from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.poller import Poller
 from kvtier_operator.observe.targets import make_observation_plan
+from kvtier_operator.parts import routing
 from kvtier_operator.parts.edit_impact import applicable_spec, keep_pods
 from kvtier_operator.parts.external.pods import PodClaims, live_settings
 from kvtier_operator.parts.preflight import ALWAYS
@@ -74,6 +75,8 @@ class ReconcileResult:
     """The tier belongs to another operator."""
     waits_for_nodes: bool = False
     """Whether another node may end what holds the tier up."""
+    is_idle: bool = False
+    """Whether nothing was left to do, and nothing is but to wait for a change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +140,10 @@ def reconcile(cluster: Cluster, tier: TierName, inputs: Inputs, *, attempt: int 
     if done.failure is not None and not is_reported:
         return result
     try:
-        _report(cluster, body, _observed(done.progress, body, inputs.monitor), inputs.clock)
+        is_same = _report(cluster, body, _observed(done.progress, body, inputs.monitor), inputs.clock)
     except ClusterError as error:
         return replace(result, failure=done.failure or error)
-    return result
+    return replace(result, is_idle=is_same and _is_idle(result, done.progress, body))
 
 
 class _Attempt:
@@ -289,6 +292,16 @@ def _requeue_after(progress: Progress, changes: Changes) -> float | None:
     return JANITOR_PATIENCE.total_seconds() * 1.2 if is_judged_later else None
 
 
+def _is_idle(result: ReconcileResult, progress: Progress, body: Manifest) -> bool:
+    """Tell whether a reconcile that wrote no status depends on nothing but watched objects and the reports of pods."""
+    stage, is_stopped = progress.stage, progress.invalid or progress.refusal or result.failure
+    if is_stopped or result.written or result.deleted or not isinstance(stage, AppliedStage):
+        return False
+    pods, janitor = stage.snapshot.pods, stage.snapshot.janitor
+    is_awaited = janitor.is_awaited or any(pod.is_awaited for pod in pods)
+    return not is_awaited and result.requeue_after is result.poll_after is None and not routing.asks_for_pool(body)
+
+
 def _waits_for_nodes(progress: Progress) -> bool:
     stage, refusal = progress.stage, progress.refusal
     is_assumed = isinstance(stage, PlannedStage) and stage.plan.decisions.assumed is not None
@@ -313,36 +326,34 @@ def _with_lease(cluster: Cluster, snapshot: Snapshot) -> Snapshot:
     """Read the Lease of a janitor that waits for it: Leases are not watched, and it may have been deleted."""
     key = ObjectKey(api_version=names.COORDINATION, kind=names.LEASE_KIND, name=names.janitor(snapshot.tier))
     usage = snapshot.janitor.usage
-    if usage is None or usage.is_active or key not in snapshot.live:
-        return snapshot
-    if cluster.refresh(key, snapshot.tier.namespace) is not None:
+    if usage is None or usage.is_active or key not in snapshot.live or cluster.refresh(key, snapshot.tier.namespace):
         return snapshot
     return replace(snapshot, live={each: live for each, live in snapshot.live.items() if each != key})
 
 
 def _read_nodes(inventory: Inventory | None, spec: TierSpec, snapshot: Snapshot) -> Nodes | None:
     """Return the nodes, with the pods on them where those decide something."""
-    if inventory is None:
-        return None
-    return inventory.look(with_pods=nodes.needs_pods(spec, decisions.read(snapshot.engines.decisions)))
+    with_pods = nodes.needs_pods(spec, decisions.read(snapshot.engines.decisions))
+    return None if inventory is None else inventory.look(with_pods=with_pods)
 
 
-def _report(cluster: Cluster, body: Manifest, progress: Progress, clock: Clock) -> None:
-    """Write the status where it changed, and post an Event for each transition."""
+def _report(cluster: Cluster, body: Manifest, progress: Progress, clock: Clock) -> bool:
+    """Write the status where it changed, post an Event for each transition, and tell whether it is the same."""
     previous: Mapping[str, Any] = body.get("status") or {}
     now = _timestamp(clock)
     wanted = status.report(progress, previous, now=now)
     changes = status.changes(previous, wanted)
     failure = progress.failure
     if not changes:
-        return
+        return True
     if failure is not None:
         before, after = (_without_messages(each, lasts=not failure.passes_soon) for each in (previous, wanted))
         if before == after:
-            return
+            return False
     cluster.patch_status(progress.tier, changes, resource_version=body["metadata"]["resourceVersion"])
     for transition in status.transitions(previous, wanted):
         cluster.post_event(_event(body, progress.tier, transition, now=now))
+    return False
 
 
 def _without_messages(status_: Mapping[str, Any], *, lasts: bool) -> dict[str, Any]:

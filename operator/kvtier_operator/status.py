@@ -184,8 +184,8 @@ def report(progress: Progress, previous: Status, *, now: str) -> dict[str, Any]:
     }
 
 
-_KEPT: Final = ("sizing", "generation")
-"""Fields that stay as they are where no plan could be made."""
+_KEPT: Final = ("sizing", "generation", "idleDigest")
+"""Fields that stay as they are where no plan could be made, and one that is written apart."""
 
 
 def _ready_text(spec: TierSpec | None) -> str:

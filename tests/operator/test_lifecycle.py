@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, body, running
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_operator.kube import idle
 from kvtier_operator.metrics import OperatorMetrics
 
 POLICY = "/apis/policy/v1"
@@ -57,8 +59,13 @@ def is_unchanged(metrics: Any, state: Callable[[], object], *, passes: int = 5) 
     return state() == before
 
 
+def outcome(metrics: Any, result: str) -> float:
+    """Return how many reconciles have ended with a result."""
+    return float(metrics.registry.get_sample_value("kvtier_operator_reconcile_total", {"outcome": result}) or 0)
+
+
 def ok_passes(metrics: Any) -> float:
-    return float(metrics.registry.get_sample_value("kvtier_operator_reconcile_total", {"outcome": "ok"}) or 0)
+    return outcome(metrics, "ok")
 
 
 @pytest.mark.usefixtures("controllers")
@@ -70,6 +77,65 @@ def test_what_changed_while_the_operator_was_down_is_made_good_when_it_is_back(k
     with running():
         until(lambda: kubectl.get(CORE, "configmaps", "llama-connector") is not None)
         until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1)
+
+
+LEASE = ("/apis/coordination.k8s.io/v1", "leases", "llama-janitor")
+OWN = (TIERS, "kvcachetiers", "llama")
+CHANGES: dict[str, tuple[Callable[[Client], object], Callable[[Client], object]]] = {
+    "an object is deleted": (
+        lambda kubectl: kubectl.delete(CORE, "configmaps", "llama-janitor"),
+        lambda kubectl: kubectl.get(CORE, "configmaps", "llama-janitor"),
+    ),
+    "an object that is not watched is deleted": (
+        lambda kubectl: kubectl.delete(*LEASE),
+        lambda kubectl: kubectl.get(*LEASE),
+    ),
+    "an object is changed": (
+        lambda kubectl: kubectl.merge(APPS, "deployments", "llama-janitor", {"spec": {"paused": True, "replicas": 3}}),
+        lambda kubectl: (kubectl.get(APPS, "deployments", "llama-janitor") or {})["spec"]["replicas"] != 3,
+    ),
+    "the status is changed": (
+        lambda kubectl: kubectl.merge(*OWN, {"status": {"replicas": 7}}, sub="/status"),
+        lambda kubectl: (kubectl.get(*OWN) or {})["status"]["replicas"] == 2,
+    ),
+    "the spec is changed": (
+        lambda kubectl: kubectl.merge(*OWN, {"spec": {"replicas": 1}}),
+        lambda kubectl: kubectl.is_ready() and len(engines(kubectl)) == 1,
+    ),
+}
+
+
+@pytest.mark.usefixtures("controllers")
+def test_a_tier_that_stands_as_it_was_left_is_put_off_at_a_start_and_no_other_one(
+    kubectl: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_noted() -> bool:
+        return bool((kubectl.get(*OWN) or {})["status"].get("idleDigest"))
+
+    # What is put off is not reconciled before the test ends: what is mended was noticed.
+    monkeypatch.setattr(idle, "RECONCILES_A_SECOND", 1e-3)
+    with ready(kubectl, resync_seconds=0.5):
+        until(is_noted)
+    for name, (change, is_mended) in CHANGES.items():
+        with running(resync_seconds=3600) as metrics:
+            until(lambda: outcome(metrics, "unchanged"))
+            assert ok_passes(metrics) == 0
+        change(kubectl)
+        with running(resync_seconds=3600) as metrics:
+            until(functools.partial(is_mended, kubectl), name)
+            assert outcome(metrics, "unchanged") == 0, name
+        kubectl.merge(*OWN, {"status": {"idleDigest": None}}, sub="/status")
+        with running(resync_seconds=0.5):
+            until(is_noted)
+    with running(resync_seconds=3600) as metrics:
+        until(lambda: outcome(metrics, "unchanged"))
+        # A change is acted upon at once all the same.
+        kubectl.delete(CORE, "configmaps", "llama-janitor")
+        until(lambda: kubectl.get(CORE, "configmaps", "llama-janitor"))
+    monkeypatch.setattr(idle, "_sources", lambda: "of another release")
+    with running(resync_seconds=3600) as metrics:
+        until(lambda: ok_passes(metrics))
+        assert outcome(metrics, "unchanged") == 0
 
 
 @pytest.mark.usefixtures("controllers")

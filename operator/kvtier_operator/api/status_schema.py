@@ -230,3 +230,6 @@ class TierStatus(ApiModel):
         tuple[Annotated[dict[str, object], Pasted(TierUsage)], ...], Field(max_length=8), Keyed("name")
     ] = ()
     """Capacity and use of each tier."""
+    idle_digest: Annotated[StrictStr, Field(max_length=64)] | None = None
+    """Digest of the tier, its objects and the operator, of a time when nothing was left to do. An operator that starts
+    and finds the same reconciles other tiers first."""

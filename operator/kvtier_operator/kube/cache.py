@@ -25,13 +25,13 @@ OnChange = Callable[[str, frozenset[TierName]], None]
 
 
 def _of_neighbours(body: Mapping[str, Any]) -> str:
-    """Return the part of a tier that matters to the others on its claim: its budget, and whether it has a janitor."""
+    """Return the part of a tier that matters to the others on its claim: its budget, its janitor, and that it goes."""
     spec = body.get("spec")
     if not isinstance(spec, Mapping):
         return ""
     disk = spec.get("disk")
     budget = disk.get("budget") if isinstance(disk, Mapping) else None
-    return str((budget, spec.get("janitor"), spec.get("connector")))
+    return str((budget, spec.get("janitor"), spec.get("connector"), "deletionTimestamp" in body["metadata"]))
 
 
 def _node(body: Manifest) -> Manifest:

@@ -53,7 +53,7 @@ class CachedCluster:
         store = self._cache.store(key.api_version, key.kind, namespace)
         if store is None:
             return self._cluster.get(key, namespace)
-        known = store.uid(namespace, key.name)
+        known, _ = store.state(namespace, key.name)
         found = self._cluster.get(key, namespace)
         is_watched = found is not None and self._is_watched(store, found)
         if found is not None and is_watched:

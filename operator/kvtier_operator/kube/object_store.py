@@ -157,11 +157,11 @@ class ObjectStore:
         """Have every tier reconciled."""
         self._on_change("", "", set())
 
-    def uid(self, namespace: str, name: str) -> str:
-        """Return which incarnation of an object is kept; empty where none is."""
+    def state(self, namespace: str, name: str) -> tuple[str, str]:
+        """Return the uid and the version of an object, or its part that matters to others; empty where none is kept."""
         with self._lock:
             kept = self._kept.get((namespace, name))
-        return "" if kept is None else kept.uid
+        return ("", "") if kept is None else (kept.uid, kept.version if self._watched.matters is None else kept.mark)
 
     def forget(self, namespace: str, name: str, *, uid: str) -> None:
         """Forget an incarnation that a read has shown to be gone; another one may have come meanwhile."""
