@@ -14,10 +14,10 @@ export PYTHONPATH=$PWD:$PWD/connector:$PWD/operator:$PWD/e2e/netfs:${PYTHONPATH:
 if [ "$device" = gpu ]; then
   four=2048,8192,16384,32768 two=8192,32768 long=,120000 mib=24576 bursts=400 rates=3.125,1.25
   large=qwen3_32b hybrid=gpt_oss_8_experts small=llama_3b
-  fewer='"agents":6,"agent_steps":2,"groups":24,'
+  routers=("kvtier:router,none:router") fewer='"agents":6,"agent_steps":2,"groups":24,'
 else
   four=256,1024 two=256,1024 long='' mib=1024 bursts=6 rates=0.1,0.05 large=gqa hybrid=gpt_oss_small
-  small=llama fewer=''
+  small=llama routers=(kvtier:router none:router) fewer=''
 fi
 sizes() { echo "{$fewer\"users\":0,\"single_repetitions\":1,\"bursts\":$bursts,\"single_tokens\":[$1]${2-}}"; }
 
@@ -45,7 +45,7 @@ for part; do
   heavy)
     play "$ram" "$(sizes "$two")" none:preemption,kvtier:preemption,kvtier:killed ;;
   router)
-    play "$ram" "$(sizes "$two")" --shape "$small" kvtier:router,none:router ;; # six engines start at once
+    play "$ram" "$(sizes "$two")" --shape "$small" "${routers[@]}" ;;
   fp8)
     play "$ram" "$(sizes "$four")" --engine '{"kv_cache_dtype": "fp8"}' none:disk:single:D,kvtier:disk:prepare:single:D ;;
   large)

@@ -40,6 +40,8 @@ GPU_BLOCK_TOKENS = 16
 CELL_LIMIT_SECONDS = 400.0
 STORE_LIMIT_SECONDS = 120.0
 RESTART_ROUNDS = 3
+PREPARES = 2
+"""A volume slower than the GPU leaves blocks out at first."""
 QUIET_SECONDS = 1.5
 """Nothing stored for so long: the backend has stored all it will."""
 MOST_ENGINES = 8
@@ -208,11 +210,17 @@ class Traffic:
             case Cell.NEVER:
                 self._never(cell)
             case _ if (requests := cells.prepared(cell, self.sizes, self.heavy)) and backends.has_volume(self._backend):
-                self.ask(requests, at_a_time=2)
-                self._settle(requests)
-                self.forget_all()
+                self._prepare(requests)
             case _:
                 cells.play(self, cell)
+
+    def _prepare(self, requests: list[workloads.Request]) -> None:
+        is_stored = False
+        for _ in range(PREPARES):
+            if not is_stored:
+                self.ask(requests, at_a_time=2)
+                is_stored = self._settle(requests)
+                self.forget_all()
 
     def _conversations(self, cell: str, count: int) -> None:
         for number in range(self.rounds):
@@ -298,9 +306,10 @@ class Traffic:
             "requests": [{**one, "engine": n} for n, each in enumerate(found) for one in each["requests"]],
         }
 
-    def _settle(self, requests: list[workloads.Request]) -> None:
+    def _settle(self, requests: list[workloads.Request]) -> bool:
+        """Wait until the prompts are stored, and say whether they are."""
         if not backends.has_volume(self._backend):
-            return
+            return True
         file_tokens = backends.file_tokens(self._backend, self._settings.block_tokens)
         expected = workloads.block_count(requests, file_tokens) * self._settings.groups
         found = volumes.wait_for_blocks(
@@ -311,9 +320,11 @@ class Traffic:
             limit_seconds=max(0.0, min(STORE_LIMIT_SECONDS, self._remaining())),
         )
         # Of layers with a window, only the last blocks are stored.
-        if found * self._settings.groups < expected:
+        is_stored = found * self._settings.groups >= expected
+        if not is_stored:
             line = f"{self._backend}: {found} of {expected} blocks are on the volume"
             self._log.write({**self._record("missing"), "found": found, "expected": expected}, line)
+        return is_stored
 
     def empty(self) -> None:
         """Make room for the next cell, which asks for nothing of this one."""
