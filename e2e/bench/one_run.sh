@@ -4,7 +4,7 @@
 #   one_run.sh OUT PART...     PART: ram disk agents heavy router fp8 large network stock
 #
 # Run it from the root of the checkout. After LIMIT seconds it ends, and what it has measured is kept; README.md has a plan.
-# DEVICE=cpu rehearses all parts on vLLM's CPU build with tiny models, which takes half an hour.
+# DEVICE=cpu rehearses all parts on vLLM's CPU build with tiny models, which takes an hour.
 set -u
 out=$1; shift
 work=${WORK:-/tmp/bench} ram=${RAM:-/dev/shm/bench} device=${DEVICE:-gpu} limit=${LIMIT:-570}
