@@ -35,6 +35,7 @@ ADDED = frozenset(
         "e2e/bench/blocks/fewer_bytes.py",
         "e2e/bench/blocks/slow_streams.py",
         "e2e/bench/cells.py",
+        "e2e/engines/paced.py",
         "e2e/bench/throttle.py",
         "operator/kvtier_cli/engines/__init__.py",
         "operator/kvtier_cli/engines/attach.py",

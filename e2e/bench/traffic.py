@@ -4,6 +4,7 @@
 A run is a list of stages, each an engine of one backend and the cells it serves, such as ``kvtier:traffic``. The
 stage ``restart`` is a new engine that finds on the volume what the stage ``traffic`` of its backend left there. A stage
 that fails is a record, and the next one begins. ``--device cpu`` plays the same with a tiny model on vLLM's CPU build.
+With ``--device paced`` it plays the GPU's workloads on an engine that only takes a GPU's time; see `paced`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from e2e.bench import backends, cells, report, throttle, volumes, workloads
 from e2e.bench.cells import STAGES, TINY_STAGES, HeavyCell, HeavySizes, Stage
 from e2e.bench.engines import BenchEngine
 from e2e.bench.workloads import Cell, Sizes
-from e2e.engines import weights
+from e2e.engines import paced, weights
 from e2e.engines.process import EngineEnded
 from e2e.engines.weights import SHAPES
 
@@ -387,8 +388,9 @@ def main() -> None:
 
 
 def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings:
-    is_cpu = options.device == "cpu"
-    shape = SHAPES[options.shape or ("llama_small" if is_cpu else "llama_8b")]
+    is_cpu, is_paced = options.device != "gpu", options.device == "paced"
+    shape = SHAPES[options.shape or {"gpu": "llama_8b", "cpu": "llama_small", "paced": paced.SHAPE}[options.device]]
+    is_tiny = is_cpu and not is_paced
     groups = len(set(shape.get("layer_types", ["full_attention"])))
     item_bytes = 1 if str(options.engine.get("kv_cache_dtype", "")).startswith("fp8") else 2
     block_tokens = 128 if is_cpu else 64
@@ -417,6 +419,9 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
         engine |= {"max_model_len": 2176, "gpu_memory_utilization": 0.15}
         if "lmcache" in " ".join(options.runs):
             os.environ[lmcache_memcpy.ASKED] = "1"
+        if is_paced:
+            os.environ[paced.PACED] = "1"
+            engine |= {"max_model_len": 66560, "max_num_batched_tokens": 8192, "max_num_seqs": 64}
     else:
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(dict(shape)))
@@ -439,12 +444,17 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
         # The CPU build reserves more cores with offloading than without: other speed, and other rounding.
         VLLM_CPU_NUM_OF_RESERVED_CPU="0",
     )
+    heavy = cells.sized(cells.TINY_HEAVY if is_tiny else cells.GPU_HEAVY, options.sizes)
+    stages = TINY_STAGES if is_tiny else STAGES
+    if is_paced:
+        heavy = replace(heavy, volume_rates=[rate * paced.scale() for rate in heavy.volume_rates])
+        stages = {name: replace(each, cpu_bytes=int(each.cpu_bytes * paced.scale())) for name, each in stages.items()}
     return Settings(
         work=work,
         volume=volume,
-        sizes=cells.sized(workloads.TINY_SIZES if is_cpu else workloads.GPU_SIZES, options.sizes),
-        heavy=cells.sized(cells.TINY_HEAVY if is_cpu else cells.GPU_HEAVY, options.sizes),
-        stages=TINY_STAGES if is_cpu else STAGES,
+        sizes=cells.sized(workloads.TINY_SIZES if is_tiny else workloads.GPU_SIZES, options.sizes),
+        heavy=heavy,
+        stages=stages,
         engine=engine | options.engine,
         is_cpu_build=is_cpu,
         block_tokens=block_tokens,
@@ -474,7 +484,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sizes", type=json.loads, default={}, help="of workloads, other than usual, as JSON")
     parser.add_argument("--eager", action="store_true", help="decode without CUDA graphs")
     parser.add_argument("--time-limit", type=float, default=0.0, help="end after so many seconds")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--device", choices=("gpu", "cpu", "paced"), default="gpu")
     options = parser.parse_args()
     for run in (run for group in options.runs for run in group.split(",")):
         backend, _, stage = run.partition(":")

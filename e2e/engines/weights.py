@@ -206,6 +206,7 @@ def offer_plugin(directory: Path) -> None:
     entry = "[vllm.general_plugins]\nkvtier_bench = e2e.engines.weights:seed_weights\n"
     entry += "kvtier_throttle = e2e.bench.throttle:slow_down\n"
     entry += "kvtier_lmcache = e2e.backends.lmcache_memcpy:register_where_asked\n"
+    entry += "kvtier_paced = e2e.engines.paced:pace\n"
     (described / "entry_points.txt").write_text(entry)
 
 

@@ -9,15 +9,15 @@ scheduler's thread only.
 from __future__ import annotations
 
 import enum
-import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 JOIN_SECONDS = 0.03
 """Price of a join: the step under way, and the step that notices that the tail is on the GPU."""
 PAUSE_WEIGHT = 0.25
 """A second by which an answer under way is paused counts as so many seconds until a first token."""
+LONG_TOKENS = 4096
+"""A hit of so many is never computed without a look at what the volume gives meanwhile."""
 NEW_SHARE = 0.3
 """Weight of a new measurement of a rate."""
 KNOWN_SECONDS = 60.0
@@ -78,7 +78,6 @@ class Rates:
         *,
         now: Callable[[], float],
         min_tokens: int = 0,
-        steps_ahead: int = 0,
         most_step_tokens: int = 2 * MEASURED_TOKENS,
     ) -> None:
         """Start without a measurement.
@@ -86,7 +85,6 @@ class Rates:
         Args:
             now: Seconds that never go back.
             min_tokens: Hits of fewer tokens are computed.
-            steps_ahead: Steps that are scheduled while one is computed.
             most_step_tokens: Most tokens of one step.
         """
         self.prefill = Rate()
@@ -98,31 +96,34 @@ class Rates:
         self.latency_seconds = 0.0
         """Time that reading one chunk takes."""
         self.step_seconds = 0.0
-        """Time that the last step took while requests went on; 0 before the first."""
+        """Time that the last step took; 0 before the first."""
         self.now = now
         self._min_tokens = min_tokens
         self._measured_tokens = min(MEASURED_TOKENS, most_step_tokens // 2)
-        self._steps: deque[Mapping[str, int]] = deque([{}] * (steps_ahead + 1), maxlen=steps_ahead + 1)
+        self._in_flight = 0
+        self._ended = (0, 0.0)
+        """Tokens and seconds of the step that ended before the last one; none where the GPU was idle between."""
         self._scheduled_at = 0.0
         self._window_began = self._moved_at = 0.0
         self._window_landed = 0
         self._window_longest = 0.0
         self._measured_at = -math.inf
 
-    def note_step(self, scheduled: Mapping[str, int], is_alive: Callable[[str], bool]) -> None:
-        """Take in the tokens of each request in a step, as it is scheduled, and which requests have not ended.
-
-        Between two calls the oldest step that was under way ends. If no request goes on, the engine may have been idle.
-        """
+    def note_step(self, tokens: int, in_flight: int) -> None:
+        """Take in how many tokens a step computes, as it is scheduled, and how many are in flight without it."""
         now = self.now()
-        seconds, self._scheduled_at = now - self._scheduled_at, now
-        tokens = sum(self._steps[0].values())
-        least = self._measured_tokens if self.prefill.value else min(FIRST_MEASURED_TOKENS, self._measured_tokens)
-        if any(map(is_alive, itertools.chain(self._steps[0], self._steps[-1]))):
-            self.step_seconds = seconds
-            if tokens >= least:
-                self.prefill.observe(tokens, seconds)
-        self._steps.append(scheduled)
+        ended, self._in_flight = self._in_flight - in_flight, in_flight + tokens
+        if ended > 0:
+            self.step_seconds = seconds = now - self._scheduled_at
+            # Where this call is late, the next step has ended as well: the mean of two is right.
+            before, self._ended = self._ended, (ended, seconds)
+            least = self._measured_tokens if self.prefill.value else min(FIRST_MEASURED_TOKENS, self._measured_tokens)
+            if ended >= least:
+                self.prefill.observe(ended + before[0], seconds + before[1])
+        if not in_flight:
+            self._ended = (0, 0.0)
+        if ended > 0 or not in_flight:
+            self._scheduled_at = now
 
     def note_landed(self, tokens: int, *, reads: Sequence[float] = (), is_reading: bool) -> None:
         """Take in how many tokens have come from the volume since the last call.
@@ -142,7 +143,9 @@ class Rates:
         seconds = now - self._window_began
         if self._window_began and self._window_landed and (seconds >= LEAST_WINDOW_SECONDS or not is_reading):
             if is_reading or self._window_landed > self.volume.value * seconds:
-                self.volume.observe(self._window_landed, max(seconds, 1e-3))
+                # After a late call, more comes with the next one, which is not late.
+                least = self._window_longest if seconds < LEAST_WINDOW_SECONDS else 0.0
+                self.volume.observe(self._window_landed, max(seconds, least, 1e-3))
             elif self._window_longest >= SLOW_READ_SECONDS:
                 # It ended some time before this call, and after its longest read.
                 self.volume.observe(self._window_landed, self._window_longest)
@@ -160,7 +163,7 @@ class Rates:
     @property
     def busy_seconds(self) -> float:
         """How long the steps that are scheduled already still take to compute prompts."""
-        tokens = sum(sum(step.values()) for step in itertools.islice(self._steps, 1, None))
+        tokens = self._in_flight
         return max(0.0, self.prefill.seconds(tokens) - (self.now() - self._scheduled_at)) if tokens else 0.0
 
     def choose(  # noqa: PLR0913 - keywords
@@ -199,6 +202,9 @@ class Rates:
         if may_split:
             work = queued + unread * (1 + paused) + backlog + busy * prefill
             seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS
+            if tokens >= LONG_TOKENS:
+                # Its head is computed anyway, and a volume that is not read is not measured.
+                del seconds[Way.COMPUTE]
         way = min(seconds, key=seconds.__getitem__)
         is_old = self.now() - self._measured_at >= KNOWN_SECONDS
         return trial if way is Way.COMPUTE and is_old else way

@@ -30,6 +30,8 @@ WINDOW_SECONDS = 0.15
 FIRST_WINDOW_CHUNKS = 64
 """Ordered ahead as long as the volume's rate is not known."""
 LEAST_WINDOW_CHUNKS = 16
+MARGIN = 1.5
+"""Of the tokens that the volume is expected to give until both meet, so many are ordered."""
 LEAST_PATIENCE_SECONDS = 0.05
 """A head waits at least so long for chunks that come sooner than a step would compute them."""
 
@@ -55,6 +57,8 @@ class Split:
     """When `ready` grew last."""
     computed: int = 0
     """Tokens that were scheduled, with those that the GPU had."""
+    meeting: int = 0
+    """Where the head is expected to reach what was read; chunks before it are not ordered yet."""
     is_over: bool = False
     """Whether the request has joined, or goes on without the rest of the hit."""
 
@@ -128,7 +132,7 @@ def order_backwards(
     keys = split.keys
     last = len(keys) - split.ordered
     # Chunks that the head is about to compute are not worth reading.
-    overtaken = -(-(split.computed - split.begin) // split.chunk_tokens)
+    overtaken = -(-(max(split.meeting, split.computed) - split.begin) // split.chunk_tokens)
     first = max(last - (window - (split.ordered - split.ready)), overtaken, 0)
     leased: list[OffloadKey] = []
     if first < last and not request.missing:
@@ -171,6 +175,14 @@ class Splits:
         # With less, a volume that waits for the next step seems slower than it is, and is given even less to read.
         tokens = self._share_of_volume.value * max(WINDOW_SECONDS, 2 * self.rates.step_seconds)
         return max(LEAST_WINDOW_CHUNKS, math.ceil(tokens / split.chunk_tokens) or FIRST_WINDOW_CHUNKS)
+
+    def expect_meeting(self, split: Split) -> int:
+        """Return where a head is expected to reach what was read, with a margin for the volume."""
+        volume, prefill = self.rates.volume.value, self.rates.prefill.value
+        if not (volume and prefill):
+            return split.computed
+        tail = volume / (prefill + volume) * split.missing
+        return int(split.ready_from - max(MARGIN * tail, volume * self.rates.step_seconds))
 
     @property
     def work(self) -> tuple[float, float]:

@@ -248,6 +248,7 @@ class KVTierManager(TieringOffloadingManager):
 
     def _order_backwards(self, split: Split) -> None:
         request, window = self.request(split.context), self.splits.window_chunks(split)
+        split.meeting = self.splits.expect_meeting(split)
         leased = order_backwards(split, window, fetches=self.fetches, request=request, find=self._chunks)
         self._note_source(leased, split.context)
 

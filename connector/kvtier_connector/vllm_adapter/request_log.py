@@ -20,13 +20,12 @@ from typing_extensions import override
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
-from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
+from kvtier_connector.vllm_adapter.split_scheduler import AdmittingScheduler
 
 logger = init_logger("vllm.kvtier.request")
 
@@ -50,12 +49,12 @@ class _Entry:
     """Chunks that were not written, by cause."""
 
 
-def scheduler_class() -> type[KVTierScheduler]:
+def scheduler_class() -> type[AdmittingScheduler]:
     """Return the class of the scheduler's side: with the log at level DEBUG, without it otherwise."""
-    return LoggingScheduler if logger.isEnabledFor(logging.DEBUG) else KVTierScheduler
+    return LoggingScheduler if logger.isEnabledFor(logging.DEBUG) else AdmittingScheduler
 
 
-class LoggingScheduler(KVTierScheduler):
+class LoggingScheduler(AdmittingScheduler):
     """The scheduler's side with the log. Scheduler's thread only."""
 
     @override
@@ -99,12 +98,10 @@ class LoggingScheduler(KVTierScheduler):
             entry.joined = f"{split.computed}@{time.monotonic() - entry.began_at:.3f}"
         super().end_split(name, has_joined=has_joined)
 
-    @override
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        for name in connector_output.finished_recving or ():
-            if name in self._ending and (entry := self._entries.get(name)) is not None:
-                entry.load_seconds = time.monotonic() - entry.load_began_at
-        super().update_connector_output(connector_output)
+    def _note_over(self, name: str) -> None:
+        if name in self._ending and (entry := self._entries.get(name)) is not None:
+            entry.load_seconds = time.monotonic() - entry.load_began_at
+        super()._note_over(name)
 
     @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

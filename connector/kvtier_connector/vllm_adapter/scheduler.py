@@ -99,6 +99,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self.config = with_exact_windows(self.config)
+        if hasattr(self.config, "sync_load_budget_bytes"):
+            # Steps wait for loads as `AdmittingScheduler` says.
+            self.config = self.config._replace(sync_load_budget_bytes=0)
         # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
         self._chunks_being_loaded = None
         self.is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
@@ -178,24 +181,13 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         if tokens and self.manager.request(status.req_context).way is Way.SPLIT:
             self._begin_split(status, self._keys_of(status, tokens))
-            self._cancel_sync_load(name, tokens)
             return 0, False
-        # Workers check the adapter of a load before the step that computes with it. A load that they refuse in the
-        # step that computes with it is told by its GPU blocks, which only models of one group can.
-        is_checked = request.lora_request is not None or len(self.config.kv_group_configs) > 1
-        if tokens and not is_async and (is_checked or not self.manager.are_ready(self._keys_of(status, tokens))):
-            self._cancel_sync_load(name, tokens)
-            return tokens, True
         return tokens, is_async
 
     def request(self, name: str) -> TierRequest | None:
         """Return what the tier keeps of a request; None if it has ended."""
         status = self._req_status.get(name)
         return None if status is None else self.manager.request(status.req_context)
-
-    def _is_alive(self, name: str) -> bool:
-        status = self._req_status.get(name)
-        return status is not None and not status.req.is_finished()
 
     def end_split(self, name: str, *, has_joined: bool) -> None:
         """End the split of a request: one that joins loads the chunks that were read, another computes them."""
@@ -250,11 +242,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             return
         load = self.manager.load_of(name)
         (job_id,) = status.transfer_jobs
-        if name in getattr(self, "_current_batch_sync_loads", ()):
-            # The step waits for it, so it stays the one job that vLLM made.
-            self.manager.note_copying(len(load.keys))
-            self.manager.release_load(name, is_handed_over=True)
-            return
         self._adapters.begin(name, request.lora_request)
         job = self._current_batch_load_jobs.pop(job_id)
         del self._jobs[job_id]
@@ -268,7 +255,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         self._first_tokens.look()
-        self.manager.tier.rates.note_step(scheduler_output.num_scheduled_tokens, self._is_alive)
+        in_flight = sum(status.req.num_in_flight_tokens for status in self._req_status.values())
+        self.manager.tier.rates.note_step(sum(scheduler_output.num_scheduled_tokens.values()), in_flight)
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
@@ -282,7 +270,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 # After a reset vLLM may have it go on in the step that preempts it, and takes its jobs for stores.
                 if name not in preempted:
                     self._hand_over(name, load)
-        waited = frozenset(getattr(self, "_current_batch_sync_loads", ()))
         made = super().build_connector_meta(scheduler_output)
         assert isinstance(made, OffloadingConnectorMetadata)
         jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
@@ -291,7 +278,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         asked = self._weights.ask() if self._is_reset and is_due else 0
         self._is_reset = self._is_reset and not asked
         orders = self._adapters.give_orders(scheduler_output.num_scheduled_tokens)
-        return KVTierMetadata(*jobs, ended, asked, self._is_reset, waited, orders, self._declared.number)
+        return KVTierMetadata(*jobs, ended, asked, self._is_reset, orders, self._declared.number)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -304,16 +291,20 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 _drop_output_in_flight(status.req)
         super().update_connector_output(connector_output)
         for name in connector_output.finished_recving or ():
-            if (load := self._ending.pop(name, None)) is not None:
-                load.is_over = True
-                for key in load.keys:
-                    if self._loading.get(key) is load:
-                        del self._loading[key]
+            self._note_over(name)
         if self._stale_jobs:
             self._forget_stale(getattr(reports, "completed_jobs", {}))
         if (declared := self._declared.take(getattr(reports, "declared", {}))) is not None:
             # Requests wait for this step.
             self.manager.tier.open(declared, 0.0)
+
+    def _note_over(self, name: str) -> None:
+        """Let requests go on that wait for the blocks of a load: they share them from now on."""
+        if (load := self._ending.pop(name, None)) is not None:
+            load.is_over = True
+            for key in load.keys:
+                if self._loading.get(key) is load:
+                    del self._loading[key]
 
     def _take_weights(self, reports: Mapping[int, tuple[int, bool]]) -> None:
         """Take in comparisons of the weights, by rank."""
@@ -505,12 +496,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                     del self._stale_jobs[job_id]
         if not self._stale_jobs:
             self.manager.go_on()
-
-    def _cancel_sync_load(self, name: str, tokens: int) -> None:
-        """Have the step not wait for a load from the volume, as vLLM 0.33 may order."""
-        if name in getattr(self, "_current_batch_sync_loads", ()):
-            self._current_batch_sync_loads.discard(name)
-            self._current_batch_sync_load_bytes -= tokens * self.config.kv_bytes_per_token
 
     def _may_store_to(self, name: str, token: int) -> bool:
         status = self._req_status.get(name)

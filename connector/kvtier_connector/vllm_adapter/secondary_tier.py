@@ -127,14 +127,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_closed = False
         self._why_not_loading: str | None = metrics.INERT
         engine = getattr(offloading_spec, "engine_config", None)
-        steps = (
-            {}
-            if engine is None
-            else {
-                "steps_ahead": engine.max_concurrent_batches - 1,
-                "most_step_tokens": engine.scheduler_config.max_num_batched_tokens,
-            }
-        )
+        steps = {} if engine is None else {"most_step_tokens": engine.scheduler_config.max_num_batched_tokens}
         self.rates = Rates(now=time.monotonic, min_tokens=config.min_tokens, **steps)
         self.drain = Drain(0 if engine is None else engine.shutdown_timeout, self.stats, name=config.tier)
         self.drain.watch()

@@ -9,20 +9,181 @@ for the tail. Heads get the tokens of a step that no other request wants.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvtier_connector.cascade.rates import Rate
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
+from kvtier_connector.vllm_adapter.worker import KVTierMetadata
+
+
+class AdmittingScheduler(KVTierScheduler):
+    """The scheduler's side of the connector, which may have a request compute before its load is reported.
+
+    A worker reports a load when it begins a later step, and the report arrives with that step's end. So under traffic a
+    request waits several steps after its last piece was copied. Here it computes in the step that copies, if that takes
+    little time. Otherwise it computes in the first step that is expected to begin after the copies. The workers wait.
+    Only for models of one group of layers, and for requests without an adapter.
+    """
+
+    may_admit = False
+    """Whether requests may compute before their loads are reported; `SyncSplitScheduler` says so."""
+    most_wait_seconds = 0.008
+    """A step waits so long for copies that begin with it."""
+
+    @override
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._admitted: set[str] = set()
+        """Requests that compute already, whose loads are not reported."""
+        self._waited: set[str] = set()
+        """Those of them whose copies the next step waits for."""
+        self._at_once: dict[str, float] = {}
+        """Requests that compute in the step that copies their chunks, with the seconds of that."""
+        self._copies: dict[int, str] = {}
+        """Unreported copies of admitted requests: vLLM wants no store of a request beside a load of it."""
+        self.copying = Rate()
+        """Bytes a second that a worker copies from the CPU tier to the GPU."""
+        self._copied_at: dict[str, float] = {}
+        """By request whose load was handed over whole, when its copies are expected to end."""
+        self._copies_end = 0.0
+        """When all copies are expected to end that were begun."""
+        self._is_urgent = False
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the last step handed over the end of a load, which may compute in the next ones."""
+        return self._is_urgent and self.may_admit
+
+    def take_copied(self) -> list[str]:
+        """Return requests whose copies will have ended when the steps under way have; call `admit` for them then."""
+        found, rates = [], self.manager.tier.rates
+        for name, end in list(self._copied_at.items()):
+            if name not in self._ending:
+                del self._copied_at[name]
+            elif self.may_admit and end <= rates.now() + rates.busy_seconds:
+                del self._copied_at[name]
+                found.append(name)
+        return self._let_compute(found)
+
+    def admit(self, names: Iterable[str]) -> None:
+        """Note that requests may compute from now on."""
+        self._admitted.update(names)
+        self._waited.update(names)
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        name = request.request_id
+        self._at_once.pop(name, None)
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        if tokens and is_async and self.may_admit and request.lora_request is None:
+            keys, rates = self._keys_of(self._req_status[name], tokens), self.manager.tier.rates
+            queued = max(0.0, self._copies_end - rates.now() - rates.busy_seconds)
+            seconds = self._seconds_to_copy(len(keys))
+            wait = queued + sum(self._at_once.values()) + seconds
+            if wait <= self.most_wait_seconds and self.manager.are_ready(keys):
+                self._at_once[name] = seconds
+                return tokens, False
+        return tokens, is_async
+
+    @override
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if request.request_id in self._at_once:
+            # vLLM has hashed the blocks already, and 0.32 loads blocks without a hash only.
+            blocks = KVCacheBlocks(
+                tuple(
+                    [block if block.is_null else KVCacheBlock(block.block_id) for block in group]
+                    for group in blocks.blocks
+                )
+            )
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
+        rates = self.manager.tier.rates
+        begin = rates.now() + rates.busy_seconds
+        for name in self._at_once:
+            if (load := self._loads.get(name)) is not None:
+                self._hand_over(name, load)
+                self.admit(self._let_compute([name]))
+        self._at_once.clear()
+        made = super().build_connector_meta(scheduler_output)
+        made.admitted, self._waited = self._waited, set()
+        self._expect_copies(made, begin)
+        return made
+
+    @override
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reports = connector_output.kv_connector_worker_meta
+        if (stats := getattr(reports, "transfer_stats", None)) is not None:
+            self.copying.observe(stats.load.bytes, stats.load.time)
+        for job_id, count in getattr(reports, "completed_jobs", {}).items():
+            if job_id in self._copies and job_id in self._jobs and self._jobs[job_id].pending_count <= count:
+                self._req_status[self._copies.pop(job_id)].transfer_jobs.add(job_id)
+        super().update_connector_output(connector_output)
+        if connector_output.finished_recving:
+            # vLLM takes a report about a request that computes for one about a request that has ended.
+            reported = connector_output.finished_recving & self._admitted
+            connector_output.finished_recving -= reported
+            self._admitted -= reported
+
+    @override
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        name = request.request_id
+        for job_id in [job_id for job_id, owner in self._copies.items() if owner == name]:
+            del self._copies[job_id]
+            self._req_status[name].transfer_jobs.add(job_id)
+        return super().request_finished(request)
+
+    @override
+    def reset_cache(self) -> None:
+        self._at_once.clear()
+        self._copied_at.clear()
+        self._copies.clear()
+        super().reset_cache()
+
+    def _let_compute(self, names: list[str]) -> list[str]:
+        """Take what is left of loads for copies that only the next step waits for; return the names."""
+        for name in names:
+            jobs = self._req_status[name].transfer_jobs
+            self._copies.update(dict.fromkeys(jobs, name))
+            jobs.clear()
+            self._note_over(name)
+        return names
+
+    def _expect_copies(self, made: KVTierMetadata, begin: float) -> None:
+        """Note when the copies of a step will have ended that begin at a time, and which loads end with them."""
+        ended = [name for name, unwritten in made.ended_loads.items() if not unwritten]
+        if not self.copying.value:
+            return
+        if chunks := sum(len(self._jobs[job_id].keys) for job_id in made.load_jobs):
+            self._copies_end = max(begin, self._copies_end) + self._seconds_to_copy(chunks)
+        for name in ended:
+            status, load = self._req_status.get(name), self._ending.get(name)
+            if status is not None and load is not None and not (load.failed or status.req.lora_request):
+                self._copied_at[name] = self._copies_end
+        # Copies for them begin before this step computes, and not after it.
+        self._is_urgent = not self._copied_at.keys().isdisjoint(ended)
+
+    def _seconds_to_copy(self, chunks: int) -> float:
+        return self.copying.seconds(chunks * self.manager.tier.row_bytes / self.config.num_workers)
 
 
 class SyncSplitScheduler(Scheduler):
@@ -32,11 +193,14 @@ class SyncSplitScheduler(Scheduler):
         """Make vLLM's scheduler, and have the connector split hits if it can."""
         super().__init__(*args, **kwargs)
         scheduler = getattr(self.connector, "connector_scheduler", None)
-        self._tier = scheduler if isinstance(scheduler, KVTierScheduler) else None
+        self._tier = scheduler if isinstance(scheduler, AdmittingScheduler) else None
         self._splits: Splits | None = None
         if self._tier is not None and self._tier.is_one_prefix and _can_split(self.vllm_config):
             self._tier.is_splitting = True
             self._splits = self._tier.manager.splits
+        if self._tier is not None:
+            is_staged = self.vllm_config.parallel_config.pipeline_parallel_size > 1
+            self._tier.may_admit = self._tier.is_one_prefix and not is_staged
         self._limits: dict[str, int] = {}
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
@@ -53,11 +217,18 @@ class SyncSplitScheduler(Scheduler):
             self._limits, self._room = {}, splits.head_tokens
             if len(splits):
                 self._join_and_plan(splits)
+        if self._tier is not None and (names := self._tier.take_copied()):
+            # vLLM's own way to hear that loads have ended.
+            self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(names)))
+            self._tier.admit(names)
         state = self.pause_state
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             self._pause_state = state
+        if self._tier is not None and self._tier.is_urgent:
+            output.has_sync_kv_loads = True
+        return output
 
     def _join_and_plan(self, splits: Splits) -> None:
         assert self._tier is not None
@@ -75,6 +246,9 @@ class SyncSplitScheduler(Scheduler):
                 self._join(request, split)
             else:
                 heads.append((request, split))
+        if self._joined:
+            # They wait for this step, and perhaps for the next.
+            self._room //= 2
         if heads:
             self._limits = self._share_out(splits, heads)
 
@@ -102,13 +276,13 @@ class SyncSplitScheduler(Scheduler):
                 break
             if not request.num_computed_tokens and not self._may_find(request):
                 left -= request.num_tokens
-        limits = {}
+        limits: dict[str, int] = {}
         # One after the other, in the order of their arrival: shared out equally, all would be late.
         for request, split in heads:
             tokens = splits.next_tokens(split, in_flight=request.num_in_flight_tokens)
             # Less than up to the end of a chunk is of no use to a join.
             least = split.chunk_tokens - split.computed % split.chunk_tokens
-            room = max(self._room, least) if self._room == splits.head_tokens else self._room
+            room = max(self._room, least) if not limits else self._room
             room = min(room, max(0, left)) if splits.is_patient(split) else room
             if tokens > room:
                 tokens = room - (split.computed + room) % split.chunk_tokens if room >= least else 0
@@ -135,7 +309,10 @@ class SyncSplitScheduler(Scheduler):
                 limit = max(split.chunk_tokens, min(limit, self._room))
                 limit -= (num_computed_tokens + limit) % split.chunk_tokens
                 self._room -= limit
-            num_new_tokens = min(num_new_tokens, limit)
+            # A head that reaches the end of the hit goes on to the end of the prompt, if that is near.
+            rest = request.num_tokens - split.end
+            if not (num_computed_tokens + limit == split.end and rest <= split.chunk_tokens):
+                num_new_tokens = min(num_new_tokens, limit)
         elif num_new_tokens > 1 and any(each.status is RequestStatus.PREEMPTED for each in self._joined):
             # With a full step, vLLM would not ask for the tail of a request that has joined.
             num_new_tokens -= num_computed_tokens + num_new_tokens < request.num_tokens

@@ -35,11 +35,11 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """Number of the order to compare all weights with those of the start; 0 without one."""
     is_reset: bool = False
     """True from a reset of the caches to the next step that computes: the weights may be absent meanwhile."""
-    waited: Collection[str] = ()
-    """Requests whose loads this step waits for, so that it computes with them."""
     adapters: AdapterOrders | None = None
     declared: int = 0
     """Number of the question for the declarations; 0 if they arrived before the first step."""
+    admitted: Collection[str] = ()
+    """Requests that may compute with this step though their loads are not reported: it waits for the copies."""
 
 
 def no_orders() -> KVTierMetadata:
@@ -149,8 +149,6 @@ class KVTierWorker(OffloadingConnectorWorker):
         """None before the KV caches are there."""
         self._answered = 0
         """Number of the order to compare all weights that was obeyed last, and is not reported; 0 without one."""
-        self._waited: set[int] = set()
-        """GPU blocks that this step loads and computes with."""
         self._adapters = LoadedAdapters(None)
         self._loaded: dict[str, _Loaded] = {}
         self._computed: Collection[str] = ()
@@ -182,6 +180,17 @@ class KVTierWorker(OffloadingConnectorWorker):
             elif not kv_connector_metadata.is_reset and self._has_transfers(kv_connector_metadata):
                 self._weights.check()
         super().handle_preemptions(kv_connector_metadata)
+        if isinstance(kv_connector_metadata, KVTierMetadata):
+            # vLLM begins loads behind the forward pass, unless it computes with one of them.
+            self._wait_for(kv_connector_metadata.admitted)
+
+    def _wait_for(self, admitted: Collection[str]) -> None:
+        """Wait for the copies of loads that this step computes with, as far as they have begun."""
+        if jobs := {job_id for job_id, name in self._load_jobs.items() if name in admitted}:
+            assert self.worker is not None
+            self.worker.wait(jobs)
+        for name in self._loaded.keys() & admitted:
+            self._loaded[name].is_reported = True
 
     def _has_transfers(self, metadata: KVTierMetadata) -> bool:
         orders = (metadata.load_jobs, metadata.store_jobs, self._unsubmitted_store_jobs)
@@ -193,9 +202,6 @@ class KVTierWorker(OffloadingConnectorWorker):
         if isinstance(metadata, KVTierMetadata):
             self._ended.update(metadata.ended_loads)
             self._declaring = metadata.declared or self._declaring
-            if metadata.waited:
-                jobs = (job for job in metadata.load_jobs.values() if job.req_id in metadata.waited)
-                self._waited = {int(block) for job in jobs for block in job.dst_spec.block_ids}
             if metadata.adapters is not None:
                 self._adapters.obey(metadata.adapters)
                 for name in metadata.adapters.ended:
@@ -208,6 +214,7 @@ class KVTierWorker(OffloadingConnectorWorker):
                 if (loaded := self._loaded.get(job.req_id)) is not None:
                     assert isinstance(job.dst_spec, GPULoadStoreSpec)
                     loaded.blocks.update(job.dst_spec.block_ids.tolist())
+            self._wait_for(metadata.admitted)
 
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
@@ -238,17 +245,17 @@ class KVTierWorker(OffloadingConnectorWorker):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent, _ = super().get_finished(finished_req_ids)
         self._adapters.look()
-        waited, self._waited = self._waited, set()
         under_way = set(self._load_jobs.values())
         received = {name for name in self._ended if name not in under_way}
-        is_due = received or waited or any(loaded.is_reported for loaded in self._loaded.values())
+        is_due = received or any(loaded.is_reported for loaded in self._loaded.values())
         has_changed = bool(is_due) and (self._weights is None or self._weights.has_changed)
         self._find_replaced(has_changed=has_changed)
-        if has_changed:
-            self._unwritten |= waited
         for name in received:
             unwritten = self._ended.pop(name)
             loaded = self._loaded.get(name, _Loaded())
+            if loaded.is_reported:
+                # It computes already, and `_find_replaced` has looked at it.
+                continue
             if has_changed or self._is_replaced(loaded) or (unwritten and not self._is_one_group):
                 self._failed.add(name)
             else:

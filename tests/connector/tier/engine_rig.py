@@ -58,9 +58,8 @@ from kvtier_connector.cascade.rates import Way
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.vllm_adapter.connector import KVTierConnector
 from kvtier_connector.vllm_adapter.manager import KVTierManager
-from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
-from kvtier_connector.vllm_adapter.split_scheduler import SplitScheduler
+from kvtier_connector.vllm_adapter.split_scheduler import AdmittingScheduler, SplitScheduler
 
 NOT_OURS = KVConnectorHandshakeMetadata()
 """What MultiConnector passes on where it asks another child first."""
@@ -117,7 +116,7 @@ class SimulatedEngine:
         declared = self.worker.get_handshake_metadata()
         assert declared is not None
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): NOT_OURS if is_child else declared})
-        self.side: KVTierScheduler = connector.connector_scheduler
+        self.side: AdmittingScheduler = connector.connector_scheduler
         self.manager: KVTierManager = self.side.manager
         if shape.is_splitting:
             self._split_all()

@@ -45,11 +45,12 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
         pytest.param(25_000, {"tokens": 32_000}, Way.LOAD, Way.SPLIT, id="hardly faster"),
         pytest.param(10_000, {"tokens": 32_000}, Way.COMPUTE, Way.SPLIT, id="a volume slower than the engine"),
         pytest.param(10_000, {"tokens": 512}, Way.COMPUTE, Way.COMPUTE, id="a hit too short for the price of a join"),
-        pytest.param(100, {"tokens": 32_000}, Way.COMPUTE, Way.COMPUTE, id="a volume that hardly gives anything"),
+        pytest.param(100, {"tokens": 32_000}, Way.COMPUTE, Way.SPLIT, id="a volume that hardly gives anything"),
+        pytest.param(100, {"tokens": 4_000}, Way.COMPUTE, Way.COMPUTE, id="a short hit of such a volume"),
         pytest.param(
             500_000, {"tokens": 32_000, "unread": 0}, Way.LOAD, Way.LOAD, id="a hit that others have ordered already"
         ),
-        pytest.param(40_000, {"tokens": 16_000, "queued": 200_000}, Way.COMPUTE, Way.COMPUTE, id="a queue of reads"),
+        pytest.param(40_000, {"tokens": 16_000, "queued": 200_000}, Way.COMPUTE, Way.SPLIT, id="a queue of reads"),
         pytest.param(40_000, {"tokens": 16_000, "queued": 12_000}, Way.LOAD, Way.SPLIT, id="a short queue of reads"),
         pytest.param(15_000, {"tokens": 16_000, "backlog": 90_000}, Way.LOAD, Way.LOAD, id="a queue of prompts"),
         pytest.param(
@@ -76,10 +77,10 @@ def test_a_hit_takes_the_way_that_is_over_first(
 
 
 def test_a_step_under_way_delays_what_is_computed(clock: Clock) -> None:
-    rates = measured(clock, 100_000, steps_ahead=1)
+    rates = measured(clock, 100_000)
     work = {"tokens": 1_000, "unread": 1_000, "queued": 10_000}
     assert rates.choose(**work) is Way.COMPUTE
-    rates.note_step({"another": 8_000}, lambda _: True)
+    rates.note_step(8_000, 0)
     assert rates.choose(**work) is Way.LOAD
     clock.seconds += 8_000 / PREFILL
     assert rates.choose(**work) is Way.COMPUTE
@@ -138,29 +139,42 @@ def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Cl
         assert (rates.volume.value < before) is is_slower
 
 
-@pytest.mark.parametrize(("steps_ahead", "seconds"), [(0, 0.1), (1, 0.2)])
-def test_large_steps_of_a_busy_engine_measure_prefill(steps_ahead: int, seconds: float, clock: Clock) -> None:
-    rates = Rates(now=clock, steps_ahead=steps_ahead, most_step_tokens=8192)
-    for scheduled, lasts in (({"a": 4000}, 0.1), ({"a": 100, "b": 1}, 0.2), ({"a": 1, "b": 1}, 0.4), ({}, 0.8)):
-        rates.note_step(scheduled, lambda name: name == "a")
-        clock.seconds += lasts
-    assert rates.prefill.value == pytest.approx(4000 / seconds)
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param([(0.0, 4000, 0), (0.2, 1, 0)], id="one step at a time"),
+        pytest.param(
+            [(0.0, 4000, 0), (0.001, 4000, 4000), (0.2, 4000, 4000), (0.4, 0, 4000)], id="two steps in flight"
+        ),
+        pytest.param([(0.0, 4000, 0), (0.001, 4000, 4000), (0.398, 4000, 4000), (0.4, 0, 4000)], id="a late call"),
+        pytest.param([(0.0, 4000, 0), (0.2, 0, 0), (9.0, 4000, 0), (9.2, 0, 0)], id="an idle engine"),
+        pytest.param([(0.0, 4000, 0), (0.2, 64, 0), (1.0, 64, 0), (2.0, 0, 0)], id="steps too small to tell"),
+    ],
+)
+def test_steps_that_end_measure_prefill(calls: list[tuple[float, int, int]], clock: Clock) -> None:
+    rates, begin = Rates(now=clock, most_step_tokens=8192), clock.seconds
+    for seconds, tokens, in_flight in calls:
+        clock.seconds = begin + seconds
+        rates.note_step(tokens, in_flight)
+    assert rates.prefill.value == pytest.approx(PREFILL, rel=0.35)
 
 
 def test_the_first_measurement_may_be_of_a_small_step(clock: Clock) -> None:
     rates = Rates(now=clock)
-    for tokens, seconds, rate in ((256, 0.1, 0), (256, 0.9, 2560), (1024, 0.4, 2560), (1, 0.1, 2560)):
-        rates.note_step({"a": tokens}, lambda _: True)
+    for tokens, seconds, rate in ((255, 0.1, 0), (256, 0.5, 0), (1, 0.4, 512)):
+        rates.note_step(tokens, 0)
         assert rates.prefill.value == pytest.approx(rate)
         clock.seconds += seconds
 
 
-def test_the_time_of_an_idle_engine_measures_nothing(clock: Clock) -> None:
-    rates = Rates(now=clock)
-    rates.note_step({"a": 4000}, lambda _: False)
-    clock.seconds += 3600
-    rates.note_step({"b": 4000}, lambda name: name == "b")
-    assert rates.prefill.value == 0
+def test_what_a_late_call_leaves_to_the_next_does_not_make_the_volume_fast(clock: Clock) -> None:
+    rates = measured(clock, 10_000)
+    rates.note_landed(0, is_reading=True)
+    clock.seconds += 0.4
+    rates.note_landed(3_000, reads=[0.1], is_reading=True)
+    clock.seconds += 0.001
+    rates.note_landed(1_000, reads=[0.1], is_reading=False)
+    assert rates.volume.value < 11_000
 
 
 def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right(rigs: Rigs) -> None:

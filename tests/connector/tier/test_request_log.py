@@ -14,7 +14,7 @@ from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart
 from engine_parts import BLOCK_TOKENS, Shape
 from engine_rig import SimulatedEngine
 
-from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
+from kvtier_connector.vllm_adapter.split_scheduler import AdmittingScheduler
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
 LOGGER = "vllm.kvtier.request"
@@ -145,5 +145,5 @@ def test_aborted_requests_end_and_windows_count_as_whole(engines: Engines, caplo
 def test_at_level_info_engines_run_without_the_log(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     engine = engines.make()
-    assert type(engine.side) is KVTierScheduler
+    assert type(engine.side) is AdmittingScheduler
     assert engine.manager.tier.transfers.on_skipped is None

@@ -79,15 +79,21 @@ class Machine(EngineMachine):
         self.asked: dict[str, tuple[list[int], str | None, int]] = {}
         self.damaged: dict[Path, bytes] = {}
 
-    @initialize(shape=st.sampled_from(sorted(SHAPES)), min_reuse=st.sampled_from([1, 1, 2]))
-    def begin(self, shape: str, min_reuse: int) -> None:
-        self.shape, self.min_reuse = SHAPES[shape], min_reuse
+    @initialize(
+        shape=st.sampled_from(sorted(SHAPES)),
+        min_reuse=st.sampled_from([1, 1, 2]),
+        most_wait=st.sampled_from([-1.0, 1.0]),
+    )
+    def begin(self, shape: str, min_reuse: int, most_wait: float) -> None:
+        self.shape, self.min_reuse, self.most_wait = SHAPES[shape], min_reuse, most_wait
         self.made = [self.start()]
 
     def start(self) -> SimulatedEngine:
-        return self.engines.make(
+        engine = self.engines.make(
             self.shape, fs=self.fs, min_reuse=self.min_reuse, load_deadline_seconds=0.3, refresh_seconds=0.05
         )
+        engine.connector.connector_scheduler.most_wait_seconds = self.most_wait
+        return engine
 
     @rule(
         family=st.integers(0, FAMILIES - 1),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 from collections import Counter
@@ -191,11 +192,21 @@ def test_chunks_are_ordered_ahead_for_two_steps_however_long_they_are() -> None:
     splits.begin("splits", split)
     windows = []
     for seconds in (0.05, 0.5):
-        rates.note_step({"splits": 2048}, lambda _: True)
+        rates.note_step(2048, 0)
         clock.seconds += seconds
-        rates.note_step({"splits": 2048}, lambda _: True)
+        rates.note_step(0, 0)
         windows.append(splits.window_chunks(split))
     assert windows == [150, 1000]
+
+
+@pytest.mark.parametrize(("volume", "first"), [(4_000, 16), (30_000, 0)], ids=["slower than the engine", "faster"])
+def test_no_more_is_ordered_than_the_volume_may_give_until_both_meet(volume: float, first: int) -> None:
+    rates = Rates(now=Clock(1000.0))
+    rates.prefill.observe(8_000, 1.0)
+    rates.volume.observe(volume, 1.0)
+    split = Split(ReqContext(req_id="splits"), keys(32), 0, BLOCK_TOKENS, 0)
+    # Of 32 chunks a volume of half the rate gives 11, and half as many are a margin.
+    assert max(0, Splits(rates, lambda _: None).expect_meeting(split)) // BLOCK_TOKENS == first
 
 
 def test_a_prompt_that_is_taken_back_goes_on_without_its_split(engines: Engines, fs: PacedFs) -> None:
@@ -331,3 +342,37 @@ def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> N
     second.run(lambda: "waits for a seat" in second.answers)
     second.run()
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("most_wait", "copying", "steps"),
+    [
+        pytest.param(1.0, 1e18, 1, id="the step that copies"),
+        pytest.param(-1.0, 1e18, 2, id="the step after it"),
+        pytest.param(1.0, 1.0, 0, id="a step after the report, where copies take longer than steps"),
+    ],
+)
+def test_a_request_computes_before_its_load_is_reported(
+    engines: Engines, most_wait: float, copying: float, steps: int
+) -> None:
+    prompt = prompt_of(CHUNKS)
+    engine = engines.make(replace(SHAPE, prompt_only=False))
+    engine.ask("stores", prompt)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    side = engine.connector.connector_scheduler
+    side.most_wait_seconds = most_wait
+    side.copying.value = copying
+    engine.copies.lag = math.inf
+    # It stores a chunk of its own while nothing of its load is reported.
+    engine.add("reads", prompt, answer=BLOCK_TOKENS)
+    for _ in range(steps or 10):
+        assert not engine.computed["reads"]
+        engine.step()
+    assert bool(engine.computed["reads"]) is bool(steps)
+    engine.copies.lag = 2
+    engine.run()
+    assert engine.answers["reads"] == answer_of(prompt, BLOCK_TOKENS)
+    assert engine.computed["reads"] < BLOCK_TOKENS * 2
+    engine.assert_nothing_is_left()
+    engine.close()

@@ -97,6 +97,29 @@ def test_a_request_whose_load_was_reported_gets_the_new_weights(engines: Engines
     assert engine.answers["a"] == answer_of(prompts.PROMPT, 1, salt=engine.source_of(None, None))
 
 
+@pytest.mark.parametrize(("most_wait", "steps"), [(1.0, 0), (-1.0, 1)], ids=["with its copies", "a step later"])
+def test_a_request_that_computes_before_its_load_is_reported_gets_the_new_weights(
+    engines: Engines, most_wait: float, steps: int
+) -> None:
+    engine = engines.make(Shape(is_splitting=True, most_tokens=512))
+    assert ask(engine, "a") == len(PROMPT)
+    engine.scheduler.reset_prefix_cache()
+    engine.side.copying.value, engine.side.most_wait_seconds = 1e18, most_wait
+    engine.add("b", PROMPT)
+    for _ in range(steps):
+        engine.step()
+    with torch.no_grad():
+        engine.model.weight.fill_(7)
+    engine.is_checking = False
+    engine.step()
+    assert engine.computed["b"] == len(PROMPT) - HITS
+    engine.is_checking = True
+    engine.run()
+    assert engine.computed["b"] == 2 * len(PROMPT) - HITS
+    assert engine.answers["b"] == answer_of(PROMPT, 1, salt=engine.source_of(None, None))
+    engine.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("windows", [(None,), (64,), (None, 64)], ids=["full", "windows", "both"])
 def test_an_engine_comes_back_with_its_first_weights(engines: Engines, windows: tuple[int | None, ...]) -> None:
     shape = Shape(windows=windows)

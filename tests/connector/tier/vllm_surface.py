@@ -109,10 +109,11 @@ offload.factory:OffloadingSpecFactory create_spec(config)
 vllm.config:KVTransferConfig kv_connector_extra_config kv_load_failure_policy
 core.sched.scheduler:Scheduler __init__(vllm_config, kv_cache_config, structured_output_manager, block_size)
     _inflight_prefill_reserved_blocks() _preempt_request(request, timestamp, drop_stale_output) _pause_state
+    _update_from_kv_xfer_finished(kv_connector_output)
     block_size connector connector_prefix_cache_stats kv_cache_manager max_num_active_reqs max_num_scheduled_tokens
     pause_state running vllm_config waiting
 connector.offloading.scheduler:OffloadingConnectorScheduler _generate_job_id() manager config _req_status _jobs
-    _current_batch_load_jobs _current_batch_jobs_to_flush _current_batch_sync_loads? _current_batch_sync_load_bytes?
+    _current_batch_load_jobs _current_batch_jobs_to_flush
     _chunks_being_loaded _full_attention_groups _sliding_window_groups _events_tracker
 connector.offloading.scheduler:RequestOffloadState __init__(config, req, req_context, offloading_context)
     update_offload_keys() req req_context offloading_context group_states max_load_tokens max_offload_tokens
@@ -130,7 +131,9 @@ connector.offloading.common:OffloadingWorkerMetadata __init__(completed_jobs, tr
     transfer_stats
 connector.offloading.events:OffloadingEventsTracker record_lookup(req, group_config, chunk_idx, offload_key)
     self_describing_enabled
-core.sched.output:SchedulerOutput num_scheduled_tokens preempted_req_ids kv_connector_block_state
+core.sched.output:SchedulerOutput num_scheduled_tokens preempted_req_ids kv_connector_block_state has_sync_kv_loads
+core.kv_cache_manager:KVCacheBlocks __init__(blocks) blocks
+core.kv_cache_utils:KVCacheBlock __init__(block_id) block_id is_null
 core.sched.output:KVConnectorBlockState boundary_state_offloads
 core.kv_cache_manager:KVCacheManager prefix_cache_lookup_enabled(request) block_pool coordinator
 core.block_pool:BlockPool get_num_free_blocks() cached_block_hash_to_block num_gpu_blocks
@@ -157,7 +160,8 @@ connector.offloading.metrics:OffloadingConnectorStats
     increase_counter(counter_name, counter_increase_value, labelvalues)
     set_gauge(gauge_name, gauge_value, labelvalues)
 connector.offloading.worker:OffloadingConnectorWorker _load_jobs _unsubmitted_store_jobs kv_cache_config spec
-    vllm_config
+    vllm_config worker
+offload.base:OffloadingWorker wait(job_ids)
 offload.cpu.spec:CPUOffloadingSpec num_chunks kv_bytes_per_chunk cpu_page_size_per_worker blocks_per_chunk config
 offload.cpu.shared_offload_region:SharedOffloadRegion
     __init__(engine_id, num_chunks, rank, kv_bytes_per_chunk, cpu_page_size) create_next_worker_view(tensor_page_size)
