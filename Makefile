@@ -44,8 +44,10 @@ durations: venv ## measure all tests, and record in tests/durations.json which o
 test-random: venv ## tests that draw their examples, with examples of their own; a failure prints how to have it again
 	$(RUN) pytest tests -m "hypothesis and not gpu" --hypothesis-profile=random --numprocesses 2 --dist loadfile
 
+# vLLM keeps what it found out about a model by name only: releases that share a cache find it out anew all the time.
 test-vllm: venv ## the tier's tests and real engines with another release of vLLM: VLLM=0.33.0
 	release=$$(.venv/bin/python .ci/vllm_release.py $(VLLM)) && export PYTHONPATH="$$release" && \
+	    if [ -n "$$release" ]; then export VLLM_CACHE_ROOT="$$release/.cache"; fi && \
 	$(RUN) pytest tests/connector/tier -m "not gpu and not engine" --numprocesses 2 --dist loadfile && \
 	$(RUN) pytest tests/connector/tier/test_engine.py -m engine -k second_engine
 

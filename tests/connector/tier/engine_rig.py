@@ -300,6 +300,15 @@ class SimulatedEngine:
     def wait_until_attached(self) -> None:
         wait_until(lambda: self.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
 
+    def wait_for_lookup(self) -> None:
+        """Wait, without a step, until the volume has answered what was asked; the next step takes the answer in."""
+        wait_until(lambda: self.tier.attachment.lookups.wait(0.0), "the volume has answered")
+
+    def take_landed(self) -> float:
+        """Take in what was read without a step; return how many blocks that were since the start."""
+        self.manager.poll()
+        return self.metric("vllm:kvtier_disk_read_blocks")
+
     def is_idle(self) -> bool:
         return not self.scheduler.has_requests() and not self.connector.has_pending_push_work()
 

@@ -37,21 +37,11 @@ class PacedFs(FileSystem):
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
         self.is_paced = False
-        self._lock = threading.Lock()
-        self.begun = self.ended = 0
-        """Reads of blocks while it is paced."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if not self.is_paced or sum(map(len, buffers)) <= 4096:
-            return super().preadv(fd, buffers, offset)
-        with self._lock:
-            self.begun += 1
-        self.permits.acquire(timeout=30)
-        try:
-            return super().preadv(fd, buffers, offset)
-        finally:
-            with self._lock:
-                self.ended += 1
+        if self.is_paced and sum(map(len, buffers)) > 4096:
+            self.permits.acquire(timeout=30)
+        return super().preadv(fd, buffers, offset)
 
     def give_all(self) -> None:
         """Give all blocks."""
@@ -72,12 +62,11 @@ def engines(tmp_path: Path) -> Engines:
 def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
     """Step until requests are answered, with one block of the volume for each step; give all blocks then."""
     while not engine.answers.keys() >= set(names):
-        ended = fs.ended
-        fs.permits.release()
         engine.step()
-        wait_until(lambda ended=ended: fs.ended > ended or fs.begun == fs.ended, "a block has been read")
-        # Until the engine may be told of it.
-        threading.Event().wait(0.02)
+        if engine.tier.transfers.loading:
+            landed = engine.take_landed()
+            fs.permits.release()
+            wait_until(lambda landed=landed: engine.take_landed() > landed, "a block has been read")
     fs.give_all()
 
 
@@ -286,8 +275,8 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engi
     second = second_engine(engines, fs, prompt)
     second.add("computes", prompt, kvtier_load=False)
     second.add("shares", prompt, answer=200)
+    second.wait_for_lookup()
     second.step()
-    threading.Event().wait(0.05)
     second.step()
     assert second.tier.has_pending_work()
     second.run(lambda: "computes" in second.answers)
@@ -316,10 +305,12 @@ def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> 
     prompt, other = prompt_of(CHUNKS), prompt_of(CHUNKS, seed=1)
     second = second_engine(engines, fs, other, replace(SHAPE, gpu_blocks=CHUNKS + 3), prompt)
     second.add("is computed", other)
+    second.wait_for_lookup()
     second.step()
     second.add("waits for room", prompt)
+    second.wait_for_lookup()
     second.step()
-    threading.Event().wait(0.05)
+    assert second.computed["is computed"] > second.computed["waits for room"] == 0
     second.add("is short", prompt_of(0, seed=2))
     second.run(lambda: "is short" in second.answers)
     assert second.computed["waits for room"] > 0
