@@ -13,6 +13,8 @@ FOLDERS = ("tests/conformance", "tests/e2e", "tests/kind")
 FIRST = (
     ENGINES,
     DEMO,
+    "tests/connector/tier/test_upgrade.py",
+    "tests/bench/test_cells.py",
     "tests/e2e",
     "tests/kind",
     "tests/operator/test_faults_run.py",

@@ -35,11 +35,11 @@ def run_engine(host: EngineHost, directory: Path, volume: FaultyVolume) -> dict[
     )
     assert isinstance(kv, ModelLayout)
     arguments = [str(each) for each in (directory, volume.control, config, chunks.bytes_of(128, kv))]
-    return run_script(SCRIPT, *arguments, log=directory / "engine.log", host=host, timeout_seconds=600)
+    return run_script(SCRIPT, *arguments, log=directory / "engine.log", host=host, timeout_seconds=1600)
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_answers_are_right_on_any_volume(faulty_volume: FaultyVolume, tmp_path: Path, engine_host: EngineHost) -> None:
     result = run_engine(engine_host, tmp_path, faulty_volume)
     answers, metrics = result["answers"], result["metrics"]

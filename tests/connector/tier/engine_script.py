@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
+from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell, wait_until
+from patience import be_patient
 from vllm.config.kv_events import KVEventsConfig
 from vllm.lora.request import LoRARequest
 
@@ -34,9 +34,7 @@ PROMPT = [(7 * position * position + 13 * position) % 1900 + 100 for position in
 PROMPTS = {"base": PROMPT, "salted": PROMPT, "doomed": [token + 1 for token in PROMPT], "other": PROMPT[::-1]}
 SALT = "pepper"
 SPLITTING = "kvtier_connector.vllm_adapter.split_scheduler.SplitScheduler"
-WARM_UP = list(range(200, 300))
-PATIENCE_SECONDS = 120.0
-PROBE_SECONDS = 5.0
+PROBE_SECONDS = 60.0
 
 
 class Engine:
@@ -72,7 +70,6 @@ class Engine:
             eviction_policy="lru",
             offload_prompt_only=True,
         )
-        ask(self.llm, [WARM_UP])
 
     def ask(self, name: str, label: str) -> None:
         started = time.perf_counter()
@@ -136,14 +133,6 @@ class Engine:
         return set((self.directory / "volume").rglob("*.kvb"))
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            sys.exit(f"not within {PATIENCE_SECONDS:.0f} s: {what}")
-        time.sleep(0.02)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, required=True, help="holds models, adapter, live settings and volume")
@@ -155,6 +144,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, help="port to publish KV events on")
     parser.add_argument("acts", nargs="+", help="see above")
     options = parser.parse_args()
+    be_patient()
     settings = {"has_adapters": options.adapters, "events": options.events, "splits": options.splits}
     engine = Engine(options.directory, options.config, **settings)
     for act in options.acts:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from vllm.config import KVTransferConfig  # noqa: E402 - see above
 from vllm.lora.request import LoRARequest  # noqa: E402 - see above
 
 CHUNK_TOKENS = 128
+WARM_UP = list(range(200, 300))
+"""A prompt without a whole chunk."""
+PATIENCE_SECONDS = 300.0
 
 
 def make_llm(  # noqa: PLR0913 - keywords
@@ -30,7 +35,10 @@ def make_llm(  # noqa: PLR0913 - keywords
     engine: dict[str, Any] | None = None,
     **offloading: Any,
 ) -> LLM:
-    """Start an engine; ``engine`` are further settings of it, and ``offloading`` of its connector."""
+    """Start an engine and wait until it uses the volume, or compares what it computes with what the volume has.
+
+    ``engine`` are further settings of it, and ``offloading`` of its connector.
+    """
     started = LLM(
         model=str(model),
         skip_tokenizer_init=True,
@@ -47,7 +55,24 @@ def make_llm(  # noqa: PLR0913 - keywords
     )
     gc.freeze()
     gc.enable()
+
+    def is_attached() -> bool:
+        # It tells with a step.
+        ask(started, [WARM_UP])
+        metrics = read_metrics(started)
+        return 1 in {metrics.get("vllm:kvtier_disk_active"), metrics.get("vllm:kvtier_disk_release")}
+
+    wait_until(is_attached, "the engine uses the volume")
     return started
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition; end the process if it never holds."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"not within {PATIENCE_SECONDS:.0f} s: {what}")
+        time.sleep(0.02)
 
 
 def ask(

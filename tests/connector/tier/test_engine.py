@@ -70,7 +70,7 @@ class Runs:
 def run_engine(host: EngineHost | None, directory: Path, *words: str, **settings: Any) -> dict[str, Any]:
     config = write_config(directory, directory / "volume", **settings)
     given = (f"--directory={directory}", f"--config={config}", *words)
-    result = run_script(SCRIPT, *given, log=directory / "engine.log", host=host, timeout_seconds=400)
+    result = run_script(SCRIPT, *given, log=directory / "engine.log", host=host, timeout_seconds=800)
     for name, answer in result.items():
         if name != "metrics":
             sys.stdout.write(f"{name:8} {answer['seconds']:7.3f} s  {answer['cached_tokens']:5} tokens cached\n")
@@ -173,7 +173,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, engine_host: EngineHost) -> R
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers_the_same(runs: Runs) -> None:
     first, second, third = runs.first, runs.second, runs.third
     assert first["cold"]["cached_tokens"] == 0
@@ -194,7 +194,7 @@ def test_a_second_engine_reads_from_disk_what_the_first_one_computed_and_answers
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_is_a_recompute(runs: Runs) -> None:
     salted = runs.of_salted()
     assert {runs.headers[path].seal.key_id for path in salted} == {"k1"}
@@ -212,7 +212,7 @@ def test_an_encrypted_cache_of_a_salted_prompt_answers_the_same_and_a_wrong_key_
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_rewritten_adapters_and_replaced_weights_never_give_an_answer_of_the_old_ones(runs: Runs) -> None:
     first, second, third = runs.first, runs.second, runs.third
     assert second["adapter"]["cached_tokens"] == 0
@@ -236,7 +236,7 @@ def test_rewritten_adapters_and_replaced_weights_never_give_an_answer_of_the_old
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("scheduling", ["async", "sync"])
 def test_a_split_hit_is_answered_as_computed_one(tmp_path: Path, engine_host: EngineHost, scheduling: str) -> None:
     make_model(tmp_path / "model", layers=2)
@@ -251,7 +251,7 @@ def test_a_split_hit_is_answered_as_computed_one(tmp_path: Path, engine_host: En
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_without_chunked_prefill_a_hit_is_loaded_whole(tmp_path: Path, engine_host: EngineHost) -> None:
     make_model(tmp_path / "model", layers=2)
     found = run_engine(engine_host, tmp_path, "--splits=unchunked", "base=cold", "blocks", "empty", "base=loaded")
@@ -261,7 +261,7 @@ def test_without_chunked_prefill_a_hit_is_loaded_whole(tmp_path: Path, engine_ho
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     first = run_engine(None, tmp_path, "base=cold", "reset", "base=cpu", "blocks", "doomed", "damage")

@@ -38,8 +38,10 @@ class Upgrade:
         options = (f"--model={self.directory / 'model'}", f"--config={config}", f"--volume={volume}", *words)
         with pytest.MonkeyPatch.context() as patch:
             if is_newer:
+                # See `make test-vllm`.
+                patch.setenv("VLLM_CACHE_ROOT", f"{self._newer}/.cache")
                 patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [self._newer, os.environ.get("PYTHONPATH")])))
-            result = run_script(SCRIPT, *options, log=self.log(volume), host=None, timeout_seconds=400)
+            result = run_script(SCRIPT, *options, log=self.log(volume), host=None, timeout_seconds=800)
         sys.stdout.write(
             "".join(re.findall(r".*vllm.kvtier.releases.*\n|.*releases.py.*\n", self.log(volume).read_text()))
         )
@@ -84,7 +86,7 @@ def blocks_of(volume: Path) -> set[Path]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_newer_vllm_uses_the_blocks_once_its_own_agree(
     releases: Upgrade, stored: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -101,7 +103,7 @@ def test_a_newer_vllm_uses_the_blocks_once_its_own_agree(
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("kind", "kv"), [("rope", "auto"), ("norm", "auto"), ("scale", "fp8_e4m3")])
 def test_a_vllm_that_computes_otherwise_believes_no_block(
     releases: Upgrade, request: pytest.FixtureRequest, kind: str, kv: str

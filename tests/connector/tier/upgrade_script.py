@@ -8,18 +8,16 @@ Nothing that identifies the blocks changes with the fault: that is what a faulty
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
-from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
+from engine_under_test import CHUNK_TOKENS, WARM_UP, ask, make_llm, read_metrics, tell, wait_until
+from patience import be_patient
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-PATIENCE_SECONDS = 60.0
 COMPARING = 1.0
 """Value of the metric while blocks are compared."""
 
@@ -71,14 +69,6 @@ def prompt_of(name: str) -> list[int]:
     return [(7 * position * position + 13 * position + 97 * seed) % 1900 + 100 for position in range(1000)]
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            sys.exit(f"not within {PATIENCE_SECONDS:.0f} s: {what}")
-        time.sleep(0.05)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
@@ -88,6 +78,7 @@ def main() -> None:
     parser.add_argument("--plant", choices=PLANTS)
     parser.add_argument("acts", nargs="+", help="prompts; or stored, verdict: wait for blocks, a decision")
     options = parser.parse_args()
+    be_patient()
     if options.plant:
         plant(PLANTS[options.plant])
     llm = make_llm(
@@ -102,9 +93,9 @@ def main() -> None:
     answers: dict[str, Any] = {}
 
     def has_decided() -> bool:
-        # A step has the engine tell; the prompt is too short for a block.
-        ask(llm, [prompt_of("z")[: CHUNK_TOKENS // 2]])
-        return read_metrics(llm).get("vllm:kvtier_disk_release") != COMPARING
+        # It tells with a step.
+        ask(llm, [WARM_UP])
+        return read_metrics(llm)["vllm:kvtier_disk_release"] != COMPARING
 
     def are_stored() -> bool:
         return len(list(options.volume.rglob("*.kvb"))) >= len(answers) * (1000 // CHUNK_TOKENS)
