@@ -118,7 +118,6 @@ def service_version(objects: list[Manifest]) -> Manifest:
             "maturity": "alpha",
             "minKubeVersion": "1.29.0",
             "keywords": ["vllm", "kv-cache", "llm", "inference"],
-            "maintainers": [{"name": "The kvtier maintainers"}],
             "provider": {"name": "kvtier", "url": REPOSITORY},
             "relatedImages": yaml.safe_load(_chart()["annotations"]["artifacthub.io/images"]),
             "links": [{"name": "Documentation", "url": f"{REPOSITORY}/tree/main/docs"}],

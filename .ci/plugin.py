@@ -34,6 +34,8 @@ PLATFORMS = {
 """Each as uv calls it."""
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 COMMAND = "kubectl-kvtier"
+MANIFEST = "kvtier.yaml"
+"""File of the manifest. krew's index and its validator take the plugin's name from it."""
 LOCK = "requirements/operator.lock"
 
 _LAUNCHER = f"""\
@@ -97,8 +99,9 @@ def manifest(archives: Mapping[str, Path]) -> dict[str, Any]:
             "homepage": REPOSITORY,
             "shortDescription": "Plan and look after KV caches of vLLM",
             "description": (
-                "Sizes a KVCacheTier before it is applied, shows why one is not ready, counts, verifies and purges\n"
-                "blocks on its volume, and packs a support bundle without secrets or prompts.\n"
+                "Sizes a KVCacheTier before it is applied, shows why one is not ready,\n"
+                "counts, verifies and purges blocks on its volume, and packs a support\n"
+                "bundle without secrets or prompts.\n"
             ),
             "caveats": "Needs Python 3.11 to 3.14 as python3.\n",
             "platforms": [
@@ -118,7 +121,7 @@ def main(wheel: str, out: str, *platforms: str) -> None:
     """Write archives and manifest."""
     folder = Path(out)
     made = {each: archive(Path(wheel), folder, each) for each in platforms or PLATFORMS}
-    (folder / "kvtier.krew.yaml").write_text(yaml.safe_dump(manifest(made), sort_keys=False), encoding="utf-8")
+    (folder / MANIFEST).write_text(yaml.safe_dump(manifest(made), sort_keys=False), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,13 @@ def test_the_manifest_of_the_plugin_is_what_krew_takes(tmp_path: Path) -> None:
         path.write_bytes(path.name.encode())
     found = plugin.manifest(archives)
     jsonschema.validate(found, schema("krew"))
-    assert len({each["sha256"] for each in found["spec"]["platforms"]}) == len(archives)
+    platforms = found["spec"]["platforms"]
+    assert len({each["sha256"] for each in platforms}) == len(archives)
+    assert len({tuple(sorted(each["selector"]["matchLabels"].items())) for each in platforms}) == len(archives)
+    # The validator of krew's index takes the name of the plugin from that of the file, and warns of long lines.
+    assert f"{found['metadata']['name']}.yaml" == plugin.MANIFEST
+    lines = (found["spec"]["description"] + found["spec"]["caveats"]).splitlines()
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_the_plugin_runs_with_the_pythons_that_the_package_supports() -> None:
