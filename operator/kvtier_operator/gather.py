@@ -48,9 +48,7 @@ def mount_problem(cluster: Cluster, pod: Manifest, now: datetime) -> str:
     """
     metadata = pod["metadata"]
     born = metadata.get("creationTimestamp")
-    if not is_held_up(pod) or born is None:
-        return ""
-    if now - datetime.fromisoformat(born) < MOUNT_PATIENCE:
+    if not is_held_up(pod) or born is None or now - datetime.fromisoformat(born) < MOUNT_PATIENCE:
         return ""
     found = [
         event
@@ -353,6 +351,7 @@ def _pod(found: Manifest, mount_problem: str = "", engine: Mapping[str, Any] | N
     )
     env = {entry["name"]: entry.get("value") for entry in engine.get("env", ())}
     algorithm = engine_args.read(engine.get("args") or ()).words.get("prefix-caching-hash-algo")
+    annotations = metadata.get("annotations") or {}
     return Pod(
         name=metadata["name"],
         phase=status.get("phase", "Pending"),
@@ -361,7 +360,7 @@ def _pod(found: Manifest, mount_problem: str = "", engine: Mapping[str, Any] | N
         is_terminating="deletionTimestamp" in metadata,
         is_scheduled={"True": True, "False": False}.get(scheduled.get("status", "")),
         scheduling_message=scheduled.get("message", ""),
-        config_digest=(metadata.get("annotations") or {}).get(names.ANNOTATION_CONFIG_DIGEST, ""),
+        config_digest=annotations.get(names.ANNOTATION_CONFIG_DIGEST) or env.get(names.CONFIG_VARIABLE, ""),
         hash_seed=env.get("PYTHONHASHSEED"),
         hash_algorithm=algorithm[-1] if algorithm else None,
         containers=tuple(

@@ -243,7 +243,8 @@ class _Attempt:
             restart=self.asked.restart,
         )
         plan = replace(keep_pods(plan, snapshot), listen_host=self.inputs.listen_host)
-        capacity, generation = make_capacity(spec, plan.decisions, snapshot), self.progress.generation
+        capacity = make_capacity(spec, plan.decisions, snapshot, plan.config_digest)
+        generation = self.progress.generation
         stage = PlannedStage(generation=generation, spec=spec, snapshot=snapshot, plan=plan, capacity=capacity)
         self._reach(stage)
         return stage

@@ -95,7 +95,7 @@ def progress(  # noqa: PLR0913  each by its name
         spec=spec,
         snapshot=snapshot,
         plan=plan,
-        capacity=make_capacity(spec, decided, snapshot),
+        capacity=make_capacity(spec, decided, snapshot, plan.config_digest),
         observation=observation,
         problems=problems or {},
     )

@@ -13,7 +13,7 @@ from tiers import tier
 from kvtier_operator import status
 from kvtier_operator.api import parse
 from kvtier_operator.api.status_schema import PodSizing
-from kvtier_operator.conditions import Progress
+from kvtier_operator.conditions import PlannedStage, Progress
 from kvtier_operator.plan import Decisions, decide, engine_args, report
 from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.sizing import GIB, make_sizing
@@ -167,29 +167,34 @@ def test_page_tables_of_a_cpu_tier_of_a_tebibyte_are_counted_for_each_process_th
 
 
 REPORT = EngineReport(token_bytes=14336, chunk_bytes=1835008)
+UNKNOWN_MODEL: dict[str, Any] = {"model": {"name": "org/new-architecture"}}
 
 
-def reported(*reports: EngineReport | None, **spec: Any) -> dict[str, Any]:
-    """Return the sizing of a tier whose engines reported this."""
-    pods = tuple(replace(READY_POD, name=f"e-{place}", report=report) for place, report in enumerate(reports))
+def reported(*reports: EngineReport | None, runs: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """Return the sizing of a tier whose engines, which run this spec or another one, reported this."""
+    before = varied(VIEW, spec=parse(tier(**(spec if runs is None else runs)))).stage
+    assert isinstance(before, PlannedStage)
+    pod = replace(READY_POD, config_digest=before.plan.config_digest)
+    pods = tuple(replace(pod, name=f"e-{place}", report=report) for place, report in enumerate(reports))
     found = status.report(varied(VIEW, spec=parse(tier(**spec)), snapshot=replace(HEALTHY, pods=pods)), {}, now=NOON)
     sizing: dict[str, Any] = found["sizing"]
     return sizing
 
 
 def test_sizes_that_the_config_does_not_tell_are_those_that_the_engines_reported() -> None:
-    unknown = {"model": {"name": "org/new-architecture"}}
-    assert "kvBytesPerToken" not in reported(None, **unknown)
-    sizing = reported(None, REPORT, REPORT, **unknown)
+    assert "kvBytesPerToken" not in reported(None, **UNKNOWN_MODEL)
+    sizing = reported(None, REPORT, REPORT, **UNKNOWN_MODEL)
     assert (sizing["kvBytesPerToken"], sizing["chunkBytes"]) == (14336, 1835008)
     assert sizing["kvFormula"] == "reported by the engine e-1"
     assert (sizing["cpuTokens"], sizing["diskTokens"]) == ((64 << 30) // 14336, (2 << 40) // 14336)
     assert not any("unknown" in note for note in sizing.get("notes", ()))
-    # In the middle of a rollout to another model, those that are ready may be of the earlier one.
-    rolling = replace(HEALTHY, pods=(replace(READY_POD, report=REPORT),), engines=replace(HEALTHY.engines, updated=0))
-    found = status.report(varied(VIEW, spec=parse(tier(**unknown)), snapshot=rolling), {}, now=NOON)
-    assert "kvBytesPerToken" not in found["sizing"]
-    assert "kvBytesPerToken" not in reported(REPORT, replace(REPORT, token_bytes=8192), **unknown)
+    assert "kvBytesPerToken" not in reported(REPORT, replace(REPORT, token_bytes=8192), **UNKNOWN_MODEL)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_engines_of_an_earlier_model_do_not_tell_the_sizes_of_another(*, is_paused: bool) -> None:
+    earlier = {"model": {"name": "org/earlier-architecture"}}
+    assert "kvBytesPerToken" not in reported(REPORT, runs=earlier, **UNKNOWN_MODEL, paused=is_paused)
 
 
 def test_what_the_config_tells_is_not_replaced_by_a_report() -> None:

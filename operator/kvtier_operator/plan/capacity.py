@@ -26,13 +26,13 @@ WORKING_BYTES: Final = 2 << 30
 """Memory of activations, graphs and libraries on each device, roughly."""
 
 
-def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None) -> Capacity:
-    """Return what the tiers hold."""
+def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | None, config: str = "none") -> Capacity:
+    """Return what the tiers hold; engines of the configuration with this digest report what is unknown."""
     disk = _disk_bytes(spec, snapshot)
     kv = kv_of(spec)
     if isinstance(kv, KvUnknown):
         found = Capacity(disk_bytes=disk, notes=(f"{UNKNOWN}: {kv.why}", *_chunk_notes(spec, kv)))
-        return add_reported(found, snapshot, cpu_bytes=decisions.cpu_bytes)
+        return add_reported(found, snapshot, cpu_bytes=decisions.cpu_bytes, config_digest=config)
     tokens = chunks.tokens_of(decisions.chunking, kv)
     device, device_formula = _device_kv(spec, decisions, snapshot)
     found = Capacity(
@@ -48,7 +48,7 @@ def make_capacity(spec: TierSpec, decisions: Decisions, snapshot: Snapshot | Non
         device_kv_tokens=None if device is None else device // (kv.token_bytes * kv.device_copies),
         device_formula=device_formula,
     )
-    found = add_reported(found, snapshot, cpu_bytes=decisions.cpu_bytes)
+    found = add_reported(found, snapshot, cpu_bytes=decisions.cpu_bytes, config_digest=config)
     kept = checkpoints_of(spec, decisions.chunking)
     return _with_notes(found, kv, decisions.chunking, _checkpoint_notes(kept, kv, tokens))
 

@@ -14,16 +14,17 @@ REPORTED: Final = "reported by the engine"
 """Begins the formula of sizes that one reported."""
 
 
-def add_reported(found: Capacity, snapshot: Snapshot | None, *, cpu_bytes: int) -> Capacity:
+def add_reported(found: Capacity, snapshot: Snapshot | None, *, cpu_bytes: int, config_digest: str) -> Capacity:
     """Return the capacity with what the serving engines reported in the place of what is unknown.
 
-    Engines that disagree, or that a rollout is replacing, perhaps by those of another model, add nothing.
+    Engines that disagree add nothing, and neither do those of another configuration: in a rollout, while the tier is
+    paused or its spec refused, they may run another model.
     """
-    is_rolling = snapshot is not None and snapshot.engines.updated < snapshot.engines.replicas
-    pods = [] if snapshot is None or is_rolling else sorted(snapshot.pods, key=lambda pod: pod.name)
+    pods = [] if snapshot is None else sorted(snapshot.pods, key=lambda pod: pod.name)
     reports = [
         (pod.name, seen.token_bytes, seen.chunk_bytes)
         for pod in pods
+        if pod.config_digest == config_digest
         if (seen := pod.report) is not None and seen.token_bytes and pod.is_ready and not pod.is_terminating
     ]
     if len({each[1:] for each in reports}) != 1:
