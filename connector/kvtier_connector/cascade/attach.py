@@ -129,6 +129,8 @@ class Attachment:
         """Why the volume is not readable; empty if it is."""
         self.refused_field = ""
         """By which field of its identity the directory belongs to another model or layout; empty if it does not."""
+        self.looked_at = -math.inf
+        """When the directory was last known to be the same: a worker that saw another one since names no block."""
         self._is_replaced = False
         """Whether the directory was removed or made anew since the scheduler's thread last asked."""
         self._timed_at = -math.inf
@@ -424,7 +426,7 @@ class Attachment:
             root, self.refusal = self._config.root, ""
             logger.info("kvtier %s: disk tier at %s", config.tier, root)
             self.workers.round_trip_seconds = _measure_round_trip(self._fs.rooted(root), root)
-            self.is_readable = True
+            self.looked_at, self.is_readable = time.monotonic(), True
             self._tell(lambda: self._report.say(Phase.ATTACHED))
             return True
         return False
@@ -437,6 +439,7 @@ class Attachment:
 
         A directory that was removed is made again with the next block; what was known of it is forgotten.
         """
+        began = time.monotonic()
         try:
             state = self._claim.look(may_write=self.mode.may_store)
             is_new = self._claim_root() if state is identity.RootState.OTHER else state is identity.RootState.GONE
@@ -448,17 +451,15 @@ class Attachment:
             # Whatever it is, loads and stores meet it as well.
             return
         else:
+            self.looked_at = began
             if is_new:
                 self._is_replaced = True
             gone = "was removed or made anew; its blocks are forgotten"
             self._complain("directory", gone if is_new else "", f"kvtier %s: {self._config.root} %s")
 
     def _refuse(self, error: Exception) -> None:
-        message = str(error)
-        if message != self.refusal:
-            # Once, not at every retry.
-            logger.error("kvtier %s: serving without the disk tier: %s", self._config.tier, message)
-        self.refusal = message
+        self.refusal = str(error)
+        self._complain("refusal", self.refusal, "kvtier %s: serving without the disk tier: %s", logging.ERROR)
 
     def _give_up(self) -> None:
         reason = self.refusal
@@ -480,10 +481,7 @@ class Attachment:
 
 
 def _measure_round_trip(fs: FileSystem, root: str) -> float:
-    """Return how soon the volume says that it does not have a file, 0 where it does not answer.
-
-    The names are new, so that no cache knows that they are absent, and lie in the root, which is there.
-    """
+    """Return how soon the volume says that it has no file of a name that no cache knows; 0 where it says nothing."""
     seconds = []
     for _ in range(_ROUND_TRIPS):
         path = f"{root}/.{new_token()}"

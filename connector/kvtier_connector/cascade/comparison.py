@@ -20,6 +20,8 @@ PIECE_ELEMENTS: Final = 1024
 them."""
 PART_PIECES: Final = 32
 """Pieces of a part."""
+_PARTS_AT_ONCE: Final = 8
+"""A quarter of a million numbers."""
 _SHARE: Final = 0.75
 """The error of a part is the one that this share of its pieces do not exceed."""
 
@@ -38,13 +40,27 @@ class Difference(NamedTuple):
 
 
 def compare(computed: memoryview, stored: memoryview, element: str) -> Difference:
-    """Compare two blocks of equal length; `element` is one of `LIMITS`, others are equal or differ altogether."""
+    """Compare two blocks of equal length; `element` is one of `LIMITS`, others are equal or differ altogether.
+
+    The numbers of some parts at a time are in memory, however long the blocks are.
+    """
+    word, limit = np.dtype(_WORDS.get(element, np.uint8)), LIMITS.get(element)
+    size = _PARTS_AT_ONCE * PART_PIECES * PIECE_ELEMENTS * word.itemsize
     ours, theirs = np.frombuffer(computed, np.uint8), np.frombuffer(stored, np.uint8)
-    if np.array_equal(ours, theirs):
-        return Difference(0.0, 0, 1)
-    limit = LIMITS.get(element)
-    if limit is None:
-        return Difference(1.0, 1, 1)
+    errors: list[float] = []
+    for first in range(0, len(ours), size):
+        mine, found = ours[first : first + size], theirs[first : first + size]
+        if np.array_equal(mine, found):
+            errors += [0.0] * -(-len(mine) // (PART_PIECES * PIECE_ELEMENTS * word.itemsize))
+        elif limit is None:
+            return Difference(1.0, 1, 1)
+        else:
+            errors += _errors(mine, found, element)
+    return Difference(max(errors, default=0.0), sum(each > (limit or 0.0) for each in errors), len(errors))
+
+
+def _errors(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8], element: str) -> list[float]:
+    """Return the error of each part."""
     is_equal = ours.view(_WORDS[element]) == theirs.view(_WORDS[element])
     mine, found = _numbers(ours, element), _numbers(theirs, element)
     # Bytes that were never written may be no numbers; equal ones do not matter.
@@ -55,11 +71,10 @@ def compare(computed: memoryview, stored: memoryview, element: str) -> Differenc
         scale = np.maximum(_sums(mine**2), _sums(found**2))
         errors = np.sqrt(np.divide(apart, scale, out=np.zeros_like(apart), where=apart != 0))
     errors = np.nan_to_num(errors, nan=np.inf, posinf=np.inf)
-    parts = [
+    return [
         float(np.quantile(errors[first : first + PART_PIECES], _SHARE, method="lower"))
         for first in range(0, len(errors), PART_PIECES)
     ]
-    return Difference(max(parts), sum(each > limit for each in parts), len(parts))
 
 
 _WORDS: Final = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16} | dict.fromkeys(

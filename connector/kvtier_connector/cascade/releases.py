@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -78,6 +79,11 @@ def release_name(image: str) -> str:
     return f"{image} ({versions})" if image else versions
 
 
+def own_epoch(release: str) -> str:
+    """Return the epoch of a generation that is of one release alone."""
+    return f"r{hashlib.sha256(release.encode()).hexdigest()[:15]}"
+
+
 class Verdict(enum.IntEnum):
     """Permitted use of the generation by an engine; the numbers are the metric's."""
 
@@ -120,7 +126,7 @@ class ReleaseGate:
         self.release, self._root, self._element = release, root, element
         self._fs, self._store, self._keyring = fs.rooted(str(root)), store, keyring
         self._home = home_of(str(root))
-        self.home = Home(self._home.digest, f"r{hashlib.sha256(release.encode()).hexdigest()[:15]}")
+        self.home = Home(self._home.digest, own_epoch(release))
         """The generation of the release's own."""
         self._note = f"{root}/{RELEASES}/{self.home.epoch}.json"
         self._founder = f"{root}/{RELEASES}/founder.json"
@@ -128,6 +134,8 @@ class ReleaseGate:
         self.reason = ""
         """The difference, once the generation is refused."""
         self._was_accepted = False
+        self._founded = b""
+        """The founder's note as it was before the verdict."""
         self._lock = threading.Lock()
         """Held while the verdict is set: two threads may learn it."""
         self._samples: queue.Queue[_Sample] = queue.Queue(_WAITING)
@@ -180,8 +188,15 @@ class ReleaseGate:
         is_ours = founder is not None and founder["release"] == self.release
         if not is_ours:
             note = self._read_note()
+        text = self._text(self._founder)
+        if not self._was_accepted:
+            self._founded = text
         if is_ours or (note is not None and note["verdict"] == _ACCEPTED):
             self._set_verdict(Verdict.ACCEPTED, str(note["why"]) if note else "")
+            return
+        if self._was_accepted and note is None and text and text == self._founded:
+            # The note was lost, or a key that sealed a note was removed.
+            self._decide(_ACCEPTED, "an engine of this release compared them before")
             return
         if self._was_accepted:
             raise IdentityMismatch(
@@ -330,11 +345,9 @@ class ReleaseGate:
         written blocks as well.
         """
         try:
-            note = json.loads(read_file(self._fs, path, most_bytes=_MOST_NOTE_BYTES))
-        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+            note = json.loads(self._text(path))
+        except (ValueError, RecursionError):
             return None
-        except OSError as error:
-            raise StoreUnavailable(f"{path}: cannot be read: {error}") from error
         if not isinstance(note, dict) or not isinstance(note.get("release"), str):
             return None
         if self._keyring is None:
@@ -344,6 +357,15 @@ class ReleaseGate:
         seal = str(note.get("seal")).encode("utf-8", "replace")
         is_sealed = key is not None and hmac.compare_digest(seal, self._seal(fields, key.secret).encode())
         return note if is_sealed else None
+
+    def _text(self, path: str) -> bytes:
+        """Return what a file holds; nothing if there is none."""
+        try:
+            return read_file(self._fs, path, most_bytes=_MOST_NOTE_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+        except OSError as error:
+            raise StoreUnavailable(f"{path}: cannot be read: {error}") from error
 
     def _sealed(self, fields: Mapping[str, Any]) -> str:
         """Return the text of a note, authenticated with the active key where blocks are encrypted."""
@@ -423,8 +445,9 @@ class ReleasedAttachment(Attachment):
         if self._is_moving and self.gate is not None:
             # Nothing was read or written in the first directory.
             self._is_moving, self._generation = False, ""
-            self.workers.close(CLOSE_WAIT_SECONDS)
-            self.lookups.close()
+            # They may hang in the volume, which the engine must not wait for.
+            for close in (self.lookups.close, partial(self.workers.close, CLOSE_WAIT_SECONDS)):
+                threading.Thread(target=close, name="kvtier-close", daemon=True).start()
             config, name = self._config, str(self.gate.home)
             self._prepare(replace(config, digest=name, root=f"{config.root.rstrip('/').rpartition('/')[0]}/{name}"))
             self._permit.is_needed = self._live_file.settings.needs_permit

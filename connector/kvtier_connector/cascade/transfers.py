@@ -215,7 +215,8 @@ class Transfers:
             # Others behind it are tried before it is again: a tenant over its quota holds up no other.
             keep_last(self._deferred, key, block, most=MOST_DEFERRED)
             if refusal is None:
-                tasks.append((number, Task(Lane.STORE, block.name, row, block.lineage, block.since)))
+                since = min(block.since, self._attachment.looked_at)
+                tasks.append((number, Task(Lane.STORE, block.name, row, block.lineage, since)))
             else:
                 self.end(Done(number, Refused(refusal), 0.0))
         self._attachment.workers.submit(tasks)

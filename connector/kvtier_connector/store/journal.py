@@ -431,29 +431,28 @@ class PurgeLog:
         self._path = f"{root}/{PURGES_FILE}"
         self._now = now
         self._lock = threading.Lock()
-        self._size = -1
-        """Bytes known; -1 before the first look."""
+        self._known = (-1, 0)
+        """Bytes of the file and when it was modified, in ns; -1 before there is one."""
         self._seen: list[tuple[float, Purge]] = []
 
     def look(self, *, may_write: bool = True) -> None:
-        """Learn of new purges; raise OSError if the volume does not answer. One open, one fstat and one close.
+        """Learn of new purges, by one open, one fstat and one close; raise OSError if the volume does not answer.
 
         With `may_write` the file is made where there is none.
         """
-        known = self._size
+        known = self._known
         try:
             fd = self._fs.open(self._path, READ_FLAGS)
         except FileNotFoundError:
             if not may_write:
-                self._size = max(self._size, 0)
                 return
             _make(self._fs, self._path)
             fd = self._fs.open(self._path, READ_FLAGS)
         try:
-            size = self._fs.fstat(fd).st_size
-            if size == known:
+            status = self._fs.fstat(fd)
+            if (state := (status.st_size, status.st_mtime_ns)) == known:
                 return
-            found = self._read(fd, known, size)
+            found = self._read(fd, known[0], state[0])
         finally:
             self._fs.close(fd)
         with self._lock:
@@ -462,7 +461,7 @@ class PurgeLog:
             self._seen += [(now, purge) for purge in found]
             if len(self._seen) > _MOST_KEPT:
                 self._seen = [(now, _EVERYTHING)]
-            self._size = size if size < known or self._size == known else max(self._size, size)
+            self._known = state if state[0] <= known[0] or self._known == known else max(self._known, state)
 
     def is_purged(self, key: BlockKey, lineage: Lineage, queued: float) -> bool:
         """Return whether a block that was queued at a time of `now` was purged since, as far as is known."""
@@ -471,7 +470,7 @@ class PurgeLog:
 
     def _read(self, fd: int, known: int, size: int) -> list[Purge]:
         start = max(0, known)
-        if size < start or size - start > _MOST_READ_BYTES:
+        if size <= known or size - start > _MOST_READ_BYTES:
             # The directory was made anew, or this process has not looked for long.
             return [_EVERYTHING]
         buffer = memoryview(bytearray(size - start))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import queue
+import shutil
 import threading
 import time
 from collections import Counter
@@ -166,6 +167,12 @@ def test_a_directory_that_was_removed_counts_as_purged(rig: Rig, engine: Engine)
     queued = time.monotonic()
     (engine.root / PURGES_FILE).unlink()
     assert store.put(key(1), payload(1), queued=queued) is StoreFault.PURGED
+    assert store.put(key(1), payload(1), queued=time.monotonic()) == Stored(BLOCK_BYTES)
+    # As long as the earlier one: empty.
+    queued = time.monotonic()
+    shutil.rmtree(engine.root)
+    assert store.put(key(1), payload(1), queued=queued) is StoreFault.PURGED
+    assert store.put(key(1), payload(1), queued=time.monotonic()) == Stored(BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])

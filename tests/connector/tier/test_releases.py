@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
+from threading import Event, Timer, current_thread, main_thread
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -22,12 +25,15 @@ from rig import wait_until
 from store_faults import GatedFs
 
 from kvtier_connector.cascade import releases
-from kvtier_connector.cascade.comparison import compare
-from kvtier_connector.cascade.releases import PROMPTS, ReleasedAttachment, Verdict
+from kvtier_connector.cascade.comparison import LIMITS, compare
+from kvtier_connector.cascade.releases import PROMPTS, ReleasedAttachment, Verdict, own_epoch
+from kvtier_connector.contract.engine import encode_live
+from kvtier_connector.io_workers.lookups import LookupWorker
+from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.store.blockstore import BlockStore, Hit, Stored
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
-from kvtier_connector.store.layout import parse_block_path
+from kvtier_connector.store.layout import TIER_FILE, parse_block_path
 
 OURS = [prompt_of(6, seed=number) for number in range(1, 3 * PROMPTS)]
 """More than must agree: a prompt is left out where too many blocks wait to be compared."""
@@ -126,13 +132,25 @@ def test_blocks_of_another_release_are_read_once_others_agree(start: Start, engi
     assert not own(root)
 
 
-def test_blocks_that_differ_give_the_release_its_own_generation(start: Start, engines: Engines, total: int) -> None:
-    root = engines.rigs.root
+def test_blocks_that_differ_give_the_release_its_own_generation(
+    start: Start, engines: Engines, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, closers = engines.rigs.root, set()
+    for kind in (WorkerPool, LookupWorker):
+
+        def close(self: Any, *arguments: float, really: Callable[..., bool | None] = kind.close) -> bool | None:
+            closers.add(current_thread())
+            return really(self, *arguments)
+
+        monkeypatch.setattr(kind, "close", close)
     spoil(root, lambda content: content.reverse())
     second = start(NEW)
     assert ask(second, OURS) == total
     assert decide(second) is Verdict.REFUSED
     assert "differs in" in note_of(root)["why"]
+    # They may hang in the volume: no request waits for that.
+    assert len(closers) == 2
+    assert main_thread() not in closers
     ask(second, [prompt_of(6, seed=99)])
     later = start(NEW)
     assert decide(later) is Verdict.REFUSED
@@ -241,13 +259,57 @@ def test_engines_that_compare_at_once_agree(start: Start, total: int) -> None:
     assert decide(both[1]) is Verdict.ACCEPTED
 
 
+@pytest.mark.parametrize("release", [OLD, NEW])
+def test_an_engine_that_was_accepted_goes_on_where_notes_are_lost_or_are_no_longer_believed(
+    start: Start, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "k1").write_bytes(bytes(range(32)))
+    live = engines.rigs.live_file(active_key="k1")
+    settings = {"keys_dir": str(keys), "live_file": str(live), "refresh_seconds": 0.05}
+    ask(start(OLD, **settings), OURS)
+    engine = start(release, **settings)
+    ask(engine, OURS)
+    assert decide(engine) is Verdict.ACCEPTED
+    (keys / "k2").write_bytes(bytes(range(1, 33)))
+    live.write_text(encode_live("ReadWrite", active_key="k2"))
+    (keys / "k1").unlink()
+    attachment, root = engine.tier.attachment, engines.rigs.root
+    keyring = attachment.keyring
+    assert keyring is not None
+    monkeypatch.setattr(keyring, "_seconds", 0.0)
+    wait_until(lambda: keyring.active() is not None and keyring.find("k1") is None, "the key is replaced")
+    (root / "releases" / f"{own_epoch(release)}.json").unlink(missing_ok=True)
+    # As after a remount: the description looks new.
+    os.utime(root / TIER_FILE)
+    since = monotonic()
+
+    def has_looked() -> bool:
+        ask(engine, [prompt_of(1, seed=50)])
+        return attachment.looked_at > since or not attachment.is_readable
+
+    wait_until(has_looked, "the engine has looked at the directory")
+    assert (attachment.refused_field, attachment.is_readable) == ("", True)
+    # For the others of its release.
+    assert verdict_of(start(release, **settings)) is Verdict.ACCEPTED
+
+
 def test_a_generation_that_another_release_made_anew_is_left(start: Start, engines: Engines, total: int) -> None:
-    root = engines.rigs.root
-    first = start(OLD)
+    root, is_held = engines.rigs.root, Event()
+    fs = GatedFs(lambda call, path: is_held.is_set() and call == "stat" and path.endswith(TIER_FILE))
+    first = start(OLD, fs=fs, io_processes=1)
+    ask(first, [prompt_of(2, seed=68)])
+    is_held.set()
     # At once: the engine writes there.
     shutil.rmtree(root.rename(root.with_name("removed")), ignore_errors=True)
     assert verdict_of(start(NEW)) is Verdict.ACCEPTED
-    ask(first, [prompt_of(2, seed=70)])
+    # No block of the first engine gets a name before it has looked at the directory.
+    for seed in (69, 70):
+        ask(first, [prompt_of(2, seed=seed)])
+        wait_until(lambda: not first.run(), "its stores have ended")
+    assert engines.count() == 0
+    fs.open_gate()
 
     def is_refused() -> bool:
         ask(first, [prompt_of(2, seed=71)])
@@ -308,6 +370,21 @@ def test_blocks_are_alike_where_only_rounding_differs(element: str, other: Value
         return memoryview(numbers.view(torch.uint8).numpy().tobytes())
 
     assert (compare(encode(VALUES), encode(other), element).parts == 0) is is_alike
+
+
+@pytest.mark.parametrize("element", sorted(LIMITS))
+def test_comparing_takes_little_memory_however_long_blocks_are(element: str) -> None:
+    ours = np.random.default_rng(3).integers(0, 60, 32 << 20, np.uint8)
+    theirs = ours.copy()
+    theirs[::1000] ^= 1
+    tracemalloc.start()
+    try:
+        found = compare(memoryview(ours), memoryview(theirs), element)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.error > 0
+    assert most < ours.nbytes / 2
 
 
 @pytest.mark.parametrize(("element", "kind"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
