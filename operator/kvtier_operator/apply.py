@@ -20,8 +20,9 @@ from kvtier_operator.conditions import Problem, Status
 from kvtier_operator.errors import ClusterError, ClusterUnavailable, KindMissing
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.parts import claim, engine_config
+from kvtier_operator.parts import claim
 from kvtier_operator.parts.engine import deployment
+from kvtier_operator.parts.external.pods import live_manifests
 from kvtier_operator.parts.part import Part, Work
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import Live, Snapshot
@@ -256,14 +257,12 @@ def try_engines(cluster: Cluster, plan: TierPlan, snapshot: Snapshot) -> Cluster
 
 
 def apply_live_settings(cluster: Cluster, spec: TierSpec, snapshot: Snapshot, changes: Changes) -> None:
-    """Write the settings that engines follow while they run, of a spec that cannot be carried out."""
-    found = snapshot.live.get(engine_config.key_of(snapshot.tier))
-    if found is None:
-        return
-    try:
-        _apply(cluster, engine_config.with_live_settings(found.content, spec, snapshot.tier), snapshot, changes)
-    except ClusterError as error:
-        changes.failures.append(error)
+    """Write the settings that engines and the janitor follow while they run, of a spec that cannot be carried out."""
+    for manifest in live_manifests(spec, snapshot):
+        try:
+            _apply(cluster, manifest, snapshot, changes)
+        except ClusterError as error:
+            changes.failures.append(error)
 
 
 def _is_as_before(live: Live, applied: Manifest) -> bool:

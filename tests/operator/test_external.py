@@ -259,6 +259,30 @@ def test_a_refused_spec_still_takes_attached_engines_off_the_volume(refused: dic
     assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
 
 
+@pytest.mark.parametrize(
+    ("refused", "is_followed"),
+    [
+        ({"engine": {"memory": "12 gigs"}}, True),
+        ({"disk": {"blockTokens": 24}}, True),
+        ({"disk": {"budget": {"ttl": "soon"}}}, False),
+    ],
+)
+def test_a_refused_spec_still_bounds_the_volume_unless_the_bounds_are_refused(
+    refused: dict[str, Any], *, is_followed: bool
+) -> None:
+    def settings() -> dict[str, Any]:
+        config = world.cluster.look(ObjectKey(api_version="v1", kind="ConfigMap", name="llama-janitor"))
+        assert config is not None
+        return dict(json.loads(config["data"]["janitor.json"]))
+
+    world = World()
+    world.condition("Ready")
+    before = settings()
+    world.cluster.edit(KEY, {"spec": merge(refused, {"disk": {"mode": "ReadWrite", "budget": {"maxBytes": "1Gi"}}})})
+    assert world.condition("Ready")[0] == "False"
+    assert settings() == {**before, **({"max_bytes": 1 << 30} if is_followed else {})}
+
+
 def test_a_mode_that_is_refused_itself_leaves_the_mode_as_it_was() -> None:
     world = World(external(disk={"mode": "Bypass"}))
     world.condition("Ready")

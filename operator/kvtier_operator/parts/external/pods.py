@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvtier_connector.contract import documents
+from kvtier_connector.contract.janitor import FIXED_FIELDS, JANITOR_CONFIG_FILE
 from kvtier_operator import names
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.disk_spec import Janitor
 from kvtier_operator.api.parse import document, read_leniently
 from kvtier_operator.kube.cluster import Cluster
-from kvtier_operator.names import Manifest, TierRef
+from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.observe.targets import is_attached
-from kvtier_operator.snapshot import Engines, Pod
+from kvtier_operator.parts import engine_config
+from kvtier_operator.plan.janitor_config import make_janitor
+from kvtier_operator.snapshot import Engines, Pod, Snapshot
 
 
 def external_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -34,8 +40,34 @@ def live_settings(body: Mapping[str, Any]) -> TierSpec | None:
     stored = body.get("spec") or {}
     if external_of(body) is None or (found := read_leniently(stored, instead={})) is None:
         return None
-    asked, read = stored.get("disk") or {}, document(found).get("disk", {})
-    return found if all(asked.get(field) == read.get(field) for field in ("mode", "encryption")) else None
+    read = document(found)
+    asked_disk, disk = stored.get("disk") or {}, read.get("disk", {})
+    if any(asked_disk.get(field) != disk.get(field) for field in ("mode", "encryption")):
+        return None
+    asked = {field: stored[field] for field in ("generations", "janitor") if field in stored}
+    asked_disk = {field: asked_disk[field] for field in ("budget", "tenants") if field in asked_disk}
+    try:
+        return TierSpec.model_validate({**read, **asked, "disk": {**disk, **asked_disk}})
+    except ValueError:
+        # One of the janitor's own settings is refused, and would be at its default: it keeps those that it has.
+        return found.model_copy(update={"janitor": Janitor(enabled=False)})
+
+
+def live_manifests(spec: TierSpec, snapshot: Snapshot) -> Iterator[Manifest]:
+    """Return the ConfigMaps of the engines and of the janitor with what they follow of a spec while they run."""
+    tier = snapshot.tier
+    config = snapshot.live.get(engine_config.key_of(tier))
+    if config is not None:
+        yield engine_config.with_live_settings(config.content, spec, tier)
+    key = ObjectKey(api_version="v1", kind="ConfigMap", name=names.janitor(tier))
+    text = None if key not in snapshot.live else snapshot.live[key].content.get("data", {}).get(JANITOR_CONFIG_FILE)
+    runs = None if text is None else json.loads(text)
+    made = runs and make_janitor(spec, tier, root=f"{runs['tier_dir']}/{runs['current']}", image="")
+    if runs and made:
+        fixed = {field: value for field, value in runs.items() if field in FIXED_FIELDS}
+        data = {JANITOR_CONFIG_FILE: documents.encode_object({**json.loads(made.config_text), **fixed})}
+        metadata = names.metadata(tier, names.janitor(tier), component=names.COMPONENT_JANITOR)
+        yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
 def attached_pods(cluster: Cluster, namespace: str, external: Mapping[str, Any]) -> list[Manifest]:
