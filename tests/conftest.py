@@ -58,6 +58,14 @@ LIVE_PLACES |= {"test_process.py", "test_wheel.py"}
 """Folders and modules whose tests do so without a fixture."""
 
 
+@pytest.fixture
+def kvtier(capsys: pytest.CaptureFixture[str]) -> Any:
+    """``kvtier("status", "llama")`` runs the command; see tests/kit/command.py."""
+    from command import Command  # noqa: PLC0415  most tests do without the operator
+
+    return Command(capsys)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Leave what all tests need to themselves out of each collection of garbage: there are a million objects of it."""

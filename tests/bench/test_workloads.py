@@ -13,7 +13,6 @@ VOCABULARY = 32000
 
 
 def everything(sizes: Sizes) -> list[list[workloads.Request]]:
-    """Return the prompts of each workload."""
     heavy = GPU_HEAVY if sizes is GPU_SIZES else TINY_HEAVY
     return [
         workloads.conversations(sizes, sizes.conversations),

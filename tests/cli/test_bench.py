@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from command import Command
 
 from kvtier_cli import bench
-from kvtier_cli.app import main
 from kvtier_cli.client import Where
 from kvtier_demo.__main__ import ROOT, is_ready
 from kvtier_demo.model import make_model
@@ -84,17 +83,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tier]:
     return make
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    assert main(["bench", "llama", *words, "-o", "json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_one_engine_computes_another_loads_and_the_first_answers_from_memory(
-    asked: Callable[..., Tier], capsys: pytest.CaptureFixture[str]
+    asked: Callable[..., Tier], kvtier: Command
 ) -> None:
     tier = asked()
-    found = run(capsys, "--tokens", "1024", "--requests", "4", "--concurrency", "2", "--seed", "7")
+    found = kvtier.json("bench", "llama", "--tokens", "1024", "--requests", "4", "--concurrency", "2", "--seed", "7")
     assert [(each["engine"], each["hits"]) for each in found["passes"]] == [
         ("engine-0", {}),
         ("engine-1", {"disk": 1.0}),
@@ -118,54 +111,40 @@ def test_one_engine_computes_another_loads_and_the_first_answers_from_memory(
     assert (first["tpotMs"], first["promptTokensPerSecond"]) == (27.0, 5463.8)
 
 
-def test_a_new_run_asks_new_prompts(asked: Callable[..., Tier], capsys: pytest.CaptureFixture[str]) -> None:
-    seeds = []
-    for _ in range(2):
-        asked()
-        seeds.append(run(capsys)["seed"])
-    assert seeds[0] != seeds[1]
-
-
-def test_prompts_are_asked_until_admission_stores_them(
-    asked: Callable[..., Tier], capsys: pytest.CaptureFixture[str]
-) -> None:
-    tier = asked(min_reuse=3)
-    run(capsys)
-    assert [name for name, _ in tier.asked] == ["engine-0", "engine-0", "engine-0", "engine-1", "engine-0"]
-
-
-def test_the_page_says_what_a_hit_is_worth(asked: Callable[..., Tier], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_what_a_hit_is_worth(asked: Callable[..., Tier], kvtier: Command) -> None:
     asked()
-    assert main(["bench", "llama"]) == 0
-    page = capsys.readouterr().out
+    page = kvtier("bench", "llama")
     assert "another engine" in page
     assert "disk 100%" in page
     asked(second="")
-    assert main(["bench", "llama"]) == 1
-    assert "found nothing on the volume: kvtier status llama" in capsys.readouterr().out
+    assert "found nothing on the volume: kvtier status llama" in kvtier("bench", "llama", code=1)
 
 
-def test_a_tier_without_two_engines_is_told_why_it_takes_two(
-    asked: Callable[..., Tier], capsys: pytest.CaptureFixture[str]
+def test_prompts_are_new_in_each_run_and_asked_until_admission_stores_them(
+    asked: Callable[..., Tier], kvtier: Command
 ) -> None:
+    seeds = []
+    for _ in range(2):
+        tier = asked(min_reuse=3)
+        seeds.append(kvtier.json("bench", "llama")["seed"])
+    assert seeds[0] != seeds[1]
+    assert [name for name, _ in tier.asked] == ["engine-0", "engine-0", "engine-0", "engine-1", "engine-0"]
+
+
+def test_a_benchmark_that_cannot_be_is_told_with_the_reason(asked: Callable[..., Tier], kvtier: Command) -> None:
     asked(pods=1)
-    assert main(["bench", "llama"]) == 1
-    assert "llama has 1 ready engines" in (said := capsys.readouterr().err)
+    said = kvtier.fails("bench", "llama")
+    assert "llama has 1 ready engines" in said
     assert "Set spec.replicas to 2" in said
-
-
-def test_a_benchmark_that_prints_no_result_is_told_by_its_last_words(
-    asked: Callable[..., Tier], capsys: pytest.CaptureFixture[str]
-) -> None:
     asked().printed = ["loading"]
-    assert main(["bench", "llama"]) == 1
-    assert "`vllm bench serve` ended with 0 and printed no result: a traceback" in capsys.readouterr().err
+    said = kvtier.fails("bench", "llama")
+    assert "`vllm bench serve` ended with 0 and printed no result: a traceback" in said
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_real_engines_find_on_the_volume_what_the_first_one_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
     make_model(tmp_path / "model" / "tiny")
     progress = Progress()
@@ -178,9 +157,7 @@ def test_real_engines_find_on_the_volume_what_the_first_one_computed(
         stack.kube.apply(tmp_path / "tier.yaml")
         progress.wait("the tier", lambda: is_ready(stack, progress), seconds=600)
         monkeypatch.setenv("KUBECONFIG", str(stack.kube.kubeconfig))
-        capsys.readouterr()
-        assert main(["bench", "demo", "--requests", "4", "--tokens", "512", "-o", "json"]) == 0
-        computed, loaded, again = json.loads(capsys.readouterr().out)["passes"]
+        computed, loaded, again = kvtier.json("bench", "demo", "--requests", "4", "--tokens", "512")["passes"]
     assert (computed["requests"], computed["failed"]) == (4, 0)
     # vLLM's benchmark tries one of the prompts before it begins.
     assert sum(computed["hits"].values()) < 0.3

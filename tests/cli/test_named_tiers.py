@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
+from command import Command
 from definition import tier_definition
 from kubernetes import client
 from typing_extensions import override
 
 from kvtier_cli import doctor, status, volume
-from kvtier_cli.app import main
 from kvtier_connector.contract.engine import encode_live
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig, encode
 from kvtier_connector.store.blockstore import BlockStore
@@ -36,6 +36,7 @@ from kvtier_operator.kube.cli_client import CliClient
 from kvtier_operator.kube.client import KubernetesCluster
 
 ROOT = Path(__file__).parents[2]
+VERBS = [["check"], ["inspect"], ["purge", "--all"], ["gc"]]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +71,6 @@ def make_tier(api: ApiServerThread, name: str, **spec: Any) -> None:
     body["metadata"] = {"name": name, "namespace": "default"}
     body["spec"] |= spec
     api.create(body)
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> Any:
-    assert main([*words, "-o", "json"]) == code
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("in_a_pod")
@@ -188,19 +184,18 @@ def test_a_command_that_ends_without_an_exit_code_is_said_in_words(monkeypatch: 
         CliClient().execute(make_pod("engine"), "engine", ["true"], print)
 
 
-def test_verbs_on_a_paused_tier_say_what_they_wait_for(
-    api: ApiServerThread, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbs_on_a_paused_tier_say_what_they_wait_for(api: ApiServerThread, kvtier: Command) -> None:
     make_tier(api, "asleep")
     make_live_settings(api, "asleep", "Bypass")
-    answer(capsys, "pause", "asleep", code=0)
-    assert answer(capsys, "mode", "asleep", "Bypass", code=1)["waits"] == "kvtier pause asleep --off"
-    assert answer(capsys, "restart", "asleep", "--yes", code=1)["waits"] == "kvtier pause asleep --off"
-    assert main(["mode", "asleep", "ReadOnly"]) == 1
-    assert "paused: no engine follows until kvtier pause asleep --off" in capsys.readouterr().out
-    answer(capsys, "pause", "asleep", "--off", code=0)
-    assert answer(capsys, "mode", "asleep", "Bypass", code=0)["waits"] == ""
-    assert answer(capsys, "restart", "asleep", "--yes", code=0)["waits"] == ""
+    kvtier.json("pause", "asleep")
+    assert kvtier.json("mode", "asleep", "Bypass", code=1)["waits"] == "kvtier pause asleep --off"
+    assert kvtier.json("restart", "asleep", "--yes", code=1)["waits"] == "kvtier pause asleep --off"
+    assert "paused: no engine follows until kvtier pause asleep --off" in kvtier("mode", "asleep", "ReadOnly", code=1)
+    kvtier.json("pause", "asleep", "--off")
+    assert kvtier.json("mode", "asleep", "Bypass")["waits"] == ""
+    assert kvtier.json("restart", "asleep", "--yes")["waits"] == ""
+    make_tier(api, "held", paused=True)
+    assert kvtier.json("restart", "held", "--yes", code=1)["waits"] == "spec.paused is false"
 
 
 def make_live_settings(api: ApiServerThread, tier: str, mode: str) -> None:
@@ -211,21 +206,16 @@ def make_live_settings(api: ApiServerThread, tier: str, mode: str) -> None:
 
 
 def test_a_mode_is_affirmed_only_once_the_operator_has_passed_it_on(
-    api: ApiServerThread, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    api: ApiServerThread, kvtier: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "FOLLOW_SECONDS", 0.0)
     make_tier(api, "stuck")
-    told = answer(capsys, "mode", "stuck", "Bypass", code=1)
+    told = kvtier.json("mode", "stuck", "Bypass", code=1)
     assert told["waits"].startswith("the operator has not made ConfigMap/stuck-connector; the tier has no status")
     make_live_settings(api, "stuck", "ReadWrite")
-    told = answer(capsys, "mode", "stuck", "Bypass", code=1)
+    told = kvtier.json("mode", "stuck", "Bypass", code=1)
     assert told["waits"].startswith("the operator has not changed ConfigMap/stuck-connector")
-    assert answer(capsys, "mode", "stuck", "ReadWrite", code=0)["waits"] == ""
-
-
-def test_a_tier_paused_by_its_spec_names_the_field(api: ApiServerThread, capsys: pytest.CaptureFixture[str]) -> None:
-    make_tier(api, "held", paused=True)
-    assert answer(capsys, "restart", "held", "--yes", code=1)["waits"] == "spec.paused is false"
+    assert kvtier.json("mode", "stuck", "ReadWrite")["waits"] == ""
 
 
 class WithoutPods(KubernetesCluster):
@@ -239,12 +229,12 @@ class WithoutPods(KubernetesCluster):
 
 
 def test_a_report_is_made_where_pods_cannot_be_listed(
-    api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
     make_tier(api, "shy")
     monkeypatch.setattr(person_module, "KubernetesCluster", WithoutPods)
     file = tmp_path / "report.tar.gz"
-    found = answer(capsys, "report", "shy", "--file", str(file), code=1)
+    found = kvtier.json("report", "shy", "--file", str(file), code=1)
     assert "default.shy: metrics and logs of its pods: pods is forbidden" in found["unread"]
     with tarfile.open(file) as archive:
         assert "kvtier-report/default.shy/tier.yaml" in archive.getnames()
@@ -266,7 +256,7 @@ def test_the_doctor_knows_the_release_of_an_operator_whose_image_is_named_by_its
     state: str,
     api: ApiServerThread,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kvtier: Command,
 ) -> None:
     operator = {
         "metadata": {"name": "o", "namespace": "kvtier-system", "labels": {"app.kubernetes.io/version": labelled}},
@@ -280,19 +270,18 @@ def test_the_doctor_knows_the_release_of_an_operator_whose_image_is_named_by_its
             return [operator] if kind == "Deployment" else super().list(api_version, kind, **scope)
 
     monkeypatch.setattr(person_module, "KubernetesCluster", WithAnOperator)
-    main(["doctor", "-o", "json"])
-    assert [each["state"] for each in json.loads(capsys.readouterr().out) if each["what"] == "operator"] == [state]
+    assert [each["state"] for each in kvtier.json("doctor") if each["what"] == "operator"] == [state]
 
 
 def test_what_the_doctor_finds_is_redacted_in_a_report(
-    api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
     make_tier(api, "examined")
     proxied = "no answer from https://user:hunter2@proxy.example.org:3128"
     finding = doctor.Finding(what="storage", state="unknown", message=proxied, remedy="Authorization: Bearer hunter2")
     monkeypatch.setattr(doctor, "examine", lambda _where: [finding])
     file = tmp_path / "report.tar.gz"
-    answer(capsys, "report", "examined", "--no-logs", "--file", str(file), code=0)
+    kvtier.json("report", "examined", "--no-logs", "--file", str(file))
     with tarfile.open(file) as archive:
         found = archive.extractfile("kvtier-report/doctor.json")
         text = found.read().decode()
@@ -300,29 +289,24 @@ def test_what_the_doctor_finds_is_redacted_in_a_report(
     assert json.loads(text)[0]["what"] == "storage"
 
 
+NIXL = {"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "first"}}}
+
+
 @pytest.mark.parametrize(
-    ("connector", "words"),
+    ("connector", "verbs", "words"),
     [
-        ({"type": "SimpleCPU"}, "spec.connector.type SimpleCPU keeps nothing on a shared volume"),
-        ({"type": "Hybrid", "hybrid": {"nixl": {"blocksOf": "first"}}}, "are those of tier first"),
+        ({"type": "SimpleCPU"}, VERBS, "spec.connector.type SimpleCPU keeps nothing on a shared volume"),
+        (NIXL, VERBS, "are those of tier first"),
+        ({"type": "VLLMTiering"}, [["gc"]], "has files of vLLM's own on the volume, which gc cannot read"),
     ],
 )
-@pytest.mark.parametrize("verb", [["check"], ["inspect"], ["purge", "--all"], ["gc"]])
 def test_a_tier_without_blocks_of_kvtiers_is_told_so_and_nothing_is_looked_for(
-    api: ApiServerThread, verb: list[str], connector: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+    api: ApiServerThread, connector: dict[str, Any], verbs: list[list[str]], words: str, kvtier: Command
 ) -> None:
-    name = f"{verb[0]}-{connector['type']}".lower()
+    name = f"with-{connector['type']}".lower()
     make_tier(api, name, connector=connector)
-    assert main([verb[0], name, *verb[1:]]) == 1
-    assert words in capsys.readouterr().err
-
-
-def test_a_sweep_by_hand_is_refused_where_vllms_files_are_used(
-    api: ApiServerThread, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_tier(api, "no-gc", connector={"type": "VLLMTiering"})
-    assert main(["gc", "no-gc"]) == 1
-    assert "has files of vLLM's own on the volume, which gc cannot read" in capsys.readouterr().err
+    for verb in verbs:
+        assert words in kvtier.fails(verb[0], name, *verb[1:])
 
 
 class Changed:
@@ -355,7 +339,6 @@ class Changed:
 
 
 async def run_here(_namespace: str, _pod: str, _container: str, command: list[str], send: Send, _input: object) -> int:
-    """Run on this machine what is to run in a container."""
     process = await asyncio.create_subprocess_exec(sys.executable, *command[1:], stdout=PIPE, stderr=PIPE)
     said, complaint = await process.communicate()
     await send(OUTPUT, said)
@@ -372,7 +355,7 @@ def _in_its_pod(api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("_in_its_pod")
 def test_what_kvtiers_connector_has_left_is_inspected_checked_and_purged_by_name(
-    api: ApiServerThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    api: ApiServerThread, tmp_path: Path, kvtier: Command
 ) -> None:
     tier = Changed(api, "changed", tmp_path)
     root = tier.dir / "aa"
@@ -380,21 +363,20 @@ def test_what_kvtiers_connector_has_left_is_inspected_checked_and_purged_by_name
     store = BlockStore(root, direct=False)
     for number, tenant in enumerate(("alice", "alice", "bob")):
         store.put(BlockKey(bytes([number] * 32), 0, tenant), memoryview(bytes(4096)))
-    found = answer(capsys, "inspect", "changed", code=0)
+    found = kvtier.json("inspect", "changed")
     assert (found["blocks"], [each["path"] for each in found["generations"]]) == (3, ["aa"])
-    assert answer(capsys, "check", "changed", code=0)["blocks"] == 3
-    assert answer(capsys, "purge", "changed", "--tenant", "alice", "--yes", code=0)["blocks"] == 2
+    assert kvtier.json("check", "changed")["blocks"] == 3
+    assert kvtier.json("purge", "changed", "--tenant", "alice", "--yes")["blocks"] == 2
     assert len(list(root.rglob("*.kvb"))) == 1
-    assert answer(capsys, "purge", "changed", "--all", "--yes", code=0)["blocks"] == 1
+    assert kvtier.json("purge", "changed", "--all", "--yes")["blocks"] == 1
     assert tier.vllms.exists()
 
 
 @pytest.mark.usefixtures("_in_its_pod")
 @pytest.mark.parametrize("verb", [["inspect"], ["check"], ["purge", "--tenant", "alice"]])
 def test_where_vllms_files_are_alone_it_is_said_whose_they_are(
-    api: ApiServerThread, verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    api: ApiServerThread, verb: list[str], tmp_path: Path, kvtier: Command
 ) -> None:
     tier = Changed(api, f"alone-{verb[0]}", tmp_path)
-    assert main([verb[0], tier.name, *verb[1:]]) == 1
-    assert "the volume has no blocks of kvtier's own connector" in capsys.readouterr().err
+    assert "the volume has no blocks of kvtier's own connector" in kvtier.fails(verb[0], tier.name, *verb[1:])
     assert tier.vllms.exists()

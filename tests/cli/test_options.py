@@ -14,11 +14,12 @@ import click
 import pytest
 import yaml
 from click.shell_completion import ShellComplete
+from command import Command
 from definition import tier_definition
 
 from kvtier_cli import app as app_module
 from kvtier_cli import output
-from kvtier_cli.app import VERBS, app, complete, main
+from kvtier_cli.app import VERBS, app, complete
 from kvtier_localcluster.apiserver import ApiServerThread
 
 ROOT = Path(__file__).parents[2]
@@ -61,14 +62,10 @@ def test_each_help_has_two_examples_that_the_command_understands(verb: str, comm
             command.make_parser(click.Context(command)).parse_args(words[len(verb.split()) :])
 
 
-def test_options_of_the_cluster_stand_before_the_verb_or_behind_it(
-    kubeconfig: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_the_cluster_stand_before_the_verb_or_behind_it(kubeconfig: Path, kvtier: Command) -> None:
     before = ["--kubeconfig", str(kubeconfig), "-n", "ai"]
-    assert main([*before, "mode", "llava"]) == 0
-    assert capsys.readouterr().out == "llava: ReadWrite\n"
-    assert main([*before, "mode", "qwen", "-n", "default"]) == 0
-    assert main(["mode", "llava", *before]) == 0
+    assert kvtier(*before, "mode", "llava") == kvtier("mode", "llava", *before) == "llava: ReadWrite\n"
+    assert kvtier(*before, "mode", "qwen", "-n", "default") == "qwen: ReadWrite\n"
 
 
 def completed(words: list[str], begun: str) -> list[str]:
@@ -121,12 +118,11 @@ def write_kubeconfig(path: Path, server: str) -> Path:
     ids=["context", "file", "refused", "name"],
 )
 def test_a_cluster_that_cannot_be_reached_is_said_in_words(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
     server = "http://no-such-host.invalid" if words == ["--server-name"] else "http://127.0.0.1:9"
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", server)))
-    assert main(["status", *(word for word in words if word != "--server-name")]) == 1
-    error = capsys.readouterr().err
+    error = kvtier.fails("status", *(word for word in words if word != "--server-name"))
     assert said in error
     assert "HTTPConnection" not in error
 

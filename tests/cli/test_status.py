@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 import pytest
+from command import Command
 
 from kvtier_cli import status
-from kvtier_cli.app import main
 from kvtier_cli.client import Where
 from kvtier_operator.observe import engine_view
 
@@ -42,21 +41,6 @@ def document(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_tokens_from_the_volume_are_time_that_accelerators_did_not_spend() -> None:
-    hits = engine_view.hits([METRICS])
-    assert hits["bySource"] == {"disk": 72000, "device": 8000}
-    assert hits["prefillSecondsNotSpent"] == 3600
-    assert engine_view.hits([METRICS, METRICS])["prefillSecondsNotSpent"] == 7200
-    assert engine_view.hits([]) == {}
-
-
-def test_the_page_shows_hits_by_tier_and_the_time_saved() -> None:
-    page = status.one(document())
-    assert "disk      72,000 tokens  72.0%" in page
-    assert "computed  20,000 tokens  20.0%" in page
-    assert "the disk saved 1.0 h of prefill" in page
-
-
 def condition(kind: str, status: str, reason: str) -> dict[str, str]:
     return {"type": kind, "status": status, "reason": reason, "message": f"about {kind}"}
 
@@ -71,21 +55,35 @@ CONDITIONS = [
 ]
 
 
+def test_tokens_from_the_volume_are_time_that_accelerators_did_not_spend() -> None:
+    hits = engine_view.hits([METRICS])
+    assert hits["bySource"] == {"disk": 72000, "device": 8000}
+    assert hits["prefillSecondsNotSpent"] == 3600
+    assert engine_view.hits([METRICS, METRICS])["prefillSecondsNotSpent"] == 7200
+    assert engine_view.hits([]) == {}
+    sizing = {"kvBytesPerToken": 14336, "kvFormula": "reported by the engine llama-engine-0"}
+    page = status.one(document(sizing=sizing))
+    assert "disk      72,000 tokens  72.0%" in page
+    assert "computed  20,000 tokens  20.0%" in page
+    assert "the disk saved 1.0 h of prefill" in page
+    assert "KV    14 KiB" in page
+    assert "for each token reported by the engine llama-engine-0" in page
+
+
 def test_problems_come_first_and_conditions_without_one_are_only_counted() -> None:
     page = click.unstyle(status.one(document(conditions=CONDITIONS)))
     conditions, steps = page.partition("ENGINES")[0], page.partition("NEXT")[2]
     assert [line.split()[0] for line in conditions.splitlines()[3:6]] == ["Ready", "EnginesReady", "DiskEffective"]
     assert "3 without a problem: -v shows them" in conditions
     assert steps.split() == ["EnginesReady:", "about", "EnginesReady", "DiskEffective:", "about", "DiskEffective"]
-    everything = click.unstyle(status.one(document(conditions=CONDITIONS), is_verbose=True))
-    assert all(each["type"] in everything for each in CONDITIONS)
-
-
-def test_a_problem_is_red_and_a_good_condition_green() -> None:
-    page = status.one(document(conditions=CONDITIONS), is_verbose=True)
-    assert click.style("False", fg="red") in next(line for line in page.splitlines() if "EngineCrashed" in line)
-    assert click.style("False", fg="green") in next(line for line in page.splitlines() if "Idle" in line)
-    assert click.style("True", fg="green") in next(line for line in page.splitlines() if "Bound" in line)
+    everything = status.one(document(conditions=CONDITIONS), is_verbose=True)
+    assert all(each["type"] in click.unstyle(everything) for each in CONDITIONS)
+    for reason, text, color in (
+        ("EngineCrashed", "False", "red"),
+        ("Idle", "False", "green"),
+        ("Bound", "True", "green"),
+    ):
+        assert click.style(text, fg=color) in next(line for line in everything.splitlines() if reason in line)
 
 
 ENGINE = """
@@ -142,12 +140,9 @@ class OneEngine:
         return "INFO kvtier up\nWARNING kvtier ns/llama: the volume hangs\nWARNING another thing\n"
 
 
-def test_a_look_into_an_engine_says_what_it_is_doing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_look_into_an_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyPatch, kvtier: Command) -> None:
     monkeypatch.setattr(Where, "client", OneEngine(METRICS + ENGINE))
-    assert main(["status", "--engine", "vllm-0"]) == 0
-    page = capsys.readouterr().out
+    page = kvtier("status", "--engine", "vllm-0")
     for line in (
         "ns/vllm-0  tier llama",
         "generation  5a3dcba1ca2aa94d",
@@ -168,8 +163,7 @@ def test_a_look_into_an_engine_says_what_it_is_doing(
     ):
         assert line in page
     assert "another thing" not in page
-    assert main(["status", "--engine", "vllm-0", "-o", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = kvtier.json("status", "--engine", "vllm-0")
     assert found["volume"] == {
         "isUsed": True,
         "isKnown": True,
@@ -197,15 +191,7 @@ def test_a_look_into_an_engine_says_what_it_is_doing(
     ],
 )
 def test_an_engine_without_the_volume_says_why(
-    metrics: str, words: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    metrics: str, words: str, code: int, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
     monkeypatch.setattr(Where, "client", OneEngine(metrics))
-    assert main(["status", "--engine", "vllm-0"]) == code
-    assert words in capsys.readouterr().out
-
-
-def test_sizes_that_an_engine_reported_are_shown_with_its_name() -> None:
-    sizing = {"kvBytesPerToken": 14336, "kvFormula": "reported by the engine llama-engine-0"}
-    page = status.one(document(sizing=sizing))
-    assert "KV    14 KiB" in page
-    assert "for each token reported by the engine llama-engine-0" in page
+    assert words in kvtier("status", "--engine", "vllm-0", code=code)

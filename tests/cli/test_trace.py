@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-from kvtier_cli.app import main
+from command import Command
 
 TOKEN_BYTES = 131_072
 """KV of a token of this model."""
@@ -34,7 +33,6 @@ def tier(folder: Path, **spec: Any) -> str:
 
 
 def trace(folder: Path, rows: Sequence[Any]) -> str:
-    """Write one JSON value a line."""
     (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "trace.jsonl")
 
@@ -45,15 +43,21 @@ def asked(milliseconds: int, *names: int) -> dict[str, Any]:
     return {"timestamp": milliseconds, **tokens, "hash_ids": [*names, 0]}
 
 
-def plan(*arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Run ``kvtier plan -o json`` and return its one document."""
-    assert main(["plan", *arguments, "-o", "json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    return dict(found)
+Plan = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, kvtier: Command) -> Plan:
+    """`plan(rows, *options, **spec)` returns what ``kvtier plan --trace`` tells of one tier."""
+
+    def run(rows: Sequence[Any], *options: str, **spec: Any) -> dict[str, Any]:
+        (found,) = kvtier.json("plan", tier(tmp_path, **spec), "--trace", trace(tmp_path, rows), *options)
+        return dict(found)
+
+    return run
 
 
 def shares(found: dict[str, Any]) -> dict[tuple[str, int | None], float]:
-    """Return the share of all tokens by tier and size."""
     return {(each["tier"], each["bytes"]): each["share"] for each in found["served"]}
 
 
@@ -61,22 +65,19 @@ ROUND = [asked(0, 1, 2), asked(1000, 3, 4), asked(60_000, 1, 2), asked(61_000, 3
 """4 prompts of 4,612 tokens; host memory holds two blocks, so it never has one again: 2,048 tokens are elsewhere."""
 
 
-def test_a_volume_serves_what_host_memory_has_evicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(tier(tmp_path), "--trace", trace(tmp_path, ROUND), capsys=capsys)
+def test_a_volume_serves_what_host_memory_has_evicted(plan: Plan) -> None:
+    found = plan(ROUND)
     served = shares(found)
     assert served["host memory", 128 << 20] == 0
     assert served["volume", 10 << 30] == served["any size", None] == round(2048 / 4612, 4)
-    assert found["requests"] == 4
-    assert found["promptTokens"] == 4612
-    assert found["seconds"] == 61
+    assert (found["requests"], found["promptTokens"], found["seconds"]) == (4, 4612, 61)
     # The second minute reads 2,048 tokens of 128 KiB.
     assert found["busiestMinuteGBs"] == round(2048 * TOKEN_BYTES / 60 / 1e9, 3)
 
 
-def test_replicas_share_the_volume_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = trace(tmp_path, [asked(0, 1, 2), asked(1, 1, 2), asked(2, 1, 2)])
-    alone = shares(plan(tier(tmp_path), "--trace", rows, capsys=capsys))
-    two = shares(plan(tier(tmp_path, replicas=2), "--trace", rows, capsys=capsys))
+def test_replicas_share_the_volume_and_nothing_else(plan: Plan) -> None:
+    rows = [asked(number, 1, 2) for number in range(3)]
+    alone, two = (shares(plan(rows, replicas=replicas)) for replicas in (1, 2))
     assert alone["host memory", 128 << 20] == alone["any size", None] == round(2048 / 3075, 4)
     assert two["host memory", 128 << 20] == round(1024 / 3075, 4)
     assert two["volume", 10 << 30] == round(2048 / 3075, 4)
@@ -86,28 +87,23 @@ def test_replicas_share_the_volume_and_nothing_else(tmp_path: Path, capsys: pyte
     ("admission", "expected"),
     [({"minTokens": 1024}, 2048), ({"minTokens": 1025}, 0), ({"minReuse": 2}, 1024), ({"minReuse": 3}, 0)],
 )
-def test_admission_decides_what_is_on_the_volume(
-    admission: dict[str, int], expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_admission_decides_what_is_on_the_volume(admission: dict[str, int], expected: int, plan: Plan) -> None:
     rows = [asked(0, 1, 2), asked(1, 3, 4), asked(2, 1, 2), asked(3, 3, 4), asked(4, 1, 2)]
     if "minTokens" in admission:
         rows = rows[:4]
-    file = trace(tmp_path, rows)
-    served = shares(plan(tier(tmp_path, disk={"admission": admission}), "--trace", file, capsys=capsys))
+    served = shares(plan(rows, disk={"admission": admission}))
     assert served["volume", 10 << 30] == round(expected / sum(row["input_length"] for row in rows), 4)
 
 
-def test_a_volume_that_is_too_small_keeps_beginnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_volume_that_is_too_small_keeps_beginnings(plan: Plan) -> None:
     # 768 MiB hold 95 files of 64 tokens: 11 blocks of the trace.
-    small = tier(tmp_path, volume={"claim": {"size": "768Mi"}})
     prompt = asked(0, *range(100, 116))
-    served = shares(plan(small, "--trace", trace(tmp_path, [prompt, {**prompt, "timestamp": 1}]), capsys=capsys))
+    served = shares(plan([prompt, {**prompt, "timestamp": 1}], volume={"claim": {"size": "768Mi"}}))
     assert served["volume", 768 << 20] == round(11 * 512 / (2 * 8193), 4)
 
 
-def test_rates_are_told_in_tokens_and_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--rate", "1.31072", "--prefill-rate", "30000")
-    (rate,) = plan(tier(tmp_path), "--trace", trace(tmp_path, ROUND), *options, capsys=capsys)["rates"]
+def test_rates_are_told_in_tokens_and_seconds(plan: Plan) -> None:
+    (rate,) = plan(ROUND, "--rate", "1.31072", "--prefill-rate", "30000")["rates"]
     assert rate == {
         "rateGBs": 1.31072,
         "tokensPerSecond": 10_000,
@@ -119,23 +115,19 @@ def test_rates_are_told_in_tokens_and_seconds(tmp_path: Path, capsys: pytest.Cap
     }
 
 
-def test_prompts_share_what_their_texts_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_share_what_their_texts_share(plan: Plan) -> None:
     common = "x" * (4 * CHUNK_TOKENS * 10)
     rows = [{"prompt": common + "a" * 400}, "other", {"prompt": common + "b" * 400}]
-    found = plan(tier(tmp_path), "--trace", trace(tmp_path, rows), capsys=capsys)
-    assert found["isEstimated"]
-    assert found["seconds"] is None
+    found = plan(rows)
+    assert (found["isEstimated"], found["seconds"]) == (True, None)
     assert shares(found)["any size", None] == round(10 * CHUNK_TOKENS / found["promptTokens"], 4)
     other_model = [{"model": "one", "prompt": common}, {"model": "two", "prompt": common}]
-    assert shares(plan(tier(tmp_path), "--trace", trace(tmp_path, other_model), capsys=capsys))["any size", None] == 0
+    assert shares(plan(other_model))["any size", None] == 0
 
 
-def test_the_page_names_each_tier_once_and_the_picture_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_names_each_tier_once_and_the_picture_is_drawn(tmp_path: Path, kvtier: Command) -> None:
     picture = tmp_path / "trace.png"
-    assert main(["plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), "--picture", str(picture)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = kvtier("plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), "--picture", str(picture)).splitlines()
     assert lines[0].endswith("trace.jsonl: 4 requests, 4,612 prompt tokens in 1.0 min")
     tiers = [line.split("  ")[0] for line in lines if line.endswith("%")]
     assert tiers == ["accelerators", "host memory", *5 * ["volume"], "any size"]
@@ -162,38 +154,32 @@ def test_the_page_names_each_tier_once_and_the_picture_is_drawn(
         ),
     ],
 )
-def test_what_is_no_trace_is_refused_by_line(
-    rows: list[Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", tier(tmp_path), "--trace", trace(tmp_path, rows)]) == 2
-    error = capsys.readouterr().err
+def test_what_is_no_trace_is_refused_by_line(rows: list[Any], message: str, tmp_path: Path, kvtier: Command) -> None:
+    error = kvtier.fails("plan", tier(tmp_path), "--trace", trace(tmp_path, rows), code=2)
     assert message in error
     assert "text" not in error.replace("quoted text", "")
 
 
 @pytest.mark.parametrize("prompt", [[1 << 80, -1], "\ud800 half a character"])
-def test_odd_prompts_are_taken_as_they_are(prompt: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(tier(tmp_path), "--trace", trace(tmp_path, [{"prompt": prompt}]), capsys=capsys)
-    assert found["trace"]["requests"] == 1 if isinstance(found["trace"], dict) else found["requests"] == 1
+def test_odd_prompts_are_taken_as_they_are(prompt: Any, plan: Plan) -> None:
+    assert plan([{"prompt": prompt}])["requests"] == 1
 
 
-def test_a_line_that_is_no_text_is_refused_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_is_no_text_is_refused_wherever_it_is(tmp_path: Path, kvtier: Command) -> None:
     file = Path(trace(tmp_path, [asked(0, 1)] * 500))
     file.write_bytes(file.read_bytes() + b"\xff\xfe\n" + b'{"hash_ids":' + b"[" * 100_000)
-    assert main(["plan", tier(tmp_path), "--trace", str(file)]) == 2
-    assert "line 501: must have timestamp (ms)" in capsys.readouterr().err
+    assert "line 501: must have timestamp (ms)" in kvtier.fails("plan", tier(tmp_path), "--trace", str(file), code=2)
 
 
 @pytest.mark.parametrize("option", [["--rate", "4"], ["--prefill-rate", "9"], ["--picture", "a.svg"]])
-def test_options_of_a_trace_need_one(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", tier(tmp_path), *option]) == 2
-    assert "go with --trace FILE" in capsys.readouterr().err
+def test_options_of_a_trace_need_one(option: list[str], tmp_path: Path, kvtier: Command) -> None:
+    assert "go with --trace FILE" in kvtier.fails("plan", tier(tmp_path), *option, code=2)
 
 
 @pytest.mark.parametrize("option", ["--rate", "--prefill-rate"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "1e999"])
 def test_a_rate_that_is_no_finite_number_is_refused_by_its_option(
-    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, tmp_path: Path, kvtier: Command
 ) -> None:
-    assert main(["plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), option, value]) == 2
-    assert f"Invalid value for '{option}': {value}" in capsys.readouterr().err.replace("-inf is", f"{value} is")
+    error = kvtier.fails("plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), option, value, code=2)
+    assert f"Invalid value for '{option}': {value}" in error.replace("-inf is", f"{value} is")

@@ -13,43 +13,34 @@ from typing import Any
 
 import click
 import pytest
+from command import Command
 
 from kvtier_cli import warm as prompts
-from kvtier_cli.app import main
 
 SECRET = "words that nobody may see"
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+TENANT = {"prompt": "x", "kv_transfer_params": {"kvtier_tenant": "acme"}}
 
 
 @pytest.mark.parametrize(
     ("line", "path", "kept"),
     [
-        (
-            {"messages": [{"role": "user", "content": "x"}]},
-            prompts.CHAT,
-            {"messages": [{"role": "user", "content": "x"}]},
-        ),
+        (CHAT, prompts.CHAT, CHAT),
         ({"prompt": "x", "cache_salt": "s"}, prompts.TEXT, {"prompt": "x", "cache_salt": "s"}),
         ({"prompt": [1, 2, 3]}, prompts.TEXT, {"prompt": [1, 2, 3]}),
         ("a text", prompts.TEXT, {"prompt": "a text"}),
         ({"custom_id": "7", "url": "/v1/completions", "body": {"prompt": "x"}}, prompts.TEXT, {"prompt": "x"}),
+        # What concerns the answer is left out, and the tenant stays.
+        ({**TENANT, "max_tokens": 500, "stream": True, "n": 4}, prompts.TEXT, TENANT),
     ],
 )
 def test_a_line_becomes_a_request_with_one_token_of_answer(line: object, path: str, kept: dict[str, object]) -> None:
-    (found,) = prompts.parse([json.dumps(line)])
+    # Empty lines count, and are left out.
+    (found,) = prompts.parse(["\n", json.dumps(line)])
     asks = {"max_tokens": 1, "temperature": 0}
-    assert (found.path, found.body) == (path, {**kept, **asks})
-
-
-def test_what_concerns_the_answer_is_left_out_and_the_tenant_stays() -> None:
-    line = {"prompt": "x", "max_tokens": 500, "stream": True, "n": 4, "kv_transfer_params": {"kvtier_tenant": "acme"}}
-    (found,) = prompts.parse([json.dumps(line)])
-    assert found.body["max_tokens"] == 1
-    assert found.body["kv_transfer_params"] == {"kvtier_tenant": "acme"}
-    assert not {"stream", "n"} & set(found.body)
-
-
-def test_empty_lines_count_and_are_left_out() -> None:
-    assert [each.line for each in prompts.parse(['"a"\n', "\n", '"b"\n'])] == [1, 3]
+    assert (found.line, found.path, found.body) == (2, path, {**kept, **asks})
 
 
 def test_a_packed_file_is_read_like_a_plain_one(tmp_path: Path) -> None:
@@ -71,6 +62,7 @@ def test_a_packed_file_is_read_like_a_plain_one(tmp_path: Path) -> None:
         (json.dumps({"prompt": {SECRET: 1}}), "prompt must be a text or a list of tokens"),
         (json.dumps({"prompt": 5}), "prompt must be a text or a list of tokens"),
         ('""', "and not empty"),
+        ("[" * 200_000, "line 1: is no JSON"),
     ],
 )
 def test_a_mistake_is_named_by_its_line_and_repeats_nothing(line: str, said: str) -> None:
@@ -78,11 +70,6 @@ def test_a_mistake_is_named_by_its_line_and_repeats_nothing(line: str, said: str
         list(prompts.parse([line]))
     assert said in raised.value.message
     assert SECRET not in raised.value.message
-
-
-def test_a_line_that_is_nested_without_end_is_no_json() -> None:
-    with pytest.raises(click.UsageError, match="line 1: is no JSON"):
-        list(prompts.parse(["[" * 200_000]))
 
 
 class Server:
@@ -139,54 +126,49 @@ def write(path: Path, *lines: object) -> str:
 
 
 def test_each_prompt_is_sent_with_the_served_model_and_the_key(
-    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Server], tmp_path: Path, kvtier: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     server = serve()
     file = write(
         tmp_path / "p.jsonl", "one", {"body": {"messages": [{"role": "user", "content": "two"}], "model": "b"}}
     )
-    assert main(["warm", f"{server.url}/v1", file]) == 0
-    assert capsys.readouterr().out == "2 of 2 prompts, 14 tokens\n"
+    assert kvtier("warm", f"{server.url}/v1", file) == "2 of 2 prompts, 14 tokens\n"
     assert {(path, body["model"]) for path, body, _, _ in server.asked} == {(prompts.TEXT, "tiny"), (prompts.CHAT, "b")}
     assert {key for *_, key in server.asked} == {"Bearer sesame"}
 
 
 def test_a_prompt_is_repeated_over_one_connection_so_that_one_engine_counts_it(
-    serve: Callable[..., Server], tmp_path: Path
+    serve: Callable[..., Server], tmp_path: Path, kvtier: Command
 ) -> None:
     server = serve()
-    assert main(["warm", server.url, write(tmp_path / "p.jsonl", "one", "two"), "--times", "3"]) == 0
+    kvtier("warm", server.url, write(tmp_path / "p.jsonl", "one", "two"), "--times", "3")
     assert len(server.asked) == 6
     assert len({port for _, _, port, _ in server.asked}) == 2
 
 
-def test_a_busy_engine_is_asked_again(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_busy_engine_is_asked_again(serve: Callable[..., Server], tmp_path: Path, kvtier: Command) -> None:
     server = serve(503, 429)
-    assert main(["warm", server.url, write(tmp_path / "p.jsonl", "one")]) == 0
+    kvtier("warm", server.url, write(tmp_path / "p.jsonl", "one"))
     assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize(("status", "said"), [(400, "line 1: /v1/completions answers 400"), (401, "--key-variable")])
 def test_a_refused_prompt_is_told_by_its_line_and_the_others_are_sent(
-    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int, said: str
+    serve: Callable[..., Server], tmp_path: Path, kvtier: Command, status: int, said: str
 ) -> None:
     server = serve(status)
-    words = ["warm", server.url, write(tmp_path / "p.jsonl", SECRET, "two"), "--concurrency", "1"]
-    assert main(words) == 1
-    told = capsys.readouterr()
-    assert "1 of 2 prompts" in told.out
-    assert said in told.out
-    assert SECRET not in told.out + told.err
+    told = kvtier("warm", server.url, write(tmp_path / "p.jsonl", SECRET, "two"), "--concurrency", "1", code=1)
+    assert "1 of 2 prompts" in told
+    assert said in told
+    assert SECRET not in told + kvtier.err
     assert len(server.asked) == 2
 
 
 def test_nothing_is_sent_of_a_file_with_a_mistake(
-    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Callable[..., Server], tmp_path: Path, kvtier: Command
 ) -> None:
     server = serve()
-    assert main(["warm", server.url, write(tmp_path / "p.jsonl", "one", 5)]) == 2
-    assert "line 2" in capsys.readouterr().err
+    assert "line 2" in kvtier.fails("warm", server.url, write(tmp_path / "p.jsonl", "one", 5), code=2)
     assert server.asked == []
-    assert main(["warm", server.url, write(tmp_path / "p.jsonl")]) == 2
-    assert "holds no prompt" in capsys.readouterr().err
+    assert "holds no prompt" in kvtier.fails("warm", server.url, write(tmp_path / "p.jsonl"), code=2)

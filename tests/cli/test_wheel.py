@@ -34,7 +34,6 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a built wheel, unpacked as pip would."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     # From a copy: setuptools writes build/ and *.egg-info beside what it builds.

@@ -69,7 +69,6 @@ class Operator:
         self._process = subprocess.Popen(command, env=environment)
 
     def stop(self) -> None:
-        """End it."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait(60)
@@ -84,7 +83,6 @@ def running_bench(image: Path, data: Path) -> Iterator[Bench]:
 
 @contextmanager
 def running_cluster(image: Path, data: Path) -> Iterator[tuple[Bench, Operator]]:
-    """Run the same, and hand out its operator."""
     profile = ImageProfile(prefix="example.org/light", environment={"PYTHONPATH": str(image)})
     settings = ClusterSettings(
         data=data,

@@ -35,7 +35,6 @@ LOST = "lost"
 
 
 def payload_of(key: BlockKey) -> bytes:
-    """Return what a block holds."""
     return key.hash * (PAYLOAD_BYTES // len(key.hash))
 
 
@@ -64,7 +63,6 @@ class Engine:
             self.report.say(Phase.ATTACHED)
 
     def follow(self) -> contract.LiveSettings:
-        """Take over the live settings."""
         live = contract.decode_live(Path(self.config.live_file).read_text())
         self.permit.is_needed = live.needs_permit
         if self.blocks.keyring is not None:
@@ -94,7 +92,6 @@ class Engine:
         return None if key is None else key.name
 
     def run(self, request: str, name: str) -> dict[str, Any]:
-        """Answer one request."""
         with self.lock:
             live = self.follow()
             if request == "attach":
@@ -128,7 +125,6 @@ class Engine:
         return {"id": f"cmpl-{os.getpid()}", "choices": [{"text": "x"}], "usage": usage}
 
     def metrics(self) -> str:
-        """Return what the operator looks for."""
         lines = []
         if self.refused:
             lines.append(f'vllm:kvtier_disk_refused{{engine="0",field="{self.refused}"}} 1.0')
@@ -179,7 +175,6 @@ class Other(BaseHTTPRequestHandler):
     """An engine with another connector, which serves."""
 
     def do_GET(self) -> None:
-        """Be healthy."""
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"data": [{"id": "org/model"}]}).encode())

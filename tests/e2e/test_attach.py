@@ -46,7 +46,6 @@ def foreign(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def run_command(bench: Bench, *words: str) -> str:
-    """Return what the command prints."""
     environment = {**os.environ, "KUBECONFIG": str(bench.cluster.kubeconfig)}
     command = [sys.executable, "-m", "kvtier_cli", *words, "-n", "default"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -55,13 +54,11 @@ def run_command(bench: Bench, *words: str) -> str:
 
 
 def attach(bench: Bench, *words: str) -> dict[str, Any]:
-    """Return the object that the command prints."""
     found: dict[str, Any] = yaml.safe_load(run_command(bench, "attach", *words))
     return found
 
 
 def run(bench: Bench, name: str, document: dict[str, Any]) -> None:
-    """Apply what was printed, and ask for one pod."""
     bench.patch(kinds.DEPLOYMENT, name, {"spec": {**document["spec"], "replicas": 1}})
 
 
@@ -77,7 +74,6 @@ def address(bench: Bench, name: str) -> str:
 
 
 def complete(host: str) -> list[int]:
-    """Return the tokens that answer the prompt."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True}).encode()
     with urllib.request.urlopen(f"http://{host}:8000/v1/completions", data=body, timeout=60) as answer:
         first = answer.read().decode().split("\n\n")[0].removeprefix("data: ")
@@ -122,7 +118,7 @@ def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_
     engine = {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"}
     external = {"external": {"selector": {"matchLabels": {"app": "alone"}}}}
     tier = Tier(bench, "alone", engine={**engine, **external}, disk={"budget": {"maxBytes": "1Gi"}})
-    tier.reaches("EnginesReady", "False", "NoPods")
+    assert "kubectl get pods -n default -l app=alone" in tier.reaches("EnginesReady", "False", "NoPods")["message"]
     before = foreign(bench, "alone")
     attached = attach(bench, "alone", "deployment/alone")
     poor = json.loads(json.dumps(attached))

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import ci_tools
 import pytest
+from command import Command
 from light_cluster import TIER, Tier
 from pods import Bench
 from waiting import until
-
-from kvtier_cli.app import main
 
 BLOCKS = 5
 SECRET = "hunter2-is-secret"
@@ -25,7 +22,6 @@ SECRET = "hunter2-is-secret"
 
 @pytest.fixture(scope="module")
 def typed(bench: Bench) -> Tier:
-    """Return a tier with blocks that is Ready."""
     env = [{"name": "MY_API_KEY", "value": SECRET}, {"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}]
     tier = Tier(bench, "typed", engine={"env": env}, disk={"budget": {"maxBytes": "1Gi"}})
     tier.reaches("Ready", "True")
@@ -40,28 +36,21 @@ def _kubeconfig(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(bench.cluster.kubeconfig))
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
-    assert main([*words, "-o", "json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.timeout(300)
-def test_a_name_and_the_directory_behind_it_give_the_same_answer(
-    bench: Bench, typed: Tier, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_and_the_directory_behind_it_give_the_same_answer(bench: Bench, typed: Tier, kvtier: Command) -> None:
     directory = bench.cluster.cluster.data.root / "pvc/default/typed-blocks"
-    by_name, by_directory = (answer(capsys, "check", target) for target in ("typed", str(directory)))
+    by_name, by_directory = (kvtier.json("check", target) for target in ("typed", str(directory)))
     assert by_name == by_directory
     assert (by_name["blocks"], by_name["problems"]) == (BLOCKS, [])
-    assert answer(capsys, "inspect", "typed")["blocks"] == BLOCKS
+    assert kvtier.json("inspect", "typed")["blocks"] == BLOCKS
 
 
-def test_nothing_goes_until_yes_and_engines_then_miss_it(typed: Tier, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_goes_until_yes_and_engines_then_miss_it(typed: Tier, kvtier: Command) -> None:
     typed.ask("store/doomed")
     pinned = next(each for each in typed.ask("state")["root"].split("/")[::-1] if each)
-    assert answer(capsys, "purge", "typed", "--generation", pinned)["dryRun"] is True
+    assert kvtier.json("purge", "typed", "--generation", pinned)["dryRun"] is True
     assert typed.ask("load/doomed")["is_hit"]
-    assert answer(capsys, "purge", "typed", "--generation", pinned, "--yes")["blocks"] == BLOCKS + 1
+    assert kvtier.json("purge", "typed", "--generation", pinned, "--yes")["blocks"] == BLOCKS + 1
     assert not typed.ask("load/doomed")["is_hit"]
     # An engine learns what went when it looks at the volume again.
     for number in range(BLOCKS):
@@ -100,11 +89,10 @@ def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tie
     ],
 )
 def test_a_mistake_is_named_with_its_remedy_and_changes_nothing(
-    typed: Tier, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+    typed: Tier, kvtier: Command, words: list[str], code: int, said: str
 ) -> None:
     before = typed.bench.get(TIER, typed.name)
-    assert main(words) == code
-    assert said in capsys.readouterr().err
+    assert said in kvtier.fails(*words, code=code)
     after = typed.bench.get(TIER, typed.name)
     assert (after["spec"], after["metadata"].get("annotations")) == (
         before["spec"],
@@ -112,51 +100,42 @@ def test_a_mistake_is_named_with_its_remedy_and_changes_nothing(
     )
 
 
-def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "typed", "-v"]) == 0
-    page = capsys.readouterr().out
+def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, kvtier: Command) -> None:
+    page = kvtier("status", "typed", "-v")
     for word in ("Ready=True", "CONDITIONS", "VolumeBound", "ENGINES  1 of 1 ready", "SIZES AND USE", "HITS", "NEXT"):
         assert word in page
     # A busy machine may keep a pod from answering once, and it is then said which one.
-    usage = until(lambda: (found := answer(capsys, "status", "typed"))["silent"] == [] and found["usage"])
+    usage = until(lambda: (found := kvtier.json("status", "typed"))["silent"] == [] and found["usage"])
     assert usage["tier"] == "default/typed"
-    assert main(["status", "-A"]) in {0, 1}
-    assert "default/typed" in capsys.readouterr().out
+    assert "default/typed" in kvtier("status", "-A", code=None)
 
 
-def test_a_tier_that_is_not_ready_is_an_exit_code_and_a_remedy(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tier_that_is_not_ready_is_an_exit_code_and_a_remedy(bench: Bench, kvtier: Command) -> None:
     tier = Tier(bench, "unready", volume={"existingClaim": "nobodys"})
     tier.reaches("VolumeBound", "False")
-    assert main(["status", "unready"]) == 1
-    assert "VolumeBound: PersistentVolumeClaim/nobodys does not exist yet" in capsys.readouterr().out
+    assert "VolumeBound: PersistentVolumeClaim/nobodys does not exist yet" in kvtier("status", "unready", code=1)
     bench.delete(TIER, "unready")
 
 
-def test_the_operator_is_told_to_pause_change_the_mode_and_restart(
-    typed: Tier, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert answer(capsys, "pause", "typed")["paused"] is True
+def test_the_operator_is_told_to_pause_change_the_mode_and_restart(typed: Tier, kvtier: Command) -> None:
+    assert kvtier.json("pause", "typed")["paused"] is True
     typed.reaches("Paused", "True")
-    assert answer(capsys, "pause", "typed", "--off")["paused"] is False
+    assert kvtier.json("pause", "typed", "--off")["paused"] is False
     typed.reaches("Paused", "False")
-    assert answer(capsys, "mode", "typed", "readonly")["mode"] == "ReadOnly"
+    assert kvtier.json("mode", "typed", "readonly")["mode"] == "ReadOnly"
     until(lambda: typed.ask("state")["mode"] == "ReadOnly")
-    assert answer(capsys, "mode", "typed", "ReadWrite")["mode"] == "ReadWrite"
+    assert kvtier.json("mode", "typed", "ReadWrite")["mode"] == "ReadWrite"
     before = {pod["metadata"]["name"] for pod in typed.pods()}
-    assert set(answer(capsys, "restart", "typed")["engines"]) == before
+    assert set(kvtier.json("restart", "typed")["engines"]) == before
     assert {pod["metadata"]["name"] for pod in typed.pods()} == before
-    assert answer(capsys, "restart", "typed", "--yes")["dryRun"] is False
+    assert kvtier.json("restart", "typed", "--yes")["dryRun"] is False
     until(lambda: not before & {pod["metadata"]["name"] for pod in typed.pods()})
     typed.reaches("Ready", "True")
 
 
-def test_a_report_holds_what_support_needs_and_nothing_secret(
-    typed: Tier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_holds_what_support_needs_and_nothing_secret(typed: Tier, tmp_path: Path, kvtier: Command) -> None:
     file = tmp_path / "report.tar.gz"
-    found = answer(capsys, "report", "typed", "--file", str(file))
+    found = kvtier.json("report", "typed", "--file", str(file))
     assert found["unread"] == []
     assert file.stat().st_mode & 0o077 == 0
     with tarfile.open(file) as archive:
@@ -168,13 +147,12 @@ def test_a_report_holds_what_support_needs_and_nothing_secret(
     assert any(name.endswith("/engine.log") for name in texts)
     assert [name for name, text in texts.items() if SECRET in text] == []
     assert "value: INFO" in texts["default.typed/tier.yaml"]
-    assert main(["report", "typed", "--file", str(file)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in kvtier.fails("report", "typed", "--file", str(file), code=2)
 
 
-def test_the_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {each["what"]: each for each in answer(capsys, "doctor")}
+def test_the_doctor_names_what_is_missing(kvtier: Command) -> None:
+    found = {each["what"]: each for each in kvtier.json("doctor")}
     assert (found["cluster"]["state"], found["definition"]["state"]) == ("ok", "ok")
     assert "one outside the cluster has looked at" in found["operator"]["message"]
-    missing = {each["what"]: each for each in answer(capsys, "doctor", "-n", "kube-system", code=1)}
+    missing = {each["what"]: each for each in kvtier.json("doctor", "-n", "kube-system", code=1)}
     assert (missing["operator"]["state"], "kvtier run" in missing["operator"]["remedy"]) == ("missing", True)

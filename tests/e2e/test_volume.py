@@ -18,7 +18,6 @@ LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 
 
 def secret(**keys: int) -> dict[str, Any]:
-    """Return a Secret with keys of 32 equal bytes."""
     data = {name: base64.b64encode(bytes([byte]) * 32).decode() for name, byte in keys.items()}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "kv-keys"}, "data": data}
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import Command
 from light_cluster import TIER, Tier
 from pods import Bench
 from waiting import until
-
-from kvtier_cli.app import main
 
 CHUNKS = 3
 SECRET_WORDS = "the-words-of-a-prompt"
@@ -41,12 +40,11 @@ def write(path: Path, *lines: Any) -> Path:
 
 @pytest.mark.timeout(300)
 def test_every_block_of_every_prompt_comes_to_the_volume(
-    bench: Bench, cold: Tier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: Bench, cold: Tier, tmp_path: Path, kvtier: Command
 ) -> None:
     chat = {"messages": [{"role": "user", "content": "y" * 64}]}
     file = write(tmp_path / "prompts.jsonl", *PROMPTS, chat)
-    assert main(["warm", cold.name, str(file), "-o", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = kvtier.json("warm", cold.name, str(file))
     assert (found["prompts"], found["answered"], found["failed"]) == (7, 7, 0)
     blocks = bench.cluster.cluster.data.root / "pvc/default/cold-blocks"
     until(lambda: len(list(blocks.rglob("*.kvb"))) >= CHUNKS * len(PROMPTS))
@@ -56,11 +54,10 @@ def test_every_block_of_every_prompt_comes_to_the_volume(
     assert not any(SECRET_WORDS in text for text in logs)
 
 
-def test_a_tier_without_engines_cannot_be_warmed(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tier_without_engines_cannot_be_warmed(bench: Bench, tmp_path: Path, kvtier: Command) -> None:
     tier = Tier(bench, "engineless", volume={"existingClaim": "nobodys"})
     tier.reaches("VolumeBound", "False")
-    assert main(["warm", "engineless", str(write(tmp_path / "p.jsonl", PROMPTS[0]))]) == 2
-    assert "kvtier status engineless" in capsys.readouterr().err
+    assert "kvtier status engineless" in kvtier.fails(
+        "warm", "engineless", str(write(tmp_path / "p.jsonl", PROMPTS[0])), code=2
+    )
     bench.delete(TIER, "engineless")

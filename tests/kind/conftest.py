@@ -24,7 +24,6 @@ from kind_cluster import Cluster  # noqa: E402 - found through the line above
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, of_group: ExitStack) -> Cluster:
-    """The cluster that is named, or an embedded one."""
     if kubeconfig := os.environ.get("E2E_KUBECONFIG"):
         return Cluster(
             kubeconfig=kubeconfig,

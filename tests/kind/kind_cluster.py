@@ -35,7 +35,6 @@ class Cluster:
     kubectl_program: Path = field(default_factory=lambda: ci_tools.load("helm").binary("kubectl"))
 
     def kubectl(self, *words: str, given: str | None = None) -> str:
-        """Run kubectl; return what it printed."""
         done = subprocess.run(
             [str(self.kubectl_program), "--kubeconfig", self.kubeconfig, "-n", NAMESPACE, *words],
             input=given,
@@ -48,16 +47,13 @@ class Cluster:
         return done.stdout
 
     def get(self, *words: str) -> dict[str, Any]:
-        """Return objects."""
         found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
         return found
 
     def apply(self, manifest: dict[str, Any]) -> None:
-        """Apply one."""
         self.kubectl("apply", "-f", "-", given=json.dumps(manifest))
 
     def pods(self, tier: str, component: str = "engine") -> list[dict[str, Any]]:
-        """Return the pods of a component that are not going."""
         selector = f"kvtier.dev/tier={tier},app.kubernetes.io/component={component}"
         found = self.get("pods", "-l", selector)["items"]
         return [each for each in found if "deletionTimestamp" not in each["metadata"]]
@@ -83,8 +79,6 @@ class Cluster:
         )
 
     def reaches(self, tier: str, kind: str, status: str, reason: str = "") -> None:
-        """Wait for a condition."""
-
         def is_met() -> bool:
             found = self.condition(tier, kind)
             return found.get("status") == status and reason in {"", found.get("reason")}

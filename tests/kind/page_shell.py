@@ -51,7 +51,6 @@ class Command(NamedTuple):
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Yield the commands of a page, in its order."""
     section = ""
     for title, block in _BLOCK.findall(_FENCE.sub("", page.read_text())):
         section = title or section
@@ -89,7 +88,6 @@ class Shell:
     kubeconfig: Path
 
     def run(self, command: str, *, seconds: float = 280) -> subprocess.CompletedProcess[str]:
-        """Run a command in the copy of the checkout."""
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.folder,

@@ -31,7 +31,6 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 
 def listed(shell: Shell, kind: str) -> list[dict[str, Any]]:
-    """Return the objects of all namespaces."""
     found: list[dict[str, Any]] = json.loads(shell.run(f"kubectl get {kind} -A -o json").stdout)["items"]
     return found
 

@@ -12,7 +12,6 @@ CI = Path(__file__).resolve().parents[2] / ".ci"
 
 
 def load(name: str) -> ModuleType:
-    """Return the script of this name."""
     spec = importlib.util.spec_from_file_location(f"kvtier_ci_{name}", CI / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

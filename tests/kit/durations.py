@@ -46,13 +46,11 @@ class Stopwatch:
         self.marked: set[str] = set()
 
     def add(self, report: pytest.TestReport) -> None:
-        """Add one phase of a test."""
         self.seconds[report.nodeid][report.when] = report.duration
         if "slow" in report.keywords:
             self.marked.add(report.nodeid)
 
     def record(self) -> Record:
-        """Return the slow tests of the run."""
         found: Record = {}
         setups = Counter[str]()
         for nodeid, phases in self.seconds.items():
@@ -83,7 +81,6 @@ class Stopwatch:
 
 
 def read(path: Path = RECORD) -> Record:
-    """Return the record; empty where there is none."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -98,6 +95,5 @@ def merged(old: Mapping[str, Mapping[str, float]], stopwatch: Stopwatch, existin
 
 
 def write(record: Record, path: Path = RECORD) -> None:
-    """Write the record, a line for each file."""
     lines = ",\n".join(f" {json.dumps(file)}: {json.dumps(tests)}" for file, tests in record.items())
     path.write_text("{\n" + lines + "\n}\n")

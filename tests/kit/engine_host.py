@@ -27,7 +27,6 @@ END_SECONDS = 120.0
 
 
 def environment() -> dict[str, str]:
-    """Return that of an engine."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [*PATHS, os.environ.get("PYTHONPATH")])),
@@ -52,27 +51,22 @@ class Forked:
     """Holds its exit code once it has ended."""
 
     def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
         return int(self.code_file.read_text()) if self.code_file.exists() else None
 
     def wait(self, seconds: float) -> int:
-        """Return its exit code when it has ended."""
         until(lambda: self.poll() is not None, self.last_words, seconds=seconds)
         return int(self.code_file.read_text())
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it with all that it started."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
         self.wait(END_SECONDS)
 
     def last_words(self) -> str:
-        """Return the end of what it printed."""
         return self.log.read_text()[-6000:]
 
 
@@ -80,7 +74,6 @@ class EngineHost:
     """The process that engines are forks of. It imports vLLM when the first is asked for."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
@@ -89,7 +82,6 @@ class EngineHost:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the host; who started engines has ended them."""
         if self._process is not None:
             self._process.communicate()
 

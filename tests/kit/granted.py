@@ -31,7 +31,6 @@ class Grant:
     """Empty for every name."""
 
     def __str__(self) -> str:
-        """Return it as people say it."""
         where = f" in {self.namespace}" if self.namespace else ""
         return f"{self.verb} {self.resource}{'.' if self.group else ''}{self.group}{where} {self.name}".rstrip()
 
@@ -78,7 +77,6 @@ class Rbac:
     denied: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Read the roles once."""
         self.grants = grants_of(self.roles)
 
     def fault(self, request: web.Request) -> ApiError | None:

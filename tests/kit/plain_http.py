@@ -48,11 +48,9 @@ class PlainHttp:
             return code, text.decode()
 
     def watch(self, path: str, **query: str) -> Iterator[dict[str, Any]]:
-        """Open a watch at once and iterate over its events."""
         url = f"{self._address}{path}?{urllib.parse.urlencode({'watch': 'true', **query})}"
         answer = self._watches.enter_context(urllib.request.urlopen(url, timeout=self._seconds))
         return (json.loads(line) for line in answer)
 
     def close(self) -> None:
-        """End every watch."""
         self._watches.close()

@@ -52,18 +52,15 @@ def server(name: str = "main", **fields: Any) -> Json:
 
 
 def script(text: str, name: str = "main", **fields: Any) -> Json:
-    """Return a container that runs some Python."""
     return {"name": name, "image": "example.org/script:1", "command": ["python3", "-c", text], **fields}
 
 
 def claim(name: str, **fields: Any) -> Json:
-    """Return a claim."""
     requests = {"resources": {"requests": {"storage": "1Gi"}}}
     return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
 
 
 def fetch(url: str) -> str | None:
-    """Return what an address answers, or None."""
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             return str(answer.read().decode())
@@ -82,12 +79,10 @@ class Bench:
     """One namespace of a cluster, and short words for what tests do in it."""
 
     def __init__(self, cluster: ClusterThread, namespace: str) -> None:
-        """Use one namespace, which exists already."""
         self.cluster = cluster
         self.namespace = namespace
 
     def create(self, kind: Kind, manifest: Json) -> Json:
-        """Create an object in the namespace."""
         metadata = {"namespace": self.namespace, **manifest["metadata"]}
         return self.cluster.call(lambda: self.cluster.cluster.client.create(kind, {**manifest, "metadata": metadata}))
 
@@ -100,21 +95,17 @@ class Bench:
         return self.cluster.call(find)
 
     def list(self, kind: Kind) -> builtins.list[Json]:
-        """Return all objects of a kind in the namespace."""
-
         async def find() -> builtins.list[Json]:
             return self.cluster.cluster.server.list(_resource(kind), self.namespace)
 
         return self.cluster.call(find)
 
     def patch(self, kind: Kind, name: str, change: Json) -> Json:
-        """Apply a merge patch."""
         target = self.get(kind, name)
         assert target is not None
         return self.cluster.call(lambda: self.cluster.cluster.client.patch(kind, target, change))
 
     def delete(self, kind: Kind, name: str, grace_seconds: int | None = None) -> None:
-        """Delete an object."""
         target = self.get(kind, name)
         assert target is not None
         client = self.cluster.cluster.client
@@ -150,22 +141,18 @@ class Bench:
         return dict(self.container(pod, name, field).get("state", {}).get("waiting") or {})
 
     def is_ready(self, name: str) -> bool:
-        """Tell whether a pod is Ready."""
         pod = self.get(kinds.POD, name)
         return pod is not None and kinds.is_ready(pod)
 
     def url(self, name: str, path: str = "") -> str:
-        """Return the address of a `server` container."""
         return f"http://{self.status(name)['podIP']}:8000{path}"
 
     def ask(self, name: str, path: str) -> str:
-        """Return what a `server` container answers."""
         answer = fetch(self.url(name, path))
         assert answer is not None
         return answer
 
     def environment(self, name: str) -> dict[str, str]:
-        """Return the environment of a `server` container."""
         return dict(json.loads(self.ask(name, "/env")))
 
     def events(self, about: str) -> builtins.list[tuple[str, str]]:
@@ -174,10 +161,8 @@ class Bench:
         return [(event["reason"], event["message"]) for event in found]
 
     def reasons(self, about: str) -> set[str]:
-        """Return the reasons of the Events about an object."""
         return {reason for reason, _ in self.events(about)}
 
     def log(self, pod: str, container: str = "main") -> str:
-        """Return the log of a container."""
         url = f"{self.cluster.url}/api/v1/namespaces/{self.namespace}/pods/{pod}/log?container={container}"
         return fetch(url) or ""

@@ -47,7 +47,6 @@ class Target:
 
 @contextlib.contextmanager
 def proxied(kubectl: tuple[str, ...]) -> Iterator[str]:
-    """Run kubectl proxy and return its address."""
     command = [*kubectl, "proxy", "--port=0", "--accept-paths=.*", "--reject-paths=^$"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -80,7 +79,6 @@ def embedded(folder: Path, program: Path) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def of_kubeconfig(kubeconfig: Path, folder: Path, program: Path) -> Iterator[Target]:
-    """A cluster that somebody runs, such as one of kind."""
     kubectl = (str(program), f"--kubeconfig={kubeconfig}", f"--cache-dir={folder}/cache")
     with proxied(kubectl) as proxy:
         name = f"the cluster of {kubeconfig}"

@@ -39,7 +39,6 @@ def panels_of(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def filled_in(expression: str, values: Mapping[str, str]) -> str:
-    """Return a query as Grafana sends it."""
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: values[found[1] or found[2]], expression)
 
 
@@ -72,11 +71,9 @@ class Replay:
     end: float
 
     def course(self, expression: str) -> list[dict[str, Any]]:
-        """Return the series of a query over time."""
         return self._ask("query_range", query=expression, start=self.start, end=self.end, step=STEP_SECONDS)
 
     def at_end(self, expression: str) -> list[dict[str, Any]]:
-        """Return the series of a query when the run had ended."""
         return self._ask("query", query=expression, time=self.end)
 
     def _ask(self, path: str, **parameters: Any) -> list[dict[str, Any]]:

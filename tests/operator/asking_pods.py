@@ -113,7 +113,6 @@ class ScriptedAsker(HttpClient):
 
 @contextmanager
 def running(**settings: Any) -> Iterator[HttpClient]:
-    """Run an asker."""
     asker = HttpClient(**settings)
     asker.start()
     try:

@@ -24,7 +24,6 @@ class HelmFailed(Exception):
 
 
 def helm(*arguments: str, environment: dict[str, str] | None = None, stdin: str = "") -> str:
-    """Run helm and return what it prints."""
     done = subprocess.run(
         [tools.binary(), *arguments], check=False, capture_output=True, text=True, env=environment, input=stdin
     )

@@ -15,6 +15,7 @@ from kvtier_localcluster.apiserver import ApiServerThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from admission import Admission
 from asking_pods import running
 from live import Client, Controllers
 
@@ -23,9 +24,14 @@ from kvtier_operator.observe.http_client import HttpClient
 
 @pytest.fixture
 def asker() -> Iterator[HttpClient]:
-    """Who asks pods."""
     with running() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def server() -> Admission:
+    """What `kubectl apply` would be answered."""
+    return Admission()
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ class FakeCluster:
     # What tests do behind the operator's back.
 
     def put(self, manifest: Manifest) -> Manifest:
-        """Create an object as somebody else would."""
         body = copy.deepcopy(manifest)
         version = str(next(self._versions))
         defaults = {"uid": f"uid-{version}", "resourceVersion": version, "generation": 1}
@@ -47,11 +46,9 @@ class FakeCluster:
         return body
 
     def edit(self, key: ObjectKey, patch: Mapping[str, Any]) -> None:
-        """Change an object as somebody else would."""
         self._store(key, merge(self._objects[key], dict(patch)))
 
     def look(self, key: ObjectKey) -> Manifest | None:
-        """Return an object without that counting as a call."""
         return copy.deepcopy(self._objects.get(key))
 
     def remove(self, key: ObjectKey) -> None:
@@ -64,11 +61,9 @@ class FakeCluster:
                 self.remove(other)
 
     def existing(self) -> set[ObjectKey]:
-        """Return everything there is."""
         return set(self._objects)
 
     def writes(self) -> list[tuple[str, str]]:
-        """Return the calls that were no reads."""
         return [call for call in self.calls if call[0] not in READS]
 
     # What the operator calls.
@@ -209,11 +204,9 @@ def edited(cluster: FakeCluster, **spec: Any) -> ReconcileResult:
 
 
 def status(cluster: FakeCluster) -> dict[str, Any]:
-    """Return the status of the tier."""
     body = cluster.look(TIER_KEY)
     return dict(body["status"])
 
 
 def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:
-    """Return a condition of the tier."""
     return next(each for each in status(cluster)["conditions"] if each["type"] == kind)

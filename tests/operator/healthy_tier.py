@@ -131,10 +131,16 @@ def conditions(view: Progress, previous: dict[str, Any] | None = None) -> dict[s
 
 def check_problem(view: Progress, condition: str, reason: Reason, words: str) -> None:
     """Check that a problem is told, with these words, in its condition and in Ready."""
+    ready = check_verdict(view, condition, "False", reason.value, words)["Ready"]
+    assert (ready["status"], ready["reason"]) == ("False", reason.value)
+
+
+def check_verdict(view: Progress, condition: str, verdict: str, reason: str, words: str) -> dict[str, dict[str, Any]]:
+    """Check what a condition says, and return all."""
     found = conditions(view)
-    assert (found[condition]["status"], found[condition]["reason"]) == ("False", reason.value)
+    assert (found[condition]["status"], found[condition]["reason"]) == (verdict, reason)
     assert words in found[condition]["message"]
-    assert (found["Ready"]["status"], found["Ready"]["reason"]) == ("False", reason.value)
+    return found
 
 
 def changed(**changes: Any) -> Progress:

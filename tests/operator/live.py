@@ -6,14 +6,18 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from e2e.bench.processes import MeasuredProcess
+from e2e.bench.processes import running as run_module
 from tiers import made_by, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -32,7 +36,6 @@ AGENT = "test"
 
 
 def body(name: str = "llama", /, **spec: Any) -> dict[str, Any]:
-    """Return a small tier in the namespace of the client."""
     manifest = tier(**spec)
     return {**manifest, "metadata": {"name": name, "namespace": NAMESPACE}}
 
@@ -59,7 +62,6 @@ class Client:
         return f"{group}/namespaces/{NAMESPACE}/{plural}{f'/{name}' if name else ''}"
 
     def get(self, group: str, plural: str, name: str) -> dict[str, Any] | None:
-        """Return an object, or None."""
         try:
             return self.call("GET", self.path(group, plural, name))
         except urllib.error.HTTPError as error:
@@ -84,7 +86,6 @@ class Client:
         self.call("DELETE", self.path(group, plural, name))
 
     def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
-        """Return a condition of a tier, or an empty one."""
         return _condition(self.get(TIERS, "kvcachetiers", name) or {}, kind)
 
     def is_ready(self, name: str = "llama") -> bool:
@@ -236,3 +237,9 @@ def running(*, health: Health | None = None, **changes: Any) -> Iterator[Operato
 def agents(api: ApiServerThread, *verbs: str) -> list[str]:
     """Return the requests with these verbs that were not made by the test itself."""
     return [str(entry) for entry in list(api.server.audit) if entry.verb in verbs and entry.user_agent != AGENT]
+
+
+def operator_process(kubeconfig: Path, *arguments: str, **environment: str) -> AbstractContextManager[MeasuredProcess]:
+    """Run an operator of this checkout for the namespace, with its log beside its kubeconfig."""
+    log, words = kubeconfig.with_name(f"operator-{time.monotonic_ns()}.log"), ("-n", NAMESPACE, *arguments)
+    return run_module(log, "kvtier_cli", "run", *words, KUBECONFIG=str(kubeconfig), **environment)

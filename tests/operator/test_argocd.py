@@ -60,8 +60,3 @@ def test_what_was_said_of_an_earlier_spec_is_not_believed() -> None:
 def test_a_tier_that_nobody_has_looked_at_is_on_its_way() -> None:
     for resource in ({}, {"status": {}}, {"status": {"observedGeneration": 1}}):
         assert health({"metadata": {"generation": 1, "creationTimestamp": LATER}, **resource})[0] == "Progressing"
-
-
-def test_the_file_is_a_patch_of_argo_cds_config_map() -> None:
-    assert set(PATCH) == {"data"}
-    assert list(PATCH["data"]) == [KEY]

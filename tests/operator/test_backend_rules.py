@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_bad_input import Admission, both_refuse, both_take, tier
+from admission import Admission, both_refuse, both_take, tier
 
 from kvtier_operator.api import connector_spec
 
@@ -28,11 +28,6 @@ VALUES: dict[str, Any] = {
     "generations.acrossReleases": "Verified",
     "cpu.evictionPolicy": "arc",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Admission:
-    return Admission()
 
 
 @pytest.mark.parametrize("kind", ALL)

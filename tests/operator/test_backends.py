@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ from typing import Any
 import pytest
 import yaml
 from healthy_tier import READY_POD
+from tiers import rendered
 
 from kvtier_operator import names, quantity
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.conditions import Problem
 from kvtier_operator.gather import read_neighbours
-from kvtier_operator.parts import render
 from kvtier_operator.parts.edit_impact import explain_edit
-from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.snapshot import ContainerStatus, Engines, Snapshot
 from kvtier_operator.status import not_applicable
 
@@ -62,32 +60,28 @@ CHILDREN = {
 }
 
 
-def rendered(body: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test")))
-
-
-def objects(case: str, **more: Any) -> list[dict[str, Any]]:
+def stored(case: str, **more: Any) -> dict[tuple[str, str], Any]:
+    """Return the objects of a golden case whose spec is changed."""
     body = yaml.safe_load((GOLDEN / case / "tier.yaml").read_text())
     body["spec"] |= more
     return rendered(body)
 
 
-def engine(case: str) -> dict[str, Any]:
-    deployment = next(
-        each for each in objects(case) if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("-engine")
-    )
+def engine(made: dict[tuple[str, str], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the engine's container and its volumes by name."""
+    (deployment,) = (each for (kind, name), each in made.items() if kind == "Deployment" and name.endswith("-engine"))
     pod = deployment["spec"]["template"]["spec"]
-    return dict(next(each for each in pod["containers"] if each["name"] == names.ENGINE_CONTAINER))
+    (container,) = (each for each in pod["containers"] if each["name"] == names.ENGINE_CONTAINER)
+    return container, {each["name"]: each for each in pod["volumes"]}
 
 
 def transfer_config(case: str) -> dict[str, Any]:
-    """Return the document of the connector."""
-    (word,) = (word for word in engine(case)["args"] if word.startswith("--kv-transfer-config="))
+    (word,) = (word for word in engine(stored(case))[0]["args"] if word.startswith("--kv-transfer-config="))
     return dict(json.loads(word.partition("=")[2]))
 
 
 def environment(case: str) -> dict[str, Any]:
-    return {each["name"]: each.get("value", each.get("valueFrom")) for each in engine(case)["env"]}
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in engine(stored(case))[0]["env"]}
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -97,7 +91,7 @@ def vllm(request: pytest.FixtureRequest) -> dict[str, Any]:
         [sys.executable, ROOT / ".ci/vllm_release.py", request.param], check=True, capture_output=True, text=True
     ).stdout.strip()
     ours = f"{ROOT / 'connector'}:{ROOT / 'operator'}"
-    asked = {case: engine(case)["args"] for case in (*CASES, *CHILDREN, "lmcache-processes")}
+    asked = {case: engine(stored(case))[0]["args"] for case in (*CASES, *CHILDREN, "lmcache-processes")}
     done = subprocess.run(
         [sys.executable, READER],
         input=json.dumps(asked),
@@ -199,26 +193,15 @@ def test_a_redis_that_did_not_answer_is_told_with_the_field() -> None:
         assert found.reason is Reason.NOT_APPLICABLE
 
 
-def test_a_small_redis_is_emptied_with_the_generation() -> None:
-    def pods(**more: Any) -> dict[str, Any]:
-        made = (each for each in objects("lmcache-trial", **more) if each["kind"] == "Deployment")
-        return dict(next(each for each in made if each["metadata"]["name"] == "llama-redis")["spec"]["template"])
-
-    assert pods() == pods(replicas=5)
-    assert pods() != pods(hash={"seed": "7"})
-
-
 def trial_port(**more: Any) -> int:
-    """Return where the Redis listens, which its Service and its pod must agree about."""
-    made = objects("lmcache-trial", **more)
-    service, pod = (each for each in made if each["metadata"]["name"] == "llama-redis")
-    (told,) = service["spec"]["ports"]
-    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    """Return where the Redis listens, which its Service, its pod and the engines must agree about."""
+    made = stored("lmcache-trial", **more)
+    (told,) = made["Service", "llama-redis"]["spec"]["ports"]
+    (container,) = made["Deployment", "llama-redis"]["spec"]["template"]["spec"]["containers"]
     port = container["ports"][0]["containerPort"]
     assert told["port"] == told["targetPort"] == port
     assert container["args"][:2] == ["--port", str(port)]
-    (engine,) = (each for each in made if each["metadata"]["name"] == "llama-engine" and each["kind"] == "Deployment")
-    assert f'"redis://llama-redis.serving.svc:{port}"' in json.dumps(engine)
+    assert f'"redis://llama-redis.serving.svc:{port}"' in json.dumps(engine(made))
     return int(port)
 
 
@@ -228,43 +211,35 @@ def test_engines_of_another_generation_do_not_find_the_small_redis() -> None:
     assert trial_port(replicas=5) == ports[0]
 
 
-def test_mooncakes_own_class_reads_the_file() -> None:
+def mooncake(made: dict[tuple[str, str], Any], folder: Path) -> Any:
+    """Return what vLLM's own class reads of the file."""
     from vllm.distributed.mooncake_store import MooncakeStoreConfig  # noqa: PLC0415  takes seconds
 
-    config = next(each for each in objects("mooncake") if each["kind"] == "ConfigMap")
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(config["data"]["mooncake.json"])
-        file.flush()
-        read = MooncakeStoreConfig.from_file(file.name)
+    texts = (each["data"]["mooncake.json"] for each in made.values() if "mooncake.json" in each.get("data", {}))
+    (folder / "mooncake.json").write_text(next(texts))
+    return MooncakeStoreConfig.from_file(str(folder / "mooncake.json"))
+
+
+def test_mooncakes_own_class_reads_the_file(tmp_path: Path) -> None:
+    read = mooncake(stored("mooncake"), tmp_path)
     assert read.master_server_address == "llama-mooncake.serving.svc:50051"
     assert (read.mode, read.global_segment_size, read.local_buffer_size) == ("embedded", 32 << 30, 4 << 30)
     assert environment("mooncake")["MOONCAKE_CONFIG_PATH"] == "/etc/kvtier/mooncake.json"
 
 
-def mooncake(config: dict[str, Any], **master: Any) -> tuple[Any, list[str]]:
-    """Return what vLLM reads of the file, and the flags of the master."""
-    from vllm.distributed.mooncake_store import MooncakeStoreConfig  # noqa: PLC0415  takes seconds
+def test_mooncakes_disk_is_that_of_an_owner_and_the_master_is_told(tmp_path: Path) -> None:
+    def flags(config: dict[str, Any], **master: Any) -> list[str]:
+        made = rendered(
+            tier({"type": "Mooncake", "mooncake": {"config": {"protocol": "tcp", **config}, "master": master}})
+        )
+        if config.get("mode"):
+            read = mooncake(made, tmp_path)
+            assert (read.mode, read.global_segment_size, read.enable_offload) == ("standalone-store", 0, True)
+        return list(made["Deployment", "llama-mooncake"]["spec"]["template"]["spec"]["containers"][0]["args"])
 
-    made = rendered(tier({"type": "Mooncake", "mooncake": {"config": {"protocol": "tcp", **config}, "master": master}}))
-    file = next(each["data"]["mooncake.json"] for each in made if "mooncake.json" in each.get("data", {}))
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as written:
-        written.write(file)
-        written.flush()
-        read = MooncakeStoreConfig.from_file(written.name)
-    (pod,) = (
-        each["spec"]["template"]["spec"]
-        for each in made
-        if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-mooncake"
-    )
-    return read, pod["containers"][0]["args"]
-
-
-def test_mooncakes_disk_is_that_of_an_owner_and_the_master_is_told() -> None:
-    read, args = mooncake({"mode": "standalone-store", "enable_offload": True})
-    assert (read.mode, read.global_segment_size, read.enable_offload) == ("standalone-store", 0, True)
-    assert args == ["--port=50051", "--enable_offload=true"]
-    assert mooncake({"enable_offload": True}, args=["-enable_offload=false"])[1][1:] == ["-enable_offload=false"]
-    assert mooncake({})[1] == ["--port=50051"]
+    assert flags({"mode": "standalone-store", "enable_offload": True}) == ["--port=50051", "--enable_offload=true"]
+    assert flags({"enable_offload": True}, args=["-enable_offload=false"])[1:] == ["-enable_offload=false"]
+    assert flags({}) == ["--port=50051"]
 
 
 # flexkv/common/config.py of taco-project/FlexKV, commit 0079590724e44d2bdaa6a18a81862ea41af1dbdc: UserConfig, and names
@@ -276,32 +251,26 @@ FLEXKV_OVERRIDES = {"evict_ratio", "index_accel", "max_file_size_gb", "transfer_
 def flexkv(config: dict[str, Any]) -> tuple[int, int, list[str], dict[str, Any], dict[str, Any]]:
     """Return memory, disk and directories as FlexKV reads them, the engine's container and the volumes."""
     made = rendered(tier({"type": "FlexKV", "flexKV": {"config": config}}))
-    document = json.loads(next(each["data"]["flexkv.json"] for each in made if "flexkv.json" in each.get("data", {})))
+    texts = (each["data"]["flexkv.json"] for each in made.values() if "flexkv.json" in each.get("data", {}))
+    document = json.loads(next(texts))
     assert document.keys() <= FLEXKV_FIELDS | FLEXKV_OVERRIDES
     memory, disk = document.get("cpu_cache_gb", 16), document.get("ssd_cache_gb", 0)
     assert memory > 0
     assert disk == 0 or disk > memory
     directories = [each.strip() for each in document.get("ssd_cache_dir", "./ssd_cache").split(";") if each.strip()]
-    pod = next(
-        each["spec"]["template"]["spec"]
-        for each in made
-        if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine"
-    )
-    volumes = {each["name"]: each for each in pod["volumes"]}
-    (container,) = (each for each in pod["containers"] if each["name"] == names.ENGINE_CONTAINER)
-    return memory, disk, directories, container, volumes
+    return memory, disk, directories, *engine(made)
 
 
 def test_flexkv_gets_the_memory_of_the_tier_and_a_directory_of_the_nodes_disk() -> None:
     memory, disk, _, plain, volumes = flexkv({})
     assert (memory, disk) == (64, 0)
     assert "kvtier-offload" not in volumes
-    memory, disk, directories, engine, volumes = flexkv({"ssd_cache_gb": 500, "evict_ratio": 0.1})
+    memory, disk, directories, container, volumes = flexkv({"ssd_cache_gb": 500, "evict_ratio": 0.1})
     assert (memory, disk) == (64, 500)
     assert volumes["kvtier-offload"]["emptyDir"]["sizeLimit"] == "501Gi"
-    assert directories == [each["mountPath"] for each in engine["volumeMounts"] if each["name"] == "kvtier-offload"]
-    assert {"config", "kvtier-offload"} <= {each["name"] for each in engine["volumeMounts"]}
-    asked = [each["resources"]["requests"]["ephemeral-storage"] for each in (plain, engine)]
+    assert directories == [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "kvtier-offload"]
+    assert {"config", "kvtier-offload"} <= {each["name"] for each in container["volumeMounts"]}
+    asked = [each["resources"]["requests"]["ephemeral-storage"] for each in (plain, container)]
     assert quantity.parse_bytes(asked[1]) - quantity.parse_bytes(asked[0]) == 500 << 30
 
 
@@ -314,13 +283,7 @@ def test_a_directory_of_the_users_own_is_left_to_flexkv() -> None:
 def test_the_nodes_disk_holds_the_blocks_of_every_engine_in_the_pod() -> None:
     def limit(*args: str) -> str:
         body = tier({"type": "SimpleCPU", "simpleCPU": {"medium": "Disk"}}, engine={"args": list(args)})
-        pod = next(
-            each
-            for each in rendered(body)
-            if each["kind"] == "Deployment" and each["metadata"]["name"] == "llama-engine"
-        )
-        volumes = {each["name"]: each for each in pod["spec"]["template"]["spec"]["volumes"]}
-        return str(volumes["kvtier-offload"]["emptyDir"]["sizeLimit"])
+        return str(engine(rendered(body))[1]["kvtier-offload"]["emptyDir"]["sizeLimit"])
 
     assert (limit(), limit("--data-parallel-size=4")) == ("65Gi", "257Gi")
 

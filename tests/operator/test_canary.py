@@ -43,10 +43,31 @@ def pair(**second: Any) -> tuple[ScriptedEngine, ScriptedEngine]:
     return ScriptedEngine(volume), ScriptedEngine(volume, **second)
 
 
-def test_what_the_first_replica_stored_and_the_second_one_loads_is_proof() -> None:
-    found = send(*pair())
-    assert found.outcome is CanaryOutcome.LOADED
-    assert (found.first, found.second, found.cached_tokens) == ("a", "b", 256)
+STORES_NOTHING = (ScriptedEngine(SharedVolume(), stores=False), ScriptedEngine(SharedVolume()))
+APART = (ScriptedEngine(SharedVolume()), ScriptedEngine(SharedVolume()))
+
+
+@pytest.mark.parametrize(
+    ("engines", "outcome", "cached"),
+    [
+        (pair(), CanaryOutcome.LOADED, 256),
+        (pair(other_requests=3), CanaryOutcome.LOADED, 256),
+        # Counters prove it where the answer does not tell, and nothing while others are served.
+        (pair(tells_cached=False), CanaryOutcome.LOADED, 256),
+        (pair(tells_cached=False, other_requests=3), CanaryOutcome.BUSY, None),
+        # A hit that was computed because that is quicker is a hit.
+        (pair(computes_hits=True), CanaryOutcome.FOUND, None),
+        (pair(computes_hits=True, other_requests=3), CanaryOutcome.BUSY, None),
+        (APART, CanaryOutcome.MISSED, None),
+        (STORES_NOTHING, CanaryOutcome.NOT_STORED, None),
+    ],
+)
+def test_what_the_first_replica_stored_and_the_second_one_loads_is_proof(
+    engines: tuple[ScriptedEngine, ScriptedEngine], outcome: CanaryOutcome, cached: int | None
+) -> None:
+    found = send(*engines)
+    assert (found.outcome, found.first, found.second) == (outcome, "a", "b")
+    assert cached in {found.cached_tokens, None}
 
 
 BOTH = Subjects(adapters=("sql",), has_pictures=True)
@@ -77,16 +98,12 @@ def test_a_tier_with_adapters_and_pictures_is_proven_with_as_many_as_can_be(
     assert first.adapters == second.adapters == ["sql"]
 
 
-@pytest.mark.parametrize(("lost", "subject"), [("sql", "the adapter sql"), ("picture", "a picture")])
-def test_what_is_not_found_with_an_adapter_or_a_picture_is_a_disproof_that_names_it(lost: str, subject: str) -> None:
-    found = send(*pair(loses=lost), subjects=BOTH)
+@pytest.mark.parametrize(("lost", "subject"), [("tiny", ""), ("sql", SQL), ("picture", PICTURE)])
+def test_what_is_not_found_is_a_disproof_that_names_the_adapter_or_the_picture(lost: str, subject: str) -> None:
+    first, second = pair(loses=lost)
+    found = send(first, second, subjects=BOTH)
     assert (found.outcome, found.subject) == (CanaryOutcome.MISSED, subject)
-
-
-def test_nothing_else_is_sent_where_text_alone_is_not_found() -> None:
-    first, second = pair(loses="tiny")
-    assert send(first, second, subjects=BOTH).outcome is CanaryOutcome.MISSED
-    assert not first.adapters
+    assert bool(first.adapters) is bool(subject), "nothing else is sent where text alone is not found"
 
 
 def test_every_picture_is_new_and_can_be_read() -> None:
@@ -100,55 +117,25 @@ def test_every_picture_is_new_and_can_be_read() -> None:
         assert len(zlib.decompress(content[start : start + size])) == SIDE * (1 + 3 * SIDE)
 
 
-def test_counters_prove_it_where_the_answer_does_not_tell() -> None:
-    found = send(*pair(tells_cached=False))
-    assert (found.outcome, found.cached_tokens) == (CanaryOutcome.LOADED, 256)
-
-
-def test_replicas_that_share_no_volume_are_found_out() -> None:
-    found = send(ScriptedEngine(SharedVolume()), ScriptedEngine(SharedVolume()))
-    assert found.outcome is CanaryOutcome.MISSED
-
-
-def test_a_replica_that_stores_nothing_is_found_out() -> None:
-    first, second = pair()
-    first.stores = False
-    assert send(first, second).outcome is CanaryOutcome.NOT_STORED
-
-
-def test_a_hit_that_was_computed_because_that_is_quicker_is_still_a_hit() -> None:
-    assert send(*pair(computes_hits=True)).outcome is CanaryOutcome.FOUND
-
-
-def test_counters_prove_nothing_while_others_are_served() -> None:
-    assert send(*pair(tells_cached=False, other_requests=3)).outcome is CanaryOutcome.BUSY
-    assert send(*pair(computes_hits=True, other_requests=3)).outcome is CanaryOutcome.BUSY
-
-
-def test_an_answer_that_tells_proves_it_while_others_are_served() -> None:
-    assert send(*pair(other_requests=3)).outcome is CanaryOutcome.LOADED
-
-
 @pytest.mark.parametrize("failing", ["a", "b"])
-def test_an_engine_that_does_not_answer_proves_nothing_and_is_named(failing: str) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "outcome"),
+    [
+        ({"failure": "answers /v1/models with 401"}, CanaryOutcome.UNANSWERED),
+        ({"wants_another_key": True}, CanaryOutcome.LOCKED),
+    ],
+)
+def test_an_engine_that_does_not_answer_proves_nothing_and_is_named(
+    failing: str, trouble: dict[str, Any], outcome: CanaryOutcome
+) -> None:
     first, second = pair()
-    (first if failing == "a" else second).failure = "answers /v1/models with 401"
+    vars(first if failing == "a" else second).update(trouble)
     found = send(first, second)
-    assert found.outcome is CanaryOutcome.UNANSWERED
-    assert found.problem == f"pod {failing} answers /v1/models with 401"
-
-
-@pytest.mark.parametrize("failing", ["a", "b"])
-def test_an_engine_that_asks_for_another_key_is_told_apart(failing: str) -> None:
-    first, second = pair()
-    (first if failing == "a" else second).wants_another_key = True
-    found = send(first, second)
-    assert (found.outcome, found.problem) == (CanaryOutcome.LOCKED, f"pod {failing} answers /v1/models with 401")
+    assert (found.outcome, found.problem) == (outcome, f"pod {failing} answers /v1/models with 401")
 
 
 def test_every_prompt_is_new_and_fits_the_model_and_the_chunks() -> None:
-    volume = SharedVolume()
-    first, second = ScriptedEngine(volume), ScriptedEngine(volume)
+    first, second = pair()
     for chunk in (Chunk(), Chunk(tokens=512), Chunk(blocks=64), Chunk(tokens=65536)):
         send(first, second, chunk=chunk)
     assert [len(prompt) for prompt in first.asked] == [257, 2049, 4088, 4088]

@@ -248,10 +248,6 @@ def test_the_crd_is_the_generated_one_is_structural_and_is_kept() -> None:
     assert "annotations" not in free["metadata"]
 
 
-def test_generated_files_of_the_chart_are_fresh() -> None:
-    assert tools.main(["--check"]) == 0
-
-
 @pytest.fixture
 def api() -> Iterator[ApiServerThread]:
     with ApiServerThread() as server:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, condition, run
-from healthy_tier import LATER, NOON, USAGE, VIEW, conditions, varied
+from healthy_tier import LATER, NOON, USAGE, VIEW, check_verdict, conditions, varied
 from live import TIERS, Client, body, running
-from tiers import tier
+from tiers import claim, tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -24,12 +24,6 @@ from kvtier_operator.snapshot import LiveJanitor, Neighbour
 
 BUDGET = 900 << 30
 LITTLE = LiveJanitor(usage=replace(USAGE, used_bytes=1 << 30))
-CLAIM = {
-    "apiVersion": "v1",
-    "kind": "PersistentVolumeClaim",
-    "metadata": {"name": "shared"},
-    "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}},
-}
 
 
 def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
@@ -54,10 +48,7 @@ def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
 def test_a_tier_says_whether_the_budgets_of_all_tiers_on_its_claim_fit_it(
     view: Progress, verdict: str, reason: str, words: str
 ) -> None:
-    found = conditions(view)
-    assert (found["ClaimShared"]["status"], found["ClaimShared"]["reason"]) == (verdict, reason)
-    assert words in found["ClaimShared"]["message"]
-    assert found["Ready"]["status"] == "True"
+    assert check_verdict(view, "ClaimShared", verdict, reason, words)["Ready"]["status"] == "True"
 
 
 def test_budgets_that_begin_to_overlap_are_a_warning_and_their_fitting_again_is_not() -> None:
@@ -117,7 +108,8 @@ def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_on
     api: ApiServerThread,
 ) -> None:
     kubectl = Client(api.url)
-    kubectl.call("POST", kubectl.path("/api/v1", "persistentvolumeclaims"), CLAIM)
+    shared = {**claim("shared", "ReadWriteMany"), "metadata": {"name": "shared"}}
+    kubectl.call("POST", kubectl.path("/api/v1", "persistentvolumeclaims"), shared)
     for name in ("one", "two"):
         volume = {"claim": None, "existingClaim": "shared"}
         kubectl.apply_tier(body(name, volume=volume, disk={"budget": {"maxBytes": "900Gi"}}))

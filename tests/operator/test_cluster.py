@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +26,8 @@ def config_map(**data: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def api() -> Iterator[ApiServerThread]:
-    with ApiServerThread() as server:
-        yield server
-
-
-@pytest.fixture
-def cluster(api: ApiServerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KubernetesCluster:
-    monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
+def cluster(api: ApiServerThread) -> KubernetesCluster:
+    del api
     return connect()
 
 

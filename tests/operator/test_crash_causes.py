@@ -68,27 +68,25 @@ def what_vllm_says_of_encoder_decoder_models() -> str:
     return next(line for line in source.read_text().splitlines() if "Encoder-decoder" in line).strip()
 
 
+UNDER_THE_CAUSE = "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments"
+
+
 @pytest.mark.parametrize(
     ("message", "code", "reason"),
     [
         # A page of shared memory that is not there.
         ("", 135, Reason.SHM_TOO_SMALL),
         # The cause, and not what followed from it.
-        (
-            "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments",
-            1,
-            Reason.TOKEN_REFUSED,
-        ),
+        (UNDER_THE_CAUSE, 1, Reason.TOKEN_REFUSED),
         (f"AssertionError: {what_vllm_says_of_encoder_decoder_models()}", 1, Reason.MODEL_UNSUPPORTED),
+        *((text, 1, None) for text in ("", "Traceback (most recent call last):\nKeyError: 'x'", "\n\n")),
     ],
 )
-def test_the_cause_is_found(message: str, code: int, reason: Reason) -> None:
-    assert crash_causes.explain(message, code).reason is reason
-
-
-@pytest.mark.parametrize("message", ["", "Traceback (most recent call last):\nKeyError: 'x'", "\n\n"])
-def test_words_that_nobody_knows_explain_nothing(message: str) -> None:
-    assert crash_causes.explain(message, 1) is None
+def test_the_cause_is_found_and_words_that_nobody_knows_explain_nothing(
+    message: str, code: int, reason: Reason | None
+) -> None:
+    found = crash_causes.explain(message, code)
+    assert (found and found.reason) is reason
 
 
 def test_a_long_line_is_quoted_by_its_end() -> None:

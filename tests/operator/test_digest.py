@@ -7,14 +7,13 @@ import json
 from typing import Any
 
 import pytest
-from tiers import tier
+from tiers import engine_pod, plan_of, tier
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.parts.edit_impact import explain_edit
-from kvtier_operator.parts.engine import deployment
-from kvtier_operator.plan import TierPlan, decide, diff, digest, make_unchecked_plan
+from kvtier_operator.plan import TierPlan, decide, diff, digest
 
 
 def digest_of(**changes: Any) -> str:
@@ -99,14 +98,13 @@ def body(*, ranks: int = 1, args: tuple[str, ...] = (), model: dict[str, Any] | 
 
 
 def plan(**settings: Any) -> TierPlan:
-    return make_unchecked_plan(parse(body(**settings)), names.tier_ref(tier()), connector_image="c:1")
+    return plan_of(body(**settings))
 
 
 def extra_config(made: TierPlan) -> dict[str, Any]:
-    (container,) = deployment(made)["spec"]["template"]["spec"]["containers"]
+    (container,) = engine_pod(made)["containers"]
     (word,) = (word for word in container["args"] if word.startswith("--kv-transfer-config="))
-    found: dict[str, Any] = json.loads(word.partition("=")[2])["kv_connector_extra_config"]
-    return found
+    return dict(json.loads(word.partition("=")[2])["kv_connector_extra_config"])
 
 
 def test_engines_of_other_numbers_of_ranks_share_a_generation_and_the_size_of_files() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tiers import NAMESPACE, TIER, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.api import parse
-from kvtier_operator.errors import ClusterUnavailable
+from kvtier_operator.errors import ClusterError, ClusterUnavailable
 from kvtier_operator.kube.client import connect
 from kvtier_operator.observe.engine_client import EngineLocked, HttpEngine, KeySource, find_key, read_key
 from kvtier_operator.observe.http_client import HttpClient
@@ -67,39 +66,41 @@ def secret(name: str = "s", **data: bytes) -> dict[str, Any]:
     }
 
 
+OF_OPTIONAL = KeySource(secret="s", entry="k", is_optional=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "objects", "key"),
+    [
+        (OF_SECRET, [secret(k=b"sesame")], "sesame"),
+        (OF_OPTIONAL, [], ""),
+        (OF_OPTIONAL, [secret(other=b"x")], ""),
+    ],
+)
+def test_a_key_is_read_from_its_secret_and_may_be_optional(source: KeySource, objects: list[Any], key: str) -> None:
+    assert read_key(FakeCluster(*objects), TIER, source) == key
+
+
 def test_a_key_in_the_spec_needs_no_reading() -> None:
     cluster = FakeCluster()
     assert read_key(cluster, TIER, KeySource(literal="sesame")) == "sesame"
     assert cluster.calls == []
 
 
-def test_a_key_is_read_from_its_secret() -> None:
-    assert read_key(FakeCluster(secret(k=b"sesame")), TIER, OF_SECRET) == "sesame"
-
-
-def test_engines_without_their_optional_key_are_asked_without() -> None:
-    source = KeySource(secret="s", entry="k", is_optional=True)
-    assert read_key(FakeCluster(), TIER, source) == ""
-    assert read_key(FakeCluster(secret(other=b"x")), TIER, source) == ""
-
-
 @pytest.mark.parametrize(
-    ("objects", "says"),
+    ("objects", "failure", "says"),
     [
-        ((), "Secret s has no entry k"),
-        ((secret(other=b"x"),), "Secret s has no entry k"),
-        ((secret(k=b"\xff\xfe"),), "entry k of Secret s is no text"),
+        ([], None, "Secret s has no entry k"),
+        ([secret(other=b"x")], None, "Secret s has no entry k"),
+        ([secret(k=b"\xff\xfe")], None, "entry k of Secret s is no text"),
+        # In the same words each time.
+        ([], ClusterUnavailable("cannot read Secret/s: port 51234"), r"^Secret s could not be read$"),
     ],
 )
-def test_a_key_that_is_not_there_is_told(objects: tuple[dict[str, Any], ...], says: str) -> None:
+def test_a_key_that_cannot_be_had_is_told(objects: list[Any], failure: ClusterError | None, says: str) -> None:
+    cluster = FakeCluster(*objects)
+    cluster.fail = None if failure is None else (1, failure)
     with pytest.raises(EngineLocked, match=says):
-        read_key(FakeCluster(*objects), TIER, OF_SECRET)
-
-
-def test_a_secret_that_cannot_be_read_now_is_told_in_the_same_words_each_time() -> None:
-    cluster = FakeCluster()
-    cluster.fail = (1, ClusterUnavailable("cannot read Secret/s: port 51234"))
-    with pytest.raises(EngineLocked, match=r"^Secret s could not be read$"):
         read_key(cluster, TIER, OF_SECRET)
 
 
@@ -114,20 +115,13 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(asker: HttpClie
     assert key not in str(refused.value)
 
 
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServerThread]:
-    with ApiServerThread() as server:
-        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
-        server.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
-        yield server
-
-
 @pytest.mark.parametrize(
     "scope", [{}, {"scope": "Namespaced", "namespaces": [NAMESPACE]}], ids=["cluster", "namespaced"]
 )
 def test_the_chart_lets_the_operator_read_the_secrets_it_is_told_and_no_other(
     api: ApiServerThread, scope: dict[str, Any]
 ) -> None:
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     for name in ("ours", "theirs"):
         api.create(secret(name, k=b"sesame"))
     rbac = Rbac(render({"rbac": {"readSecrets": ["ours"]}, **scope}), lambda _request: True)
@@ -136,11 +130,6 @@ def test_the_chart_lets_the_operator_read_the_secrets_it_is_told_and_no_other(
     assert read_key(cluster, TIER, KeySource(secret="ours", entry="k")) == "sesame"
     with pytest.raises(EngineLocked, match="the operator may not read Secret theirs"):
         read_key(cluster, TIER, KeySource(secret="theirs", entry="k"))
-
-
-def test_the_chart_lets_it_read_no_secret_unless_told() -> None:
-    rules = [rule for found in render({}) for rule in found.get("rules") or ()]
-    assert "secrets" not in {resource for rule in rules for resource in rule["resources"]}
 
 
 @pytest.fixture

@@ -14,15 +14,12 @@ import jsonschema
 import kubernetes_schemas
 import pytest
 import yaml
-from test_attach import FOREIGN, plan
+from test_attach import FILES, FOREIGN, plan
 from test_external import SELECTOR, World, external
-from tiers import merge
+from tiers import merge, plan_of
 
-from kvtier_operator import names
-from kvtier_operator.api import parse
 from kvtier_operator.parts.external.attach import AttachRefused, put, step_into
 from kvtier_operator.parts.external.templates import KINDS, attach_document, detach_document, is_values
-from kvtier_operator.plan import make_unchecked_plan
 
 HERE = Path(__file__).parent
 SCHEMAS = {path.stem: yaml.safe_load(path.read_text()) for path in (HERE / "foreign_schemas").glob("*.yaml")}
@@ -36,7 +33,6 @@ def read(path: Path) -> Manifest:
 
 
 def validate(document: Manifest) -> None:
-    """Hold an object against the schema of its kind."""
     kind = "values" if is_values(document) else document["kind"].lower()
     if kind in SCHEMAS:
         kubernetes_schemas.validate_custom(document, SCHEMAS[kind])
@@ -56,16 +52,9 @@ SAMPLES = {
 """Sample of another project, and the tier to which it is attached."""
 
 
-def tier_of(sample: str) -> Manifest:
-    """Return the spec of the tier of a sample."""
-    return merge({"engine": {"args": []}}, SAMPLES[sample])
-
-
-@pytest.mark.parametrize("path", sorted(FOREIGN.glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_is_printed_is_valid_where_it_goes(path: Path) -> None:
-    if path.stem == "tier":
-        pytest.skip("the tier")
-    document = read(path)
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_printed_is_valid_where_it_goes(name: str) -> None:
+    document = read(FOREIGN / f"{name}.yaml")
     validate(document)
     validate(attach_document(document, plan())[1])
 
@@ -74,7 +63,7 @@ def test_what_is_printed_is_valid_where_it_goes(path: Path) -> None:
 def test_samples_of_other_projects_are_attached_and_stay_valid(name: str) -> None:
     sample = read(HERE / "foreign_samples" / f"{name}.yaml")
     validate(sample)
-    _, attached, _ = attach_document(copy.deepcopy(sample), plan(**tier_of(name)))
+    _, attached, _ = attach_document(copy.deepcopy(sample), plan(**merge({"engine": {"args": []}}, SAMPLES[name])))
     validate(attached)
     assert detach_document(attached) == sample
 
@@ -180,11 +169,7 @@ def judge(document: Manifest, body: Manifest) -> tuple[str, str, str]:
 
 
 CASES: list[Any] = [
-    *(
-        pytest.param(path.stem, (), None, {}, id=path.stem)
-        for path in sorted(FOREIGN.glob("*.yaml"))
-        if path.stem not in {"tier", "inferenceservice"}
-    ),
+    *(pytest.param(name, (), None, {}, id=name) for name in FILES if name != "inferenceservice"),
     pytest.param(
         "inferenceservice", (), None, {"engine": {"image": "kserve/huggingfaceserver:v0.17.0-gpu"}}, id="huggingface"
     ),
@@ -223,7 +208,6 @@ def test_the_pod_that_the_owner_makes_of_an_attached_object_is_an_engine_of_the_
         spec = {"engine": {"image": "ghcr.io/llm-d/llm-d-cuda:v0.6.0"}}
     body = tier_with(spec)
     assert judge(document, body)[:2] == ("False", "NotAttached")
-    made = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test")
-    _, attached, _ = attach_document(document, made)
+    _, attached, _ = attach_document(document, plan_of(body))
     status, reason, message = judge(attached, body)
     assert (status, reason) == ("True", "EnginesReady"), message

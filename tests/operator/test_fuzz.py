@@ -16,21 +16,17 @@ from fake_cluster import FakeCluster
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from live import APPS, TIERS, Client, body, running
-from tiers import NAMESPACE as SERVING
-from tiers import tier
+from tiers import TIER, TIER_KEY, tier
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.names import ObjectKey, TierName
 from kvtier_operator.reconcile import Inputs, reconcile
 
 FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.yaml").read_text())["spec"]
 CRD = tier_definition()
 SPEC = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-KEY = ObjectKey(api_version=names.API_VERSION, kind=names.KIND, name="llama")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 MOST_PASSES = 6
 
@@ -75,7 +71,6 @@ def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Return the path of every value below one."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in items:
@@ -95,13 +90,12 @@ def put(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
 def passes_until_quiet(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Reconcile as the work queue does until a pass writes nothing; return how many passes that took, and the tier."""
     cluster = FakeCluster(body)
-    where = TierName(namespace=SERVING, name="llama")
     for number in range(1, MOST_PASSES + 1):
         before = len(cluster.writes())
-        reconcile(cluster, where, Inputs(connector_image="c:1", clock=lambda: NOW))
+        reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: NOW))
         changed = [call for call in cluster.writes()[before:] if call[0] != "apply"]
         if not changed:
-            found = cluster.look(KEY)
+            found = cluster.look(TIER_KEY)
             assert found is not None
             return number, found
     return MOST_PASSES + 1, {}

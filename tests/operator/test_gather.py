@@ -91,11 +91,7 @@ def test_what_pods_say_reaches_the_status(rig: Rig) -> None:
     assert status(rig.cluster)["tiers"][1]["usedBytes"] == 1 << 40
     assert condition(rig.cluster, "DiskHealthy")["reason"] == "Stranger"
     assert "pod b serves" in condition(rig.cluster, "DiskHealthy")["message"]
-
-
-def test_the_janitor_is_asked_through_its_service_and_only_engines_that_serve_are(rig: Rig) -> None:
-    rig.run()
-    rig.answers(3)
+    # The janitor through its Service, and only engines that serve.
     engines = {"http://10.1.0.1:8000/metrics", "http://10.1.0.2:8000/metrics"}
     assert set(rig.pods.asked) == {"http://10.0.0.9:9400/usage", *engines}
 

@@ -63,11 +63,6 @@ def test_a_tier_renders_to_its_golden_objects(case: str, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_golden_tier_says_why_it_exists(case: str) -> None:
-    assert (GOLDEN / case / "tier.yaml").read_text().startswith("# ")
-
-
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_knows_every_field_that_is_rendered(case: str, version: str) -> None:
     if case in DEVICES_BY_CLAIM and version == VERSIONS[0]:

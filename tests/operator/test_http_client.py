@@ -39,63 +39,54 @@ def test_an_address_reads_as_a_url(host: str, url: str) -> None:
     assert str(at(1, "/x", host)) == url
 
 
-def test_an_answer_is_read_whole_whatever_its_status(asker: HttpClient, pods: Pods) -> None:
-    pods.says["/"] = b"fine" * 100_000
-    assert fetch(asker, at(pods.port)) == HttpReply(status=200, reason="OK", body=b"fine" * 100_000)
+def test_an_answer_is_read_whole_whatever_its_status_unless_it_is_too_long(
+    asker: HttpClient, pods: Pods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods.says |= {"/": b"fine" * 10_000, "/long": bytes(200_000)}
+    assert fetch(asker, at(pods.port)) == HttpReply(status=200, reason="OK", body=b"fine" * 10_000)
     assert fetch(asker, at(pods.port, "/missing")).status == 404
-
-
-def test_an_answer_that_is_too_long_is_refused(asker: HttpClient, pods: Pods) -> None:
-    pods.says["/"] = bytes(1 << 20)
     with pytest.raises(OSError, match="more than 1000 bytes"):
         fetch(asker, at(pods.port), most_bytes=1000)
+    monkeypatch.setattr(http_client, "MOST_HELD_BYTES", 100_000)
+    with pytest.raises(OSError, match="more than there is room for"):
+        fetch(asker, at(pods.port, "/long"))
+    assert len(fetch(asker, at(pods.port)).body) == 40_000
 
 
-def test_nobody_listening_is_an_error_of_the_system(asker: HttpClient) -> None:
-    with pytest.raises(ConnectionRefusedError, match="refused"):
-        fetch(asker, at(1))
-
-
-@pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])
-def test_who_says_a_byte_now_and_then_is_not_listened_to_for_ever(asker: HttpClient, said: bytes) -> None:
+@contextlib.contextmanager
+def saying(said: bytes, *, drips: bool) -> Iterator[int]:
+    """Run a server that answers with this and then ends, or says a byte now and then."""
     is_over = threading.Event()
 
-    def drip(listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        with client, contextlib.suppress(OSError):
-            client.sendall(said)
-            while not is_over.wait(0.05):
-                client.sendall(b"a")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=drip, args=(listener,))
-        thread.start()
-        with pytest.raises(TimeoutError, match="too slowly"):
-            fetch(asker, at(listener.getsockname()[1]), seconds=0.5)
-        is_over.set()
-        thread.join()
-
-
-def test_who_drops_what_is_sent_is_told_apart_from_who_is_slow(
-    asker: HttpClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with unreachable() as port, pytest.raises(TimeoutError, match="takes no connection"):
-        fetch(asker, at(port))
-
-
-def test_who_says_something_else_than_http_is_an_error_in_words(asker: HttpClient) -> None:
     def say(listener: socket.socket) -> None:
         client, _ = listener.accept()
-        with client:
+        with client, contextlib.suppress(OSError):
             client.recv(1000)
-            client.sendall(b"SSH-2.0-OpenSSH\r\n")
+            client.sendall(said)
+            while drips and not is_over.wait(0.05):
+                client.sendall(b"a")
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=say, args=(listener,))
         thread.start()
-        with pytest.raises(OSError, match="does not speak HTTP"):
-            fetch(asker, at(listener.getsockname()[1]))
+        yield listener.getsockname()[1]
+        is_over.set()
         thread.join()
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])
+def test_who_says_a_byte_now_and_then_is_not_listened_to_for_ever(asker: HttpClient, said: bytes) -> None:
+    with saying(said, drips=True) as port, pytest.raises(TimeoutError, match="too slowly"):
+        fetch(asker, at(port), seconds=0.5)
+
+
+def test_who_gives_no_answer_of_http_is_an_error_in_words(asker: HttpClient) -> None:
+    with pytest.raises(ConnectionRefusedError, match="refused"):
+        fetch(asker, at(1))
+    with unreachable() as port, pytest.raises(TimeoutError, match="takes no connection"):
+        fetch(asker, at(port))
+    with saying(b"SSH-2.0-OpenSSH\r\n", drips=False) as port, pytest.raises(OSError, match="does not speak HTTP"):
+        fetch(asker, at(port))
 
 
 def test_pods_that_nobody_reaches_keep_no_other_tier_waiting(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,16 +121,6 @@ def test_an_owner_has_a_few_requests_open_at_a_time(pods: Pods) -> None:
         pods.may_answer.set()
         until(lambda: len(replies) == 3 * http_client.REQUESTS_EACH)
     assert all(isinstance(each, HttpReply) for each in replies)
-
-
-def test_an_answer_ends_when_all_of_them_hold_too_much(
-    asker: HttpClient, pods: Pods, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_client, "MOST_HELD_BYTES", 100_000)
-    pods.says |= {"/": bytes(50_000), "/long": bytes(200_000)}
-    with pytest.raises(OSError, match="more than there is room for"):
-        fetch(asker, at(pods.port, "/long"))
-    assert len(fetch(asker, at(pods.port)).body) == 50_000
 
 
 def test_an_asker_that_ends_leaves_nobody_behind(pods: Pods) -> None:

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import APPS, NAMESPACE, Client, body
-from operator_faults import operator_process
+from live import APPS, NAMESPACE, Client, body, operator_process
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 
 LEASES = "/apis/coordination.k8s.io/v1"
 SLOW = 120.0
-ARGUMENTS = ("--leader-elect", "-n", NAMESPACE)
 Spawn = Callable[[], "subprocess.Popen[bytes]"]
 
 
@@ -32,7 +30,7 @@ def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
     with ExitStack() as stack:
 
         def start() -> subprocess.Popen[bytes]:
-            started = operator_process(tmp_path / "kubeconfig", *ARGUMENTS, KVTIER_LEASE_SECONDS="9")
+            started = operator_process(tmp_path / "kubeconfig", "--leader-elect", KVTIER_LEASE_SECONDS="9")
             return stack.enter_context(started).process
 
         yield start

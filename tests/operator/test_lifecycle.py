@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from chart import tools
 from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, body, running
+from tiers import claim
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_operator.kube import idle
+from kvtier_operator.kube.http_server import Health
 from kvtier_operator.metrics import OperatorMetrics
 
 POLICY = "/apis/policy/v1"
@@ -40,7 +42,6 @@ CLAIM = (CORE, "persistentvolumeclaims", "llama-blocks")
 
 @contextmanager
 def ready(kubectl: Client, **settings: Any) -> Iterator[OperatorMetrics]:
-    """Run an operator whose tier is ready."""
     with running(**settings) as metrics:
         kubectl.apply_tier(body())
         until(kubectl.is_ready)
@@ -176,33 +177,32 @@ def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
     assert ended
 
 
-def test_tiers_are_watched_by_kopf_alone(api: ApiServerThread, kubectl: Client) -> None:
-    def agents_that_watch() -> set[str]:
-        found = [
-            call for call in list(api.server.audit) if call.verb == "watch" and call.path.endswith("/kvcachetiers")
-        ]
-        return {call.user_agent.partition("/")[0] for call in found}
+def test_tiers_whose_watch_fails_are_found_and_missed_by_the_list_of_tiers(
+    api: ApiServerThread, kubectl: Client
+) -> None:
+    health = Health()
 
-    with running():
-        until(lambda: "kopf" in agents_that_watch())
-        kubectl.apply_tier(body())
-        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
-    assert agents_that_watch() == {"kopf"}
-
-
-def test_a_tier_whose_going_no_watch_told_of_is_missed_in_a_list(api: ApiServerThread, kubectl: Client) -> None:
     def deaf(request: Any) -> ApiError | None:
         is_watch = "watch" in request.query and request.path.endswith("/kvcachetiers")
         return ApiError(503, "ServiceUnavailable", "injected") if is_watch else None
 
-    with running(resync_seconds=0.3) as metrics:
-        kubectl.apply_tier(body())
-        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
+    def watching() -> set[str]:
+        found = (
+            call for call in list(api.server.audit) if call.verb == "watch" and call.path.endswith("/kvcachetiers")
+        )
+        return {call.user_agent.partition("/")[0] for call in found}
+
+    with running(health=health, resync_seconds=0.3) as metrics:
+        until(lambda: "kopf" in watching())
         api.server.faults.append(deaf)
         api.drop_watches()
+        kubectl.apply_tier(body())
+        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
         kubectl.delete(TIERS, "kvcachetiers", "llama")
         until(lambda: metrics.registry.get_sample_value("kvtier_operator_reconcile_total", {"outcome": "gone"}))
+        assert health.problems("/healthz") == {}
         api.server.faults.clear()
+    assert watching() == {"kopf"}
 
 
 def test_a_namespace_that_may_not_be_read_holds_up_no_other(api: ApiServerThread, kubectl: Client) -> None:
@@ -225,12 +225,7 @@ def test_a_namespace_that_may_not_be_read_holds_up_no_other(api: ApiServerThread
 
 @pytest.mark.usefixtures("controllers")
 def test_a_claim_of_the_users_own_is_noticed_as_soon_as_it_is_there(kubectl: Client) -> None:
-    mine = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "mine"},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}},
-    }
+    mine = {**claim("mine", "ReadWriteMany"), "metadata": {"name": "mine"}}
     with running(resync_seconds=3600):
         kubectl.apply_tier(body(volume={"claim": None, "existingClaim": "mine"}))
         until(lambda: kubectl.condition("Ready").get("reason") == "ClaimMissing")
@@ -291,7 +286,6 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
 
 
 def columns(text: str) -> dict[str, str]:
-    """Return the first row of a table of kubectl's."""
     head, row = text.splitlines()[:2]
     starts = [head.index(name) for name in head.split()]
     ends = [*starts[1:], None]

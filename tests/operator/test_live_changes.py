@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, condition, edited, reconciled, run
-from test_reconcile import CHILDREN
 from tiers import (
     CONFIG,
     DEPLOYMENT,
     JANITOR,
     JANITOR_CONFIG,
-    JANITOR_SERVICE,
     LEASE,
     TIER_KEY,
     merge,
@@ -27,12 +25,10 @@ from kvtier_operator import names
 
 
 def live(cluster: FakeCluster) -> dict[str, Any]:
-    """Return what engines follow while they run."""
     return dict(json.loads(cluster.look(CONFIG)["data"]["live.json"]))
 
 
 def janitors(cluster: FakeCluster) -> janitor.JanitorConfig:
-    """Return what the janitor follows while it runs."""
     return janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
 
 
@@ -83,14 +79,6 @@ def test_free_space_reaches_the_janitor_as_a_share_or_as_an_amount(free: str, fr
     cluster = reconciled(disk={"budget": {"minFree": free}})
     told = janitors(cluster)
     assert (told.min_free_fraction, told.min_free_bytes) == (fraction, count)
-
-
-def test_a_janitor_that_is_switched_off_goes_with_all_it_had() -> None:
-    cluster = reconciled()
-    gone = {key for key, _ in edited(cluster, janitor={"enabled": False}).deleted}
-    assert {JANITOR, JANITOR_CONFIG, JANITOR_SERVICE} < gone
-    assert {key.name for key in gone} == {"llama-janitor"}
-    assert cluster.existing() == CHILDREN - gone | {TIER_KEY}
 
 
 def test_the_lease_is_left_to_its_holder() -> None:
@@ -148,15 +136,6 @@ def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_
     assert (told.max_bytes, told.keep_previous) == (1 << 40, 0)
     assert condition(cluster, "Ready")["status"] == "False"
     assert condition(cluster, "Ready")["message"].startswith(field)
-
-
-def test_an_edit_of_the_pods_beside_a_refused_field_replaces_none() -> None:
-    cluster = reconciled()
-    template = cluster.look(DEPLOYMENT)["spec"]["template"]
-    refused = {"hash": {"algorithm": "md5"}, "cpu": {"size": "32Gi"}, "disk": {"mode": "Bypass"}}
-    assert edited(cluster, **refused).written == (CONFIG,)
-    assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
-    assert live(cluster)["mode"] == "Bypass"
 
 
 def test_an_edit_that_the_api_server_refuses_for_the_engines_moves_nothing_that_they_run_with() -> None:

@@ -94,7 +94,6 @@ os._exit(0)  # its threads wait for more
 
 @pytest.fixture
 def redis() -> Iterator[int]:
-    """Run a Redis with a password, and return its port."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("needs redis-server")

@@ -7,18 +7,13 @@ import warnings
 from typing import Any
 
 import pytest
-from healthy_tier import VIEW, varied
-from tiers import NOON, TIER, tier
+from tiers import engine_pod, plan_of, tier
 
-from kvtier_operator import status
-from kvtier_operator.api import TierSpec
 from kvtier_operator.api.parse import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.names import TierRef
-from kvtier_operator.parts import engine
 from kvtier_operator.parts.crash_causes import explain
-from kvtier_operator.plan import TierPlan, make_unchecked_plan
+from kvtier_operator.plan import TierPlan
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,26 +27,20 @@ with warnings.catch_warnings():
 SQL = {"name": "sql", "source": {"claim": "adapters", "path": "team/sql"}}
 CHAT = {"name": "org/chat.v2", "source": {"hub": "org/chat-lora"}}
 ROOT = {"name": "root", "source": {"claim": "another.claim"}}
-REF = TierRef(namespace=TIER.namespace, name=TIER.name, uid="0")
 
 
-def plan_of(*loras: Any, args: tuple[str, ...] = (), **model: Any) -> TierPlan:
+def planned(*loras: Any, args: tuple[str, ...] = (), **model: Any) -> TierPlan:
     found = {"name": "meta-llama/Llama-3.1-8B-Instruct", "loras": list(loras), **model}
-    return make_unchecked_plan(parse(tier(model=found, engine={"args": list(args)})), REF, connector_image="kvtier")
+    return plan_of(tier(model=found, engine={"args": list(args)}))
 
 
-def report(spec: TierSpec) -> dict[str, Any]:
-    return status.report(varied(VIEW, spec=spec), {}, now=NOON)
-
-
-def pod_of(plan: TierPlan) -> tuple[Any, Any]:
-    pod = engine.deployment(plan)["spec"]["template"]["spec"]
-    return pod, pod["containers"][0]
+def args_of(plan: TierPlan) -> list[str]:
+    return list(engine_pod(plan)["containers"][0]["args"])
 
 
 def test_vllm_reads_the_adapters_that_were_declared() -> None:
-    _, container = pod_of(plan_of(SQL, CHAT, ROOT, args=("--max-model-len", "8192"), maxLoraRank=64))
-    read = make_arg_parser(FlexibleArgumentParser()).parse_args(container["args"])
+    args = args_of(planned(SQL, CHAT, ROOT, args=("--max-model-len", "8192"), maxLoraRank=64))
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
 
     assert [(module.name, module.path) for module in read.lora_modules] == [
         ("sql", "/opt/kvtier-loras/adapters/team/sql"),
@@ -65,13 +54,13 @@ def test_vllm_reads_the_adapters_that_were_declared() -> None:
 
 
 def test_adapters_change_no_block_of_the_model_and_so_no_generation() -> None:
-    assert plan_of(SQL).generation.digest == plan_of().generation.digest
+    assert planned(SQL).generation.digest == planned().generation.digest
 
 
 def test_at_most_eight_adapters_are_computed_together_unless_more_are_asked_for() -> None:
     many = [{**SQL, "name": f"a{number}"} for number in range(20)]
-    assert "--max-loras=8" in pod_of(plan_of(*many))[1]["args"]
-    assert "--max-loras=20" in pod_of(plan_of(*many, maxLorasAtOnce=20))[1]["args"]
+    assert "--max-loras=8" in args_of(planned(*many))
+    assert "--max-loras=20" in args_of(planned(*many, maxLorasAtOnce=20))
 
 
 def test_two_adapters_of_one_name_are_refused() -> None:
@@ -79,16 +68,12 @@ def test_two_adapters_of_one_name_are_refused() -> None:
         parse(tier(model={"name": "m", "loras": [SQL, SQL]}))
 
 
-def test_an_adapter_that_vllm_does_not_find_is_told_with_the_remedy() -> None:
-    found = explain(f"Traceback\nValueError: {LoRAAdapterNotFoundError('sql', '/opt/kvtier-loras/a/sql')}", 1)
-    assert found.reason is Reason.ADAPTER_REFUSED
-    assert "spec.model.loras" in found.remedy
-
-
-def test_an_adapter_of_a_higher_rank_is_told_with_the_remedy() -> None:
+def test_an_adapter_that_vllm_refuses_is_told_with_the_remedy() -> None:
     helper = PEFTHelper.from_dict({"r": 64, "lora_alpha": 16, "target_modules": ["q_proj"]})
     with pytest.raises(ValueError, match="rank") as refused:
         helper.validate_legal(LoRAConfig(max_lora_rank=16))
-    found = explain(f"ValueError: {refused.value}", 1)
-    assert found.reason is Reason.ADAPTER_REFUSED
-    assert "spec.model.maxLoraRank" in found.remedy
+    missing = LoRAAdapterNotFoundError("sql", "/opt/kvtier-loras/a/sql")
+    for error, field in ((refused.value, "spec.model.maxLoraRank"), (missing, "spec.model.loras")):
+        found = explain(f"Traceback\nValueError: {error}", 1)
+        assert found.reason is Reason.ADAPTER_REFUSED
+        assert field in found.remedy

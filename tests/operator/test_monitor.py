@@ -77,22 +77,22 @@ def made(asker: HttpClient) -> Bench:
     return Bench(asker)
 
 
-def test_a_rollout_is_proven_once_and_wakes_its_tier_once(made: Bench) -> None:
-    assert made.look().canary is None
-    assert made.canary().outcome is CanaryOutcome.LOADED
-    asked = made.asked()
-    for _ in range(50):
-        made.look()
-    assert made.asked() == asked == 2
+def test_each_rollout_is_proven_once_and_wakes_its_tier_once(made: Bench) -> None:
+    for number, ask in enumerate((ASK, replace(ASK, rollout="r2")), 1):
+        assert made.look(ask).canary is None
+        assert made.canary(ask).outcome is CanaryOutcome.LOADED
+        asked = made.asked()
+        for _ in range(50):
+            made.look(ask)
+        assert made.asked() == asked == 2 * number
+        assert made.woken == [TIER] * number
+
+
+def test_engines_that_do_not_answer_are_told_once(made: Bench) -> None:
+    for engine in made.engines.values():
+        engine.failure = "answers /v1/models with 401"
+    assert made.canary().outcome is CanaryOutcome.UNANSWERED
     assert made.woken == [TIER]
-
-
-def test_the_next_rollout_is_proven_anew(made: Bench) -> None:
-    made.canary()
-    after = replace(ASK, rollout="r2")
-    assert made.look(after).canary is None
-    assert made.canary(after).outcome is CanaryOutcome.LOADED
-    assert made.asked() == 4
 
 
 def test_what_a_status_speaks_of_already_is_not_proven_at_once_again(made: Bench) -> None:
@@ -107,13 +107,6 @@ def test_a_refusal_sends_nothing(made: Bench, refusal: NoCanary) -> None:
     made.look(replace(ASK, refusal=refusal))
     until(lambda: made.engines["10.0.0.1"].read)
     assert made.asked() == 0
-
-
-def test_engines_that_do_not_answer_are_told_once(made: Bench) -> None:
-    for engine in made.engines.values():
-        engine.failure = "answers /v1/models with 401"
-    assert made.canary().outcome is CanaryOutcome.UNANSWERED
-    assert made.woken == [TIER]
 
 
 def test_engines_with_a_key_are_asked_with_it_and_their_metrics_without(made: Bench) -> None:
@@ -147,30 +140,30 @@ def snapshot(*addresses: str, **changes: Any) -> Any:
     return replace(HEALTHY, pods=pods, **changes)
 
 
+BOTH_PODS = ("1.1.1.1", "1.1.1.2")
+
+
 @pytest.mark.parametrize(
-    ("body", "pods", "refusal"),
+    ("body", "pods", "report", "refusal"),
     [
-        ({}, ("1.1.1.1", "1.1.1.2"), None),
-        ({"proof": {"canary": {"enabled": False}}}, ("1.1.1.1", "1.1.1.2"), NoCanary.OFF),
-        ({"disk": {"mode": "ReadOnly"}}, ("1.1.1.1", "1.1.1.2"), NoCanary.NOT_WRITTEN),
-        ({"replicas": 1}, ("1.1.1.1",), NoCanary.SINGLE_REPLICA),
-        ({"replicas": 0}, (), NoCanary.NO_ENGINES),
-        ({}, ("1.1.1.1",), NoCanary.ROLLING),
+        ({}, BOTH_PODS, None, None),
+        ({"proof": {"canary": {"enabled": False}}}, BOTH_PODS, None, NoCanary.OFF),
+        ({"disk": {"mode": "ReadOnly"}}, BOTH_PODS, None, NoCanary.NOT_WRITTEN),
+        ({"replicas": 1}, BOTH_PODS[:1], None, NoCanary.SINGLE_REPLICA),
+        ({"replicas": 0}, (), None, NoCanary.NO_ENGINES),
+        ({}, BOTH_PODS[:1], None, NoCanary.ROLLING),
+        # Engines compare the blocks of another release.
+        ({}, BOTH_PODS, EngineReport(release=1), NoCanary.ROLLING),
     ],
 )
 def test_a_canary_is_sent_only_where_it_can_prove_something(
-    body: Mapping[str, Any], pods: tuple[str, ...], refusal: NoCanary | None
+    body: Mapping[str, Any], pods: tuple[str, ...], report: EngineReport | None, refusal: NoCanary | None
 ) -> None:
-    ask = make_observation_plan(parse(tier(**body)), snapshot(*pods), generation="g", chunk=Chunk())
+    seen = snapshot(*pods)
+    seen = replace(seen, pods=tuple(replace(pod, report=report) for pod in seen.pods))
+    ask = make_observation_plan(parse(tier(**body)), seen, generation="g", chunk=Chunk())
     assert ask.refusal is refusal
     assert len(ask.targets) == len(pods)
-
-
-def test_no_canary_is_sent_while_engines_compare_the_blocks_of_another_release() -> None:
-    seen = snapshot("1.1.1.1", "1.1.1.2")
-    comparing = replace(seen, pods=(seen.pods[0], replace(seen.pods[1], report=EngineReport(release=1))))
-    ask = make_observation_plan(parse(tier()), comparing, generation="g", chunk=Chunk())
-    assert ask.refusal is NoCanary.ROLLING
 
 
 ADAPTER = {"name": "sql", "source": {"claim": "adapters", "path": "sql"}}
@@ -190,10 +183,8 @@ FROM_THE_HUB = {"name": "other", "source": {"hub": "org/other"}}
 def test_a_canary_covers_the_adapters_and_the_pictures_that_the_tier_has(
     body: Mapping[str, Any], subjects: Subjects
 ) -> None:
-    assert (
-        make_observation_plan(parse(tier(**body)), snapshot("1.1.1.1"), generation="g", chunk=Chunk()).subjects
-        == subjects
-    )
+    plan = make_observation_plan(parse(tier(**body)), snapshot("1.1.1.1"), generation="g", chunk=Chunk())
+    assert plan.subjects == subjects
 
 
 def test_scaling_keeps_the_proof_and_other_blocks_or_other_pods_void_it() -> None:

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 from chart import NAMESPACE as SYSTEM
 from chart import render as chart
-from tiers import tier
+from tiers import rendered, tier
 
 from kvtier_operator import names
-from kvtier_operator.api import parse
-from kvtier_operator.parts import render
-from kvtier_operator.plan import make_unchecked_plan
 
 Labels = Mapping[str, str]
 MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
@@ -84,12 +81,8 @@ def _covers(rule: dict[str, Any], port: int) -> bool:
 def network(
     *, policy: Mapping[str, Any] | None = None, values: Mapping[str, Any] | None = None, **spec: Any
 ) -> Network:
-    body = tier(**spec)
-    body["metadata"]["namespace"] = "serving"
-    body["spec"]["networkPolicy"] = dict(policy or {})
-    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
     operator = chart({"networkPolicy": {"enabled": True, "scrapers": [MONITORING], **(values or {})}})
-    return Network(*made, *operator)
+    return Network(*rendered(tier(**spec, networkPolicy=dict(policy or {}))).values(), *operator)
 
 
 OPERATOR = "kvtier-operator"
@@ -189,6 +182,5 @@ def test_engines_of_two_roles_reach_each_other() -> None:
 
 
 def test_no_policy_is_made_where_none_is_asked_for() -> None:
-    body = tier()
-    made = render(make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test"))
+    made = rendered(tier()).values()
     assert not [each for each in (*made, *chart()) if each["kind"] == "NetworkPolicy"]

@@ -35,6 +35,7 @@ from kvtier_operator.snapshot import Engines, Snapshot
 
 REF = names.tier_ref(tier())
 GIB = 1 << 30
+OF_GPU = {"key": "gpu", "effect": "NoSchedule"}
 
 
 def node(name: str = "gpu-1", memory: str = "256Gi", *, gpus: int = 8, **more: Any) -> dict[str, Any]:
@@ -76,31 +77,30 @@ def cpu_gib(*objects: Any, percent: str = "50%", **spec: Any) -> float:
     return found.cpu_bytes / GIB
 
 
-def test_a_share_is_of_the_smallest_matching_node_after_what_runs_there() -> None:
-    objects = (node(), node("gpu-2", "128Gi"), node("cpu-1", "32Gi", gpus=0), pod("monitoring", "8Gi", on="gpu-2"))
-    assert cpu_gib(*objects) == 60
+OURS = pod("llama-engine-1", "200Gi", gpus=1, labels={**names.selector(REF), "pod-template-hash": "5f"})
+OURS["metadata"]["ownerReferences"] = [made_by("llama-engine-5f")]
+TAKEN = (node("gpu-2", "64Gi", gpus=1), pod("other", "32Gi", on="gpu-2", gpus=1))
 
 
-def test_the_engines_of_the_tier_itself_are_not_in_their_own_way() -> None:
-    labels = {**names.selector(REF), "pod-template-hash": "5f"}
-    engine = pod("llama-engine-1", "200Gi", gpus=1, labels=labels)
-    engine["metadata"]["ownerReferences"] = [made_by("llama-engine-5f")]
-    assert cpu_gib(node(), engine) == 128
-
-
-def test_a_pod_that_only_carries_the_labels_of_the_tier_takes_room_like_any_other() -> None:
-    copied = pod("copied", "200Gi", labels=names.selector(REF))
-    assert cpu_gib(node(), copied) == 28
-
-
-def test_a_node_whose_devices_are_taken_does_not_count_while_others_are_free() -> None:
-    taken = (node("gpu-2", "64Gi", gpus=1), pod("other", "32Gi", on="gpu-2", gpus=1))
-    assert cpu_gib(node(), *taken) == 128
-    assert cpu_gib(*taken, percent="40%") == 12.75
-
-
-def test_each_engine_core_of_a_pod_gets_its_part() -> None:
-    assert cpu_gib(node(), engine={"args": ["--data-parallel-size", "4"]}) == 32
+@pytest.mark.parametrize(
+    ("objects", "percent", "args", "gib"),
+    [
+        # The smallest matching node counts, after what runs there.
+        ((node(), node("gpu-2", "128Gi"), node("c", "32Gi", gpus=0), pod("m", "8Gi", on="gpu-2")), "50%", [], 60),
+        # The engines of the tier are not in their own way; a pod that only carries their labels is.
+        ((node(), OURS), "50%", [], 128),
+        ((node(), pod("copied", "200Gi", labels=names.selector(REF))), "50%", [], 28),
+        # A node whose devices are taken does not count while others are free.
+        ((node(), *TAKEN), "50%", [], 128),
+        (TAKEN, "40%", [], 12.75),
+        # Each engine core of a pod gets its part.
+        ((node(),), "50%", ["--data-parallel-size", "4"], 32),
+    ],
+)
+def test_a_share_is_of_the_node_on_which_an_engine_has_least_room(
+    objects: tuple[Any, ...], percent: str, args: list[str], gib: float
+) -> None:
+    assert cpu_gib(*objects, percent=percent, engine={"args": args}) == gib
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,7 @@ def test_each_engine_core_of_a_pod_gets_its_part() -> None:
         ({}, {"taints": [{"key": "gpu", "effect": "PreferNoSchedule"}]}, True),
         ({}, {"taints": [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]}, True),
         ({"tolerations": [{"operator": "Exists"}]}, {"taints": [{"key": "gpu", "effect": "NoExecute"}]}, True),
-        (
-            {"tolerations": [{"key": "gpu", "value": "b", "effect": "NoSchedule"}]},
-            {"taints": [{"key": "gpu", "value": "a", "effect": "NoSchedule"}]},
-            False,
-        ),
+        ({"tolerations": [{**OF_GPU, "value": "b"}]}, {"taints": [{**OF_GPU, "value": "a"}]}, False),
         ({}, {"unschedulable": True}, False),
         ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "a"}}, True),
         ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "b"}}, False),
@@ -363,13 +359,10 @@ def test_a_pod_counts_as_the_scheduler_counts_it() -> None:
         {"name": "fetch", "resources": {"requests": {"memory": "9Gi"}}},
     ]
     body["spec"]["overhead"] = {"memory": "1Gi"}
-    finished = pod("done", "99Gi")
+    finished, unscheduled = pod("done", "99Gi"), pod("waiting", "99Gi")
     finished["status"]["phase"] = "Succeeded"
-    unscheduled = pod("waiting", "99Gi")
     unscheduled["spec"].pop("nodeName")
-    usage = from_objects([{"kind": "List", "items": [body, finished, unscheduled]}]).usage
-    assert [each.memory_bytes // GIB for each in usage] == [11]
-
-
-def test_objects_that_are_no_nodes_are_nobody() -> None:
-    assert from_objects([{"kind": "ConfigMap", "metadata": {"name": "x"}}]).nodes == ()
+    others = {"kind": "ConfigMap", "metadata": {"name": "x"}}
+    found = from_objects([{"kind": "List", "items": [body, finished, unscheduled, others]}])
+    assert [each.memory_bytes // GIB for each in found.usage] == [11]
+    assert found.nodes == ()

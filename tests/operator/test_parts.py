@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from test_nodes import GIB, node, share
-from test_reconcile import CHILDREN, JANITORS
-from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, TIER_KEY, pod, tier, waiting
+from test_reconcile import CHILDREN, JANITORS, of_somebody
+from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NOON, TIER_KEY, pod, tier, waiting
 
 from kvtier_connector.contract import engine
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
@@ -112,8 +112,7 @@ def test_engines_that_run_follow_the_mode_of_a_spec_that_cannot_be_carried_out(
 def test_an_account_of_somebody_else_keeps_no_engine_that_runs_from_its_mode() -> None:
     cluster = reconciled()
     cluster.remove(ACCOUNT)
-    theirs = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT.name, "namespace": NAMESPACE}}
-    cluster.put(theirs)
+    cluster.put(of_somebody(ACCOUNT))
     assert edited(cluster, replicas=5, disk={"mode": "Bypass"}).written == (CONFIG,)
     assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
 
@@ -158,11 +157,8 @@ def test_a_janitor_without_a_ready_pod_is_dead_after_minutes_and_looked_at_again
     away = {"type": "Available", "status": "False", "lastTransitionTime": since}
     cluster.edit(JANITOR, {"status": {"conditions": [away]}})
     assert run(cluster).requeue_after == again
-    assert [condition(cluster, kind)["status"] for kind in ("JanitorHealthy", "Ready", "Available")] == [
-        verdict,
-        ready,
-        "True",
-    ]
+    found = [condition(cluster, kind)["status"] for kind in ("JanitorHealthy", "Ready", "Available")]
+    assert found == [verdict, ready, "True"]
 
 
 def test_a_janitor_in_a_crash_loop_is_told_with_its_last_words() -> None:
@@ -172,10 +168,8 @@ def test_a_janitor_in_a_crash_loop_is_told_with_its_last_words() -> None:
     crashed["containerStatuses"][0]["lastState"]["terminated"]["message"] = "/blocks: Permission denied"
     cluster.put(pod("llama-janitor-0", cluster.look(JANITOR)["spec"]["template"], **crashed))
     run(cluster)
-    assert (condition(cluster, "Ready")["reason"], condition(cluster, "Available")["status"]) == (
-        "JanitorFailing",
-        "True",
-    )
+    assert condition(cluster, "Ready")["reason"] == "JanitorFailing"
+    assert condition(cluster, "Available")["status"] == "True"
     assert "exit code 1: /blocks: Permission denied" in condition(cluster, "JanitorHealthy")["message"]
     assert "JanitorFailing" in {event["reason"] for event in cluster.posted}
 

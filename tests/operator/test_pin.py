@@ -16,41 +16,38 @@ OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
 
 
 def template(cluster: FakeCluster) -> dict[str, Any]:
-    found = cluster.look(DEPLOYMENT)
-    return dict(found["spec"]["template"])
+    return dict(cluster.look(DEPLOYMENT)["spec"]["template"])
 
 
 def image(cluster: FakeCluster) -> str:
     return str(template(cluster)["spec"]["initContainers"][0]["image"])
 
 
+def made(by: str = OLD, **spec: Any) -> FakeCluster:
+    """Return a cluster in which an operator with this connector has made a tier."""
+    cluster = FakeCluster(tier(**spec))
+    assert run(cluster, image=by).failure is None
+    return cluster
+
+
 def age(cluster: FakeCluster, change: Any) -> None:
     """Make the Deployment one of an older operator, whose document `change` edits."""
-    found = cluster.look(DEPLOYMENT)
-    document = json.loads(found["metadata"]["annotations"][names.ANNOTATION_RENDERED])
+    document = json.loads(cluster.look(DEPLOYMENT)["metadata"]["annotations"][names.ANNOTATION_RENDERED])
     change(document)
-    annotation = json.dumps(document)
-    cluster.edit(
-        DEPLOYMENT,
-        {
-            "metadata": {"annotations": {names.ANNOTATION_RENDERED: annotation}},
-            "spec": {"template": document["template"]},
-        },
-    )
+    annotations = {names.ANNOTATION_RENDERED: json.dumps(document)}
+    made = {"metadata": {"annotations": annotations}, "spec": {"template": document["template"]}}
+    cluster.edit(DEPLOYMENT, made)
 
 
 def test_another_version_of_the_operator_restarts_no_engine() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster, image=OLD)
+    cluster = made()
     before, config = template(cluster), cluster.look(CONFIG)
-    outcome = run(cluster, image=NEW)
-    assert outcome.written == ()
+    assert run(cluster, image=NEW).written == ()
     assert (template(cluster), cluster.look(CONFIG)) == (before, config)
 
 
 def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_its_generation() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster, image=OLD)
+    cluster = made()
 
     def change(document: dict[str, Any]) -> None:
         document["template"]["spec"]["terminationGracePeriodSeconds"] = 7
@@ -80,8 +77,7 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
     ids=str,
 )
 def test_an_edit_or_a_restart_takes_up_what_this_version_renders(change: dict[str, Any]) -> None:
-    cluster = FakeCluster(tier(engine={"podTemplate": {"nodeSelector": {"zone": "a"}}}))
-    run(cluster, image=OLD)
+    cluster = made(engine={"podTemplate": {"nodeSelector": {"zone": "a"}}})
     cluster.edit(TIER_KEY, change)
     assert DEPLOYMENT in run(cluster, image=NEW).written
     assert image(cluster) == NEW
@@ -89,8 +85,7 @@ def test_an_edit_or_a_restart_takes_up_what_this_version_renders(change: dict[st
 
 
 def test_each_value_of_the_restart_annotation_rolls_the_engines_once() -> None:
-    cluster = FakeCluster(tier())
-    run(cluster, image=OLD)
+    cluster = made()
     for value in ("1", "2"):
         cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_RESTART: value}}})
         assert run(cluster, image=OLD).written == (DEPLOYMENT,)
@@ -100,8 +95,7 @@ def test_each_value_of_the_restart_annotation_rolls_the_engines_once() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"spec": {}, "restart": "", "config": 1, "template": {}}'])
 def test_a_note_that_nobody_can_read_is_rendered_anew(text: str) -> None:
-    cluster = FakeCluster(tier())
-    run(cluster, image=OLD)
+    cluster = made()
     cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: text}}})
     run(cluster, image=NEW)
     assert image(cluster) == NEW
@@ -134,10 +128,7 @@ def test_an_edit_from_which_no_pod_is_made_rolls_nothing_under_another_version(p
     change: Any = CHANGES[path]
     for part in reversed(path):
         change = {part: change}
-    cluster = FakeCluster(
-        tier(disk={"encryption": {"secretName": "keys", "activeKey": "one"}}, model={"config": LLAMA})
-    )
-    run(cluster, image=OLD)
+    cluster = made(disk={"encryption": {"secretName": "keys", "activeKey": "one"}}, model={"config": LLAMA})
     before = template(cluster)
     cluster.edit(TIER_KEY, {"spec": change})
     run(cluster, image=NEW)
@@ -145,16 +136,14 @@ def test_an_edit_from_which_no_pod_is_made_rolls_nothing_under_another_version(p
 
 
 def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
-    cluster = FakeCluster(tier(model={"config": {"x": "y" * (200 << 10)}}))
-    assert run(cluster, image=OLD).failure is None
+    cluster = made(model={"config": {"x": "y" * (200 << 10)}})
     found = cluster.look(DEPLOYMENT)
     assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
     assert run(cluster, image=OLD).written == ()
 
 
 def test_a_second_replica_on_a_volume_of_one_node_is_not_made_from_a_template_that_leaves_the_node_open() -> None:
-    cluster = FakeCluster(tier(replicas=1, volume={"claim": {"accessModes": ["ReadWriteOnce"]}}))
-    run(cluster)
+    cluster = made("connector:test", replicas=1, volume={"claim": {"accessModes": ["ReadWriteOnce"]}})
     age(cluster, lambda document: document["template"]["spec"].pop("affinity"))
     cluster.edit(DEPLOYMENT, {"spec": {"template": {"spec": {"affinity": None}}}})
     run(cluster, image=NEW)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
-from definition import tier_definition
+from command import Command
+from live import body
 from tiers import NOON, tier
 
-from kvtier_cli.app import main
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator.kube.client import connect
 from kvtier_operator.names import TierName
@@ -32,20 +32,13 @@ CASES = sorted(folder.name for folder in PLANS.iterdir() if folder.is_dir())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_plan_reads_as_it_was_reviewed(
-    case: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status = main(["plan", str(PLANS / case / "tier.yaml"), "--nodes", str(NODES)])
-    text, expected = capsys.readouterr().out, PLANS / case / "expected.txt"
+def test_a_plan_reads_as_it_was_reviewed(case: str, request: pytest.FixtureRequest, kvtier: Command) -> None:
+    code, expected = 1 if case == "too-large" else 0, PLANS / case / "expected.txt"
+    text = kvtier("plan", str(PLANS / case / "tier.yaml"), "--nodes", str(NODES), code=code)
+    assert all(len(line) <= 132 for line in text.splitlines())
     if request.config.getoption("--update-golden"):
         expected.write_text(text)
     assert text == expected.read_text()
-    assert status == (1 if case == "too-large" else 0)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_no_line_of_a_plan_is_wider_than_a_screen(case: str) -> None:
-    assert all(len(line) <= 132 for line in (PLANS / case / "expected.txt").read_text().splitlines())
 
 
 def test_the_example_in_the_documentation_is_what_is_printed(request: pytest.FixtureRequest) -> None:
@@ -65,9 +58,8 @@ def write(path: Path, *bodies: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", write(tmp_path / "tier.yaml", tier()), "-o", "json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, kvtier: Command) -> None:
+    (found,) = kvtier.json("plan", write(tmp_path / "tier.yaml", tier()))
     assert (found["tier"], found["sizing"]["cpuTokens"], found["sizing"]["memoryBytes"]) == (
         "serving/llama",
         524288,
@@ -76,20 +68,18 @@ def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, capsys
     assert "nodes" not in found
 
 
-def test_a_config_beside_it_tells_what_the_name_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_beside_it_tells_what_the_name_does_not(tmp_path: Path, kvtier: Command) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}))
     file = write(tmp_path / "tier.yaml", tier(model={"name": "/models/mine"}))
-    assert main(["plan", file, "--config", str(config)]) == 0
-    assert "4 layers x 2 x 64 x 4 KV heads x 2 B" in capsys.readouterr().out
+    assert "4 layers x 2 x 64 x 4 KV heads x 2 B" in kvtier("plan", file, "--config", str(config))
 
 
-def test_several_tiers_make_several_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_tiers_make_several_pages(tmp_path: Path, kvtier: Command) -> None:
     second = tier()
     second["metadata"]["name"] = "other"
     listed = {"apiVersion": "v1", "kind": "List", "items": [tier(), second]}
-    assert main(["plan", write(tmp_path / "tiers.yaml", listed)]) == 0
-    text = capsys.readouterr().out
+    text = kvtier("plan", write(tmp_path / "tiers.yaml", listed))
     assert text.startswith("serving/llama: ")
     assert "\n\nserving/other: " in text
 
@@ -108,7 +98,7 @@ def test_several_tiers_make_several_pages(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_what_cannot_be_planned_is_said_in_words(
-    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("tier.yaml"), tier())
@@ -117,16 +107,15 @@ def test_what_cannot_be_planned_is_said_in_words(
     Path("numbers.json").write_text("[1]")
     Path("node.yaml").write_text("{apiVersion: v1, kind: Node, metadata: {}}")
     Path("image.png").write_bytes(b"\x89PNG\xff")
-    assert main(["plan", *words.replace("TIER", "tier.yaml").split()]) == (2 if "takes" in message else 1)
-    assert message in capsys.readouterr().err
+    code = 2 if "takes" in message else 1
+    assert message in kvtier.fails("plan", *words.replace("TIER", "tier.yaml").split(), code=code)
 
 
-def test_an_edit_is_told_field_by_field_and_in_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edit_is_told_field_by_field_and_in_sum(tmp_path: Path, kvtier: Command) -> None:
     old = tier(disk={"budget": {"maxBytes": "1Ti"}})
     old["status"] = {"generation": {"current": "x"}, "tiers": [{"name": "disk", "usedBytes": 5 << 40}]}
     new = tier(model={"revision": "abc"}, replicas=3)
-    assert main(["plan", "--diff", write(tmp_path / "old.yaml", old), write(tmp_path / "new.yaml", new)]) == 0
-    text = capsys.readouterr().out
+    text = kvtier("plan", "--diff", write(tmp_path / "old.yaml", old), write(tmp_path / "new.yaml", new))
     assert "spec.model.revision        main    abc    empty cache, restart\n" in text
     assert "spec.replicas              2       3      no restart\n" in text
     assert "(5 TiB on the volume) cannot be read" in " ".join(text.split())
@@ -142,21 +131,15 @@ def test_an_edit_is_told_field_by_field_and_in_sum(tmp_path: Path, capsys: pytes
         ({"paused": True}, "restarts no engine"),
     ],
 )
-def test_an_edit_that_costs_nothing_says_so(
-    edit: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_edit_that_costs_nothing_says_so(edit: dict[str, Any], words: str, tmp_path: Path, kvtier: Command) -> None:
     files = [write(tmp_path / "old.yaml", tier()), write(tmp_path / "new.yaml", tier(**edit))]
-    assert main(["plan", "--diff", *files]) == 0
-    assert words in capsys.readouterr().out
+    assert words in kvtier("plan", "--diff", *files)
 
 
-def test_an_edit_is_told_to_programs_in_the_words_of_the_api(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_edit_is_told_to_programs_in_the_words_of_the_api(tmp_path: Path, kvtier: Command) -> None:
     edited = tier(model={"name": "org/other", "config": {"num_hidden_layers": 4}})
     files = [write(tmp_path / "a", tier()), write(tmp_path / "b", edited)]
-    assert main(["plan", "--diff", *files, "-o", "json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = kvtier.json("plan", "--diff", *files)
     assert found["generation"] != found["newGeneration"]
     assert {"restartedPods", "replicas", "warmBytes", "warnings"} <= found.keys()
     changes = {each["field"]: each for each in found["changes"]}
@@ -164,32 +147,21 @@ def test_an_edit_is_told_to_programs_in_the_words_of_the_api(
     assert changes["spec.model.config"]["after"] == {"num_hidden_layers": 4}
 
 
-def test_tiers_that_come_and_go_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiers_that_come_and_go_are_named(tmp_path: Path, kvtier: Command) -> None:
     other = tier()
     other["metadata"]["name"] = "other"
-    assert main(["plan", "--diff", write(tmp_path / "a", tier()), write(tmp_path / "b", other), "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == [
+    assert kvtier.json("plan", "--diff", write(tmp_path / "a", tier()), write(tmp_path / "b", other)) == [
         {"tier": "serving/llama", "only": "before"},
         {"tier": "serving/other", "only": "after"},
     ]
 
 
 def test_a_file_is_compared_with_what_stands_in_the_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kvtier: Command, api: ApiServerThread
 ) -> None:
-    body = tier()
-    body["metadata"]["namespace"] = "default"
-    edited = tier(cpu={"size": "32Gi"})
-    edited["metadata"]["namespace"] = "default"
-    with ApiServerThread() as api:
-        monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
-        api.create(tier_definition())
-        api.create(body)
-        reconcile(
-            connect(), TierName(namespace="default", name="llama"), Inputs(connector_image="c:1", clock=lambda: NOON)
-        )
-        assert main(["plan", "--diff", write(tmp_path / "new.yaml", edited)]) == 0
-        text = capsys.readouterr().out
+    api.create(body())
+    reconcile(connect(), TierName(namespace="default", name="llama"), Inputs(connector_image="c:1", clock=lambda: NOON))
+    text = kvtier("plan", "--diff", write(tmp_path / "new.yaml", body(cpu={"size": "32Gi"})))
     assert "spec.cpu.size" in text
     assert "keeps the cache: generation " in text
     assert "replaces 2 engine pods, one after another: spec.cpu.size changed" in text

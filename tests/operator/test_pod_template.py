@@ -10,25 +10,21 @@ from typing import Any
 import pytest
 from healthy_tier import NODE, SPEC, VIEW, check_problem, conditions, varied, with_pod
 from live import Client
-from tiers import tier
+from tiers import engine_pod, plan_of, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
-from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.parts import engine, pods
 from kvtier_operator.parts.pods import lay_over
-from kvtier_operator.plan import make_unchecked_plan, nodes
-from kvtier_operator.plan import nodes as shares
+from kvtier_operator.plan import nodes
 from kvtier_operator.snapshot import ContainerStatus, Engines, Nodes
 
 SIDECAR = {"name": "auth", "image": "envoy:1", "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}}
 
 
 def pod_of(**template: Any) -> dict[str, Any]:
-    body = tier(engine={"podTemplate": template})
-    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
-    return dict(engine.deployment(plan)["spec"]["template"]["spec"])
+    return engine_pod(plan_of(tier(engine={"podTemplate": template})))
 
 
 def container(pod: dict[str, Any], name: str = "engine") -> dict[str, Any]:
@@ -90,15 +86,16 @@ def test_a_container_is_merged_as_the_api_server_merges_two_who_apply_it(api: Ap
     assert {field: by_server[field] for field in by_us} == by_us
 
 
-def test_a_sidecar_that_says_what_it_may_gets_nothing_laid_under_it() -> None:
+def test_pods_on_the_nodes_network_still_resolve_services_and_a_sidecars_context_is_its_own() -> None:
+    pod = pod_of(hostNetwork=True)
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert pod_of(hostNetwork=True, dnsPolicy="Default")["dnsPolicy"] == "Default"
     pod = pod_of(containers=[{"name": "driver", "image": "d", "securityContext": {"privileged": True}}])
     assert container(pod, "driver")["securityContext"] == {"privileged": True}
 
 
-def test_pods_on_the_nodes_network_still_resolve_services() -> None:
-    pod = pod_of(hostNetwork=True)
-    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
-    assert pod_of(hostNetwork=True, dnsPolicy="Default")["dnsPolicy"] == "Default"
+PRIVILEGED = {**SIDECAR, "securityContext": {"privileged": True}}
+IPC = {"name": "engine", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
 
 
 @pytest.mark.parametrize(
@@ -106,12 +103,9 @@ def test_pods_on_the_nodes_network_still_resolve_services() -> None:
     [
         ({"hostNetwork": True}, "hostNetwork"),
         ({"volumes": [{"name": "dev", "hostPath": {"path": "/dev"}}]}, "hostPath of the volume dev"),
-        ({"containers": [{**SIDECAR, "securityContext": {"privileged": True}}]}, "privileged of the container auth"),
+        ({"containers": [PRIVILEGED]}, "privileged of the container auth"),
         ({"initContainers": [{"name": "i", "image": "i", "securityContext": {"runAsUser": 0}}]}, "runAsUser of the"),
-        (
-            {"containers": [{"name": "engine", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}]},
-            "capabilities.add of the container engine",
-        ),
+        ({"containers": [IPC]}, "capabilities.add of the container engine"),
         ({"securityContext": {"runAsNonRoot": False}}, "runAsNonRoot of the pods"),
         ({"containers": [{**SIDECAR, "ports": [{"containerPort": 1, "hostPort": 1}]}]}, "hostPort of the container"),
     ],
@@ -128,30 +122,23 @@ def test_what_satisfies_the_standard_is_not_spoken_of() -> None:
 
 
 def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> None:
-    asked = parse(
-        tier(
-            engine={
-                "podTemplate": {
-                    "containers": [{"name": "engine", "resources": {"limits": {"rdma/hca": "2"}}}, SIDECAR],
-                    "initContainers": [
-                        {"name": "once", "image": "i", "resources": {"limits": {"memory": "9Gi"}}},
-                        {
-                            "name": "log",
-                            "image": "i",
-                            "restartPolicy": "Always",
-                            "resources": {"limits": {"memory": "1Gi"}},
-                        },
-                    ],
-                }
-            }
-        )
-    )
+    def limited(name: str, resource: str, amount: str, **more: str) -> dict[str, Any]:
+        return {"name": name, "resources": {"limits": {resource: amount}}, **more}
+
+    template = {
+        "containers": [limited("engine", "rdma/hca", "2"), SIDECAR],
+        "initContainers": [
+            limited("once", "memory", "9Gi", image="i"),
+            limited("log", "memory", "1Gi", image="i", restartPolicy="Always"),
+        ],
+    }
+    asked = parse(tier(engine={"podTemplate": template}))
     assert nodes.sidecar_requests(asked) == (2 << 30, 500)
     assert not nodes.matching(asked, Nodes(nodes=(NODE,)))
     equipped = replace(NODE, devices={"nvidia.com/gpu": 8, "rdma/hca": 2})
     assert nodes.matching(asked, Nodes(nodes=(equipped,)))
-    assert "2 rdma/hca" in shares.wanted_text(asked)
-    assert shares.share_inputs(asked) != shares.share_inputs(SPEC)
+    assert "2 rdma/hca" in nodes.wanted_text(asked)
+    assert nodes.share_inputs(asked) != nodes.share_inputs(SPEC)
 
 
 def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
@@ -164,22 +151,20 @@ def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
     assert "spec.engine.podTemplate.containers" in fits["message"]
 
 
+CRASHED = {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "words"),
     [
-        (
-            {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"},
-            "ContainerCrashed",
-            "no host",
-        ),
+        (CRASHED, "ContainerCrashed", "no host"),
         ({"waiting_reason": "ImagePullBackOff"}, "ImagePullFailed", "spec.engine.podTemplate.containers"),
         ({"exit_reason": "OOMKilled", "exit_code": 137}, "OutOfMemory", "spec.engine.podTemplate.containers"),
     ],
 )
 def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str, Any], reason: str, words: str) -> None:
-    view = with_pod(
-        containers=(ContainerStatus(name="engine", image="v"), ContainerStatus(name="auth", image="envoy", **changes))
-    )
+    sidecar = ContainerStatus(name="auth", image="envoy", **changes)
+    view = with_pod(containers=(ContainerStatus(name="engine", image="v"), sidecar))
     check_problem(view, "EnginesReady", Reason(reason), words)
 
 

@@ -66,7 +66,9 @@ def test_the_first_look_finds_nothing_and_the_answer_wakes_the_tier(rig: Rig) ->
     assert rig.look() is None
     rig.settle(1)
     assert rig.woken == ["llama"]
-    assert rig.look() == PollAnswer(value=1)
+    for _ in range(50):
+        assert rig.look() == PollAnswer(value=1)
+    assert rig.pods.asked[HOST] == 1
 
 
 def test_nobody_waits_for_a_pod_that_hangs_and_it_is_asked_once(rig: Rig) -> None:
@@ -78,17 +80,6 @@ def test_nobody_waits_for_a_pod_that_hangs_and_it_is_asked_once(rig: Rig) -> Non
     rig.pods.may_answer.set()
     rig.settle(1)
     assert rig.pods.asked[HOST] == 1
-
-
-def test_a_pod_is_asked_once_per_interval_however_often_somebody_looks(rig: Rig) -> None:
-    rig.look()
-    rig.settle(1)
-    for _ in range(50):
-        rig.look()
-    assert rig.pods.asked[HOST] == 1
-    rig.clock.seconds = 10
-    rig.look()
-    rig.asked(2)
 
 
 def test_a_pod_is_asked_once_per_interval_though_nobody_looks_again(rig: Rig) -> None:

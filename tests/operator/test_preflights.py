@@ -10,6 +10,7 @@ import kubernetes_schemas
 import pytest
 from fake_cluster import FakeCluster, condition, edited, reconciled, run, status
 from test_golden import VERSIONS
+from test_reconcile import of_somebody
 from tiers import CLAIM, DEPLOYMENT, NAMESPACE, SERVICE, TIER_KEY, ready_deployment, tier
 
 from kvtier_operator import names
@@ -42,7 +43,6 @@ def started() -> FakeCluster:
 
 
 def ends(cluster: FakeCluster, code: int, message: str, name: str = "llama-preflight-1") -> None:
-    """Let a pod of the Job end."""
     job = cluster.look(JOB)
     terminated = {"exitCode": code, "message": message}
     cluster.put(
@@ -105,11 +105,13 @@ def test_a_volume_that_cannot_be_used_keeps_engines_from_starting_and_says_what_
     assert condition(cluster, "Stalled")["status"] == "True"
 
 
-def test_a_failure_is_told_until_the_next_job_has_ended_and_then_engines_start() -> None:
+@pytest.mark.parametrize("has_a_new_job", [True, False])
+def test_a_failure_is_told_until_the_next_try_has_ended_and_then_engines_start(*, has_a_new_job: bool) -> None:
     cluster = started()
     ends(cluster, 1, "Traceback: boom")
     run(cluster)
-    cluster.remove(JOB)
+    if has_a_new_job:
+        cluster.remove(JOB)
     run(cluster)
     assert JOB in cluster.existing()
     run(cluster)
@@ -119,14 +121,6 @@ def test_a_failure_is_told_until_the_next_job_has_ended_and_then_engines_start()
     run(cluster)
     assert DEPLOYMENT in cluster.existing()
     assert "problem" not in status(cluster)["storage"]
-
-
-def test_a_second_try_that_goes_through_counts() -> None:
-    cluster = started()
-    ends(cluster, 1, "no route to host")
-    ends(cluster, 0, json.dumps(GOOD), name="llama-preflight-2")
-    run(cluster)
-    assert condition(cluster, "StorageChecked")["status"] == "True"
 
 
 def test_a_result_with_some_numbers_missing_is_taken_as_far_as_it_goes() -> None:
@@ -196,21 +190,16 @@ def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:
     assert condition(cluster, "Ready")["reason"] == "EnginesStarting"
 
 
-def test_never_starts_engines_at_once_and_makes_no_job() -> None:
-    cluster = reconciled()
-    assert DEPLOYMENT in cluster.existing()
-    assert JOB not in cluster.existing()
-    assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
-
-
 @pytest.mark.parametrize("change", [{"proof": {"preflight": "Never"}}, {"disk": {"mode": "Bypass"}}])
-def test_a_job_that_nobody_waits_for_any_more_is_deleted_once(change: dict[str, Any]) -> None:
-    cluster = started()
-    edited(cluster, **change)
-    assert JOB not in cluster.existing()
-    assert DEPLOYMENT in cluster.existing()
-    assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
-    assert run(cluster).deleted == ()
+def test_a_job_that_nobody_waits_for_any_more_is_deleted_once_and_is_never_made_without_need(
+    change: dict[str, Any],
+) -> None:
+    for cluster in (started(), reconciled(**{**ALWAYS, **change})):
+        edited(cluster, **change)
+        assert JOB not in cluster.existing()
+        assert DEPLOYMENT in cluster.existing()
+        assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
+        assert run(cluster).deleted == ()
 
 
 def test_a_paused_tier_keeps_its_job_until_it_goes_on() -> None:
@@ -238,8 +227,7 @@ def test_a_job_that_could_not_be_deleted_is_deleted_by_the_next_pass() -> None:
     ("spec", "told"), [({}, "spec.proof.preflight"), (ALWAYS, "does not belong to this tier")], ids=["never", "always"]
 )
 def test_a_job_of_somebody_else_is_left(spec: dict[str, Any], told: str) -> None:
-    theirs = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "llama-preflight", "namespace": NAMESPACE}}
-    cluster = FakeCluster(tier(**spec), theirs)
+    cluster = FakeCluster(tier(**spec), of_somebody(JOB))
     before = cluster.look(JOB)
     for _ in range(2):
         run(cluster)
@@ -279,8 +267,7 @@ def test_the_job_goes_where_engines_may_go_and_asks_for_no_device() -> None:
     }
     cluster = reconciled(engine={"podTemplate": placed}, **ALWAYS)
     run(cluster)
-    job = cluster.look(JOB)
-    pod = job["spec"]["template"]["spec"]
+    pod = cluster.look(JOB)["spec"]["template"]["spec"]
     of_devices = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert pod["nodeSelector"] == placed["nodeSelector"]
     assert pod["tolerations"] == [*placed["tolerations"], of_devices]
@@ -301,9 +288,8 @@ def test_a_volume_of_one_node_is_made_where_an_engine_has_room(phase: str, asks:
 
 @pytest.mark.parametrize("mode", ["ReadOnly", "Bypass"])
 def test_a_volume_that_is_not_written_is_not_tried_and_holds_up_no_engine(mode: str) -> None:
-    cluster = FakeCluster(tier(disk={"mode": mode}, **ALWAYS))
-    for _ in range(2):
-        run(cluster)
+    cluster = reconciled(disk={"mode": mode}, **ALWAYS)
+    run(cluster)
     assert JOB not in cluster.existing()
     assert DEPLOYMENT in cluster.existing()
     assert f"spec.disk.mode is {mode}" in condition(cluster, "StorageChecked")["message"]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster, condition, run
 from fake_cluster import status as told
-from healthy_tier import HEALTHY, NOON, READY_POD, REF, VIEW, changed, conditions, varied
-from tiers import TIER_KEY, tier
+from healthy_tier import NOON, READY_POD, REF, VIEW, changed, check_verdict, varied
+from test_reconcile import of_somebody
+from tiers import TIER_KEY, rendered, tier
 from vllm_router.launch_router import parse_router_args
 
 from kvtier_operator import names, status
@@ -18,8 +19,6 @@ from kvtier_operator.api import parse
 from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavailable, KindMissing, SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey
-from kvtier_operator.parts import render
-from kvtier_operator.plan import make_unchecked_plan
 from kvtier_operator.snapshot import ContainerStatus, Engines, Pod
 
 POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
@@ -28,52 +27,43 @@ ROUTER = {"type": "Router"}
 WITH_POOL = {"inferencePool": {"endpointPicker": {"name": "epp"}}}
 
 
-def rendered(kind: str, name: str, **routing: Any) -> Manifest:
-    body = tier(routing=routing)
-    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c:1")
-    return next(each for each in render(plan) if (each["kind"], each["metadata"]["name"]) == (kind, name))
-
-
-def router_args(**router: Any) -> list[str]:
-    pod = rendered("Deployment", "llama-router", type="Router", router=router)["spec"]["template"]["spec"]
-    args: list[str] = pod["containers"][0]["args"]
-    return args
+def made(kind: str, name: str, **routing: Any) -> Manifest:
+    return rendered(tier(routing=routing))[kind, name]
 
 
 def test_the_service_keeps_clients_with_one_engine_where_it_is_told_to() -> None:
-    assert rendered("Service", "llama-engine")["spec"]["sessionAffinity"] == "None"
-    sticky = rendered("Service", "llama-engine", type="ClientIP", clientIP={"timeoutSeconds": 60})["spec"]
+    assert made("Service", "llama-engine")["spec"]["sessionAffinity"] == "None"
+    sticky = made("Service", "llama-engine", type="ClientIP", clientIP={"timeoutSeconds": 60})["spec"]
     assert sticky["sessionAffinity"] == "ClientIP"
     assert sticky["sessionAffinityConfig"] == {"clientIP": {"timeoutSeconds": 60}}
 
 
 @pytest.mark.parametrize("policy", ["consistent_hash", "cache_aware", "power_of_two", "round_robin", "random"])
 def test_vllms_router_takes_the_rendered_command_line_for_what_it_is_meant(policy: str) -> None:
-    found = parse_router_args(router_args(policy=policy, args=["--cache-threshold", "0.5"]))
+    asked = {"policy": policy, "args": ["--cache-threshold", "0.5"]}
+    router = made("Deployment", "llama-router", type="Router", router=asked)["spec"]["template"]
+    found = parse_router_args(router["spec"]["containers"][0]["args"])
     assert (found.policy, found.port, found.prometheus_port) == (policy, 8000, 29000)
     assert found.service_discovery
-    assert found.service_discovery_namespace == "serving"
-    assert found.service_discovery_port == 8000
-    assert found.cache_threshold == 0.5
-    assert found.worker_urls == []
-    engine = rendered("Deployment", "llama-engine", **ROUTER)["spec"]["template"]["metadata"]["labels"]
-    router = rendered("Deployment", "llama-router", **ROUTER)["spec"]["template"]["metadata"]["labels"]
-    assert found.selector.items() <= engine.items()
-    assert not found.selector.items() <= router.items()
+    assert (found.service_discovery_namespace, found.service_discovery_port) == ("serving", 8000)
+    assert (found.cache_threshold, found.worker_urls) == (0.5, [])
+    engine = made("Deployment", "llama-engine", **ROUTER)["spec"]["template"]
+    assert found.selector.items() <= engine["metadata"]["labels"].items()
+    assert not found.selector.items() <= router["metadata"]["labels"].items()
 
 
 def test_a_router_runs_as_the_pod_template_says() -> None:
-    body = tier(routing=ROUTER, engine={"podTemplate": {"securityContext": {"runAsUser": 4711, "runAsGroup": 12}}})
-    plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c:1")
-    made = {each["metadata"]["name"]: each for each in render(plan) if each["kind"] == "Deployment"}
-    contexts = {name: made[name]["spec"]["template"]["spec"]["securityContext"] for name in made}
-    assert {name: context["runAsUser"] for name, context in contexts.items()} == dict.fromkeys(made, 4711)
-    of_volume = {"fsGroup", "fsGroupChangePolicy"}
-    assert {name: of_volume <= set(context) for name, context in contexts.items()} == {
-        "llama-engine": True,
-        "llama-janitor": True,
-        "llama-router": False,  # it mounts nothing
+    template = {"securityContext": {"runAsUser": 4711, "runAsGroup": 12}}
+    found = {
+        name: each["spec"]["template"]["spec"]["securityContext"]
+        for (kind, name), each in rendered(tier(routing=ROUTER, engine={"podTemplate": template})).items()
+        if kind == "Deployment"
     }
+    assert {context["runAsUser"] for context in found.values()} == {4711}
+    of_volume = {"fsGroup", "fsGroupChangePolicy"}
+    # The router mounts nothing.
+    assert {name for name in found if of_volume <= found[name].keys()} == {"llama-engine", "llama-janitor"}
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(
@@ -126,11 +116,8 @@ def routed(*pods: Pod, **snapshot: Any) -> Progress:
     ],
 )
 def test_routing_is_judged(view: Progress, verdict: str, reason: str, words: str) -> None:
-    found = conditions(view)["RoutingReady"]
-    assert (found["status"], found["reason"]) == (verdict, reason)
-    assert words in found["message"]
-    if HEALTHY.engines.ready and verdict == "False":
-        assert conditions(view)["Ready"]["reason"] == reason
+    found = check_verdict(view, "RoutingReady", verdict, reason, words)
+    assert verdict != "False" or found["Ready"]["reason"] == reason
 
 
 def routed_by(cluster: FakeCluster) -> Manifest:
@@ -202,10 +189,7 @@ def test_an_error_of_the_pool_that_says_something_else_each_time_is_told_once() 
 
 
 def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:
-    metadata = {"name": POOL.name, "namespace": "serving"}
-    cluster = FakeCluster(
-        tier(routing=WITH_POOL), {"apiVersion": POOL.api_version, "kind": POOL.kind, "metadata": metadata}
-    )
+    cluster = FakeCluster(tier(routing=WITH_POOL), of_somebody(POOL))
     run(cluster)
     found = condition(cluster, "RoutingReady")
     assert found["reason"] == "PoolFailed"

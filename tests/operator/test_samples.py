@@ -42,13 +42,13 @@ def apply(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_says_when_to_use_it(path: Path) -> None:
-    assert path.read_text().startswith("# ")
-
-
-def test_kubectl_applies_the_folder_of_samples_without_an_error(api: ApiServerThread, kubectl: Client) -> None:
-    del api, kubectl
+def test_samples_say_when_to_use_them_and_can_be_tried_one_after_the_other(api: ApiServerThread) -> None:
+    del api
+    assert [path.stem for path in SAMPLES if not path.read_text().startswith("# ")] == []
+    found = [each["metadata"] for path in SAMPLES for each in tiers(path)]
+    assert len({(each["name"], each.get("namespace")) for each in found}) == len(found)
+    shared = parse(tiers(ROOT / "crds/samples/shared.yaml")[0])
+    assert (shared.replicas, SHARED in shared.volume.claim.access_modes) == (2, True)
     done = apply(FOLDER)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -64,17 +64,6 @@ def test_kubectl_applies_a_sample_and_it_becomes_ready(path: Path, kubectl: Clie
         assert done.returncode == 0, done.stderr
         until(lambda: kubectl.is_ready(sample["metadata"]["name"]))
         assert kubectl.get(TIERS, "kvcachetiers", sample["metadata"]["name"]) is not None
-
-
-def test_samples_can_be_tried_one_after_the_other() -> None:
-    found = [each["metadata"] for path in SAMPLES for each in tiers(path)]
-    assert len({(each["name"], each.get("namespace")) for each in found}) == len(found)
-
-
-def test_the_sample_after_the_minimal_one_shares_a_volume() -> None:
-    shared = parse(tiers(ROOT / "crds/samples/shared.yaml")[0])
-    assert shared.replicas == 2
-    assert SHARED in shared.volume.claim.access_modes
 
 
 @pytest.mark.parametrize("name", ["argocd", "flux"])

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`parse` turns what users write into numbers, and whatever else it is given into one kind of error."""
+"""`parse` turns what users write into numbers, and accepts every spec that an earlier release stored.
+
+`stored_specs/VERSION.json` holds the golden specs of a release, one a line. That of the version in work follows the
+golden tiers (``pytest --update-golden``); the others never change again.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from kvtier_operator import __version__
 from kvtier_operator.api import parse
+from kvtier_operator.names import tier_ref
+from kvtier_operator.plan import make_unchecked_plan
 
 SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
-MINIMAL = yaml.safe_load((SAMPLES / "minimal.yaml").read_text())
-FULL = yaml.safe_load((SAMPLES / "full.yaml").read_text())
+MINIMAL, FULL = (yaml.safe_load((SAMPLES / f"{name}.yaml").read_text()) for name in ("minimal", "full"))
 
 
 def test_the_minimal_sample_is_short_and_has_the_documented_defaults() -> None:
@@ -69,3 +77,26 @@ def test_a_null_is_a_field_left_out() -> None:
 def test_a_spec_survives_a_round_trip_through_json() -> None:
     spec = parse(FULL)
     assert parse({"spec": spec.to_manifest()}) == spec
+
+
+FOLDER = Path(__file__).parent / "stored_specs"
+GOLDEN = Path(__file__).parent / "golden"
+STORED = [
+    pytest.param(json.loads(line), id=f"{file.stem}-{json.loads(line)['metadata']['name']}-{number}")
+    for file in sorted(FOLDER.glob("*.json"))
+    for number, line in enumerate(file.read_text().splitlines())
+]
+
+
+def test_the_specs_of_this_version_are_kept(request: pytest.FixtureRequest) -> None:
+    bodies = [yaml.safe_load((folder / "tier.yaml").read_text()) for folder in sorted(GOLDEN.iterdir())]
+    text = "".join(f"{json.dumps(body, sort_keys=True)}\n" for body in bodies)
+    kept = FOLDER / f"{__version__}.json"
+    if request.config.getoption("--update-golden"):
+        kept.write_text(text)
+    assert kept.read_text() == text
+
+
+@pytest.mark.parametrize("body", STORED)
+def test_a_spec_that_a_release_stored_is_accepted_and_planned(body: dict[str, Any]) -> None:
+    assert make_unchecked_plan(parse(body), tier_ref(body), connector_image="connector:test")

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from tiers import tier
+from tiers import plan_of, tier
 
-from kvtier_operator import names
 from kvtier_operator.api import engine_spec, parse
 from kvtier_operator.api.parse import problems
 from kvtier_operator.errors import SpecInvalid
-from kvtier_operator.parts import engine, render
-from kvtier_operator.plan import make_unchecked_plan
+from kvtier_operator.parts import engine
 
 FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.yaml").read_text())
 # The flags of adapters are refused only where the tier has some; the tests of those ask that.
@@ -42,12 +40,10 @@ def vllm_flags() -> list[str]:
 
 
 @pytest.fixture
-def deployment() -> dict[str, Any]:
-    """Return what the operator renders for a tier without additions of its user."""
+def template() -> dict[str, Any]:
+    """Return the pods that the operator renders for a tier without additions of its user."""
     body = {**FULL, "spec": {**FULL["spec"], "engine": {}}}
-    ref = names.TierRef(namespace="inference", name="llama", uid="1")
-    rendered = render(make_unchecked_plan(parse(body), ref, connector_image="connector:1"))
-    return next(manifest for manifest in rendered if manifest["kind"] == "Deployment")
+    return dict(engine.deployment(plan_of(body))["spec"]["template"])
 
 
 def is_accepted(word: str) -> bool:
@@ -71,29 +67,23 @@ def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vl
                 assert not is_accepted(f"{flag[:length].replace('-', '_').replace('__', '--', 1)}=x"), flag[:length]
 
 
-def test_users_cannot_repeat_a_flag_that_the_operator_renders(deployment: dict[str, Any]) -> None:
-    rendered = {word.partition("=")[0] for word in deployment["spec"]["template"]["spec"]["containers"][0]["args"]}
+def test_users_cannot_repeat_a_flag_that_the_operator_renders(template: dict[str, Any]) -> None:
+    rendered = {word.partition("=")[0] for word in template["spec"]["containers"][0]["args"]}
     # The name that clients ask for is the user's business: the last one given wins.
     assert rendered - {"--served-model-name", *engine_spec.HARMLESS} <= OWNED
 
 
-def test_users_cannot_take_what_the_operator_mounts(deployment: dict[str, Any]) -> None:
-    pod = deployment["spec"]["template"]["spec"]
-    for volume in pod["volumes"]:
+def test_users_cannot_take_what_the_operator_mounts_or_its_labels(template: dict[str, Any]) -> None:
+    for volume in template["spec"]["volumes"]:
         assert is_refused({"volumes": [{"name": volume["name"], "emptyDir": {}}]}), volume
-    for mount in pod["containers"][0]["volumeMounts"]:
+    for mount in template["spec"]["containers"][0]["volumeMounts"]:
         assert is_refused({"volumeMounts": [{"name": "mine", "mountPath": mount["mountPath"]}]}), mount
-
-
-def test_users_cannot_take_the_labels_that_the_operator_sets(deployment: dict[str, Any]) -> None:
-    for key, value in deployment["spec"]["template"]["metadata"]["labels"].items():
+    for key, value in template["metadata"]["labels"].items():
         assert is_refused({"labels": {key: value}}), key
 
 
-def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(deployment: dict[str, Any]) -> None:
-    variables = {
-        entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
-    }
+def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(template: dict[str, Any]) -> None:
+    variables = {entry["name"]: entry.get("value") for entry in template["spec"]["containers"][0]["env"]}
     directory = re.search(r"points it at (\S+);", engine_spec.ENV["HF_HOME"])
     assert directory[1] == variables["HF_HOME"]
     assert set(engine_spec.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
@@ -126,8 +116,7 @@ SAME = ["--enable-prefix-caching", "--port=8000", "--host=0.0.0.0"]
 @pytest.mark.parametrize("args", [[each] for each in SAME] + [[*SAME, "--max-model-len=4096"]])
 def test_a_flag_that_the_operator_sets_to_the_same_is_taken_and_changes_nothing(args: list[str]) -> None:
     def rendered(*given: str) -> dict[str, Any]:
-        body = tier(engine={"args": list(given)})
-        plan = make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="c")
+        plan = plan_of(tier(engine={"args": list(given)}))
         return {"pods": engine.deployment(plan)["spec"]["template"], "generation": plan.generation.digest}
 
     assert list(parse(tier(engine={"args": args})).engine.args) == args

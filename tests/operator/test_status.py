@@ -16,6 +16,7 @@ from healthy_tier import (
     VIEW,
     changed,
     check_problem,
+    check_verdict,
     conditions,
     varied,
     with_claim,
@@ -243,13 +244,10 @@ def test_a_time_moves_only_when_the_status_flips() -> None:
     assert times == [NOON, NOON, LATER]
 
 
-def test_nothing_is_written_when_nothing_changed() -> None:
+def test_only_what_changed_is_written_and_a_field_that_is_gone_is_removed() -> None:
     first = status.report(VIEW, {}, now=NOON)
     assert status.changes(first, status.report(VIEW, first, now=LATER)) == {}
     assert status.transitions(first, status.report(VIEW, first, now=LATER)) == []
-
-
-def test_a_field_that_is_gone_is_removed_by_the_patch() -> None:
     previous = {"replicas": 2, "old": 1, "sizing": {"shmBytes": 1, "other": 2}}
     wanted = {"replicas": 2, "sizing": {"shmBytes": 3}}
     assert status.changes(previous, wanted) == {"old": None, "sizing": {"other": None, "shmBytes": 3}}
@@ -279,18 +277,11 @@ def test_what_an_invalid_spec_cannot_tell_stays_as_it_was() -> None:
     assert after["observedGeneration"] == 4
 
 
-@pytest.mark.parametrize(
-    ("view", "words"),
-    [
-        (with_claim(capacity_bytes=1 << 40), "from 1Ti to 2Ti"),
-        (
-            with_claim(capacity_bytes=1 << 40, resizing="FileSystemResizePending: waiting for a pod"),
-            "when a pod mounts it next",
-        ),
-    ],
-)
+GROWS = with_claim(capacity_bytes=1 << 40)
+WAITS = with_claim(capacity_bytes=1 << 40, resizing="FileSystemResizePending: waiting for a pod")
+
+
+@pytest.mark.parametrize(("view", "words"), [(GROWS, "from 1Ti to 2Ti"), (WAITS, "when a pod mounts it next")])
 def test_a_claim_that_grows_is_bound_and_says_so(view: Progress, words: str) -> None:
-    found = conditions(view)
-    assert (found["VolumeBound"]["status"], found["VolumeBound"]["reason"]) == ("True", "ClaimExpanding")
-    assert words in found["VolumeBound"]["message"]
+    found = check_verdict(view, "VolumeBound", "True", "ClaimExpanding", words)
     assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")

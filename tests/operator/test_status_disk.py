@@ -17,6 +17,7 @@ from healthy_tier import (
     VIEW,
     changed,
     check_problem,
+    check_verdict,
     conditions,
     varied,
 )
@@ -103,56 +104,50 @@ WITHOUT = "pod llama-engine-1 serves without the volume"
 @pytest.mark.parametrize(
     ("report", "reason", "words"),
     [
-        (EngineReport(refused=("dtype", "model_name")), "Stranger", (WITHOUT, "another dtype, model_name")),
-        (EngineReport(refused=("generation",)), "Stranger", ("The rollout replaces it",)),
-        (EngineReport(refused=(REPLACED_WEIGHTS,)), "Stranger", ("its weights were replaced",)),
-        (EngineReport(is_detached=True), "Detached", (WITHOUT, "kubectl logs llama-engine-1 -c engine")),
-        (EngineReport(is_key_missing=True), "KeyMissing", ("Secret kv-keys has no entry 2026-11", "openssl rand")),
+        (EngineReport(refused=("dtype", "model_name")), "Stranger", WITHOUT),
+        (EngineReport(refused=("dtype", "model_name")), "Stranger", "another dtype, model_name"),
+        (EngineReport(refused=("generation",)), "Stranger", "The rollout replaces it"),
+        (EngineReport(refused=(REPLACED_WEIGHTS,)), "Stranger", "its weights were replaced"),
+        (EngineReport(is_detached=True), "Detached", WITHOUT),
+        (EngineReport(is_detached=True), "Detached", "kubectl logs llama-engine-1 -c engine"),
+        (EngineReport(is_key_missing=True), "KeyMissing", "Secret kv-keys has no entry 2026-11"),
+        (EngineReport(is_key_missing=True), "KeyMissing", "openssl rand"),
     ],
     ids=str,
 )
 def test_an_engine_that_does_without_the_volume_is_named_with_the_reason(
-    report: EngineReport, reason: str, words: tuple[str, ...]
+    report: EngineReport, reason: str, words: str
 ) -> None:
     pods = (replace(READY_POD, report=EngineReport()), replace(READY_POD, name="llama-engine-1", report=report))
-    found = conditions(varied(changed(pods=pods), spec=ENCRYPTED))["DiskHealthy"]
-    assert (found["status"], found["reason"]) == ("False", reason)
-    assert [each for each in words if each not in found["message"]] == []
+    check_verdict(varied(changed(pods=pods), spec=ENCRYPTED), "DiskHealthy", "False", reason, words)
 
 
 @pytest.mark.parametrize(("release", "reason"), [(1, "ReleaseCompared"), (2, "ReleaseRefused")])
 def test_an_engine_of_another_release_is_healthy_and_named(release: int, reason: str) -> None:
-    metrics = (
-        f'vllm:kvtier_disk_active{{engine="0"}} {release - 1}\nvllm:kvtier_disk_release{{engine="0"}} {release}.0\n'
-    )
+    active = f'vllm:kvtier_disk_active{{engine="0"}} {release - 1}\n'
+    metrics = f'{active}vllm:kvtier_disk_release{{engine="0"}} {release}.0\n'
     pods = (replace(READY_POD, report=read_metrics(metrics.encode())),)
-    found = conditions(varied(changed(pods=pods)))["DiskHealthy"]
-    assert (found["status"], found["reason"]) == ("True", reason)
-    assert f"pod {READY_POD.name}" in found["message"]
+    check_verdict(varied(changed(pods=pods)), "DiskHealthy", "True", reason, f"pod {READY_POD.name}")
 
 
 @pytest.mark.parametrize(
     ("seen", "reason", "words"),
     [
-        (view(None), Reason.JANITOR_STARTING, "see JanitorHealthy"),
-        (view(usage(is_active=False)), Reason.JANITOR_WAITING, "Lease/llama-janitor"),
-        (view(spec=parse(tier(janitor={"enabled": False}))), Reason.JANITOR_DISABLED, "nothing is ever removed"),
+        (view(None), "JanitorStarting", "see JanitorHealthy"),
+        (view(usage(is_active=False)), "JanitorWaiting", "Lease/llama-janitor"),
+        (view(spec=parse(tier(janitor={"enabled": False}))), "JanitorDisabled", "nothing is ever removed"),
     ],
 )
+@pytest.mark.parametrize("condition", ["DiskWithinBudget", "DiskHealthy"])
 def test_without_a_report_nothing_is_known_and_the_engines_are_ready_all_the_same(
-    seen: Progress, reason: Reason, words: str
+    condition: str, seen: Progress, reason: str, words: str
 ) -> None:
-    found = conditions(seen)
-    for condition in ("DiskWithinBudget", "DiskHealthy"):
-        assert (found[condition]["status"], found[condition]["reason"]) == ("Unknown", reason.value)
-        assert words in found[condition]["message"]
-    assert found["Ready"]["status"] == "True"
+    assert check_verdict(seen, condition, "Unknown", reason, words)["Ready"]["status"] == "True"
 
 
 def test_the_budget_is_judged_when_everything_was_counted() -> None:
-    found = conditions(view(usage(is_counted=False, used_bytes=1 << 50)))
-    assert (found["DiskWithinBudget"]["status"], found["DiskWithinBudget"]["reason"]) == ("Unknown", "Counting")
-    assert found["DiskHealthy"]["status"] == "True"
+    seen = view(usage(is_counted=False, used_bytes=1 << 50))
+    assert check_verdict(seen, "DiskWithinBudget", "Unknown", "Counting", "")["DiskHealthy"]["status"] == "True"
 
 
 def test_what_engines_had_begun_to_write_is_not_over_the_budget() -> None:

@@ -19,6 +19,7 @@ from healthy_tier import (
     USAGE,
     VIEW,
     changed,
+    check_verdict,
     conditions,
     progress,
     varied,
@@ -61,9 +62,7 @@ def told(view: Progress, kind: str, previous: dict[str, Any] | None = None) -> t
     ],
 )
 def test_a_tier_is_available_while_one_engine_serves(view: Progress, verdict: str, reason: str, words: str) -> None:
-    found = told(view, "Available")
-    assert found[:2] == (verdict, reason)
-    assert words in found[2]
+    check_verdict(view, "Available", verdict, reason, words)
 
 
 def test_a_spec_that_cannot_be_read_takes_no_engine_away() -> None:
@@ -88,6 +87,8 @@ GROWING = varied(changed(engines=GROWING_ENGINES, pods=(READY_POD, READY_POD, NE
 
 def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:
     before = status.report(VIEW, {}, now=NOON)
+    # The pods of a larger tier are there later.
+    assert told(varied(VIEW, spec=parse(tier(replicas=3))), "Ready", before)[0] == "True"
     found = conditions(GROWING, before)
     assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")
     assert (found["EnginesReady"]["status"], found["EnginesReady"]["reason"]) == ("False", "EnginesAdded")
@@ -95,11 +96,7 @@ def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:
     after = status.report(GROWING, before, now=LATER)
     assert conditions(GROWING, after)["Ready"]["status"] == "True"
     assert status.transitions(before, after) == []
-
-
-def test_before_the_pods_of_a_larger_tier_are_there_it_is_ready_too() -> None:
-    before = status.report(VIEW, {}, now=NOON)
-    assert told(varied(VIEW, spec=parse(tier(replicas=3))), "Ready", before)[0] == "True"
+    assert told(GROWING, "Ready")[:2] == ("False", "EnginesStarting"), "a new tier is ready when all its engines are"
 
 
 @pytest.mark.parametrize(("made_by", "verdict"), [("c:2", "True"), ("", "False")], ids=["scaled", "edited"])
@@ -133,10 +130,6 @@ def test_what_is_no_growth_takes_ready_away(view: Progress) -> None:
     assert told(view, "Ready", before)[0] == "False"
 
 
-def test_a_new_tier_is_ready_only_when_all_its_engines_are() -> None:
-    assert told(GROWING, "Ready")[:2] == ("False", "EnginesStarting")
-
-
 def janitor_pod(**container: Any) -> Pod:
     made = ContainerStatus(name="janitor", image="ghcr.io/kvtier/janitor:9", **container)
     return replace(UNREADY_POD, name="llama-janitor-0", containers=(made,))
@@ -151,13 +144,11 @@ def crashed_janitor(**container: Any) -> Progress:
 
 
 HOMELESS = replace(janitor_pod(), is_scheduled=False, scheduling_message="0/3 nodes are available", containers=())
+OUT_OF_MEMORY = {"waiting_reason": "CrashLoopBackOff", "exit_code": 137, "exit_reason": "OOMKilled"}
+QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}
 REFUSED_BY_QUOTA = {
     names.deployment_key(names.janitor(REF)): Live(
-        uid="u",
-        resource_version="1",
-        content={
-            "status": {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}]}
-        },
+        uid="u", resource_version="1", content={"status": {"conditions": [QUOTA]}}
     )
 }
 
@@ -172,12 +163,7 @@ REFUSED_BY_QUOTA = {
             FAILING,
             "exit code 1: no such file: /blocks; `kubectl logs llama-janitor-0 --previous`",
         ),
-        (
-            crashed_janitor(waiting_reason="CrashLoopBackOff", exit_code=137, exit_reason="OOMKilled"),
-            "False",
-            FAILING,
-            "raise spec.janitor.resources.memory",
-        ),
+        (crashed_janitor(**OUT_OF_MEMORY), "False", FAILING, "raise spec.janitor.resources.memory"),
         (
             crashed_janitor(waiting_reason="CreateContainerConfigError", waiting_message="no x"),
             "False",
@@ -209,11 +195,9 @@ REFUSED_BY_QUOTA = {
 def test_a_janitor_that_does_not_work_is_told_with_its_remedy(
     view: Progress, verdict: str, reason: str, words: str
 ) -> None:
-    found = told(view, "JanitorHealthy")
-    assert found[:2] == (verdict, reason)
-    assert words in found[2]
-    assert told(view, "Available")[0] == "True"
-    assert told(view, "Ready")[0] == ("False" if verdict == "False" else "True")
+    found = check_verdict(view, "JanitorHealthy", verdict, reason, words)
+    assert found["Available"]["status"] == "True"
+    assert found["Ready"]["status"] == ("False" if verdict == "False" else "True")
 
 
 def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
@@ -238,8 +222,8 @@ def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
             "EnginesOutdated",
             "from c:1 to c:2: `kubectl annotate kvt llama -n serving --overwrite kvtier.dev/restart=",
         ),
-        (spec_view(VIEW, engine={"image": "vllm/vllm-openai:v0.31.1"}), "False", "VllmUnsupported", "is vLLM 0.31"),
-        (spec_view(VIEW, engine={"image": "mine/vllm@sha256:" + "0" * 64}), "True", "Current", ""),
+        (spec_view(engine={"image": UNTESTED}), "False", "VllmUnsupported", "is vLLM 0.31"),
+        (spec_view(engine={"image": "mine/vllm@sha256:" + "0" * 64}), "True", "Current", ""),
         (spec_view(engine={"image": "corp/vllm:1.4.0"}), "True", "Current", ""),  # numbers releases of its own
         (spec_view(engine={"image": "lmcache/vllm-openai:v0.5.6"}), "True", "Current", ""),
         (spec_view(engine={"image": UNTESTED}, connector={"type": "VLLMOffloading"}), "True", "Current", ""),
@@ -249,19 +233,20 @@ def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
 def test_engines_are_up_to_date_or_the_message_has_the_command(
     view: Progress, verdict: str, reason: str, words: str
 ) -> None:
-    found = told(view, "UpToDate")
-    assert found[:2] == (verdict, reason)
-    assert words in found[2]
-    assert told(view, "Ready")[0] == ("False" if reason == "EnginesReplaced" else "True")
+    found = check_verdict(view, "UpToDate", verdict, reason, words)
+    assert found["Ready"]["status"] == ("False" if reason == "EnginesReplaced" else "True")
 
 
-def test_a_message_counts_what_is_awaited_and_nothing_else() -> None:
-    ending = told(with_engines(READY, replicas=3), "EnginesReady")[2]
-    assert ending == "1 more than 2 are yet to end"
-    starting = told(with_engines(STARTING), "EnginesReady")[2]
-    assert starting == "0 of 2 engines are ready"
-    unseen = told(with_engines(READY, observed_generation=0), "EnginesReady")[2]
-    assert unseen == "the latest change is yet to reach the pods"
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        (with_engines(READY, replicas=3), "1 more than 2 are yet to end"),
+        (with_engines(STARTING), "0 of 2 engines are ready"),
+        (with_engines(READY, observed_generation=0), "the latest change is yet to reach the pods"),
+    ],
+)
+def test_a_message_counts_what_is_awaited_and_nothing_else(view: Progress, message: str) -> None:
+    assert told(view, "EnginesReady")[2] == message
 
 
 @pytest.mark.parametrize(

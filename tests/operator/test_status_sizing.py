@@ -7,7 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from healthy_tier import HEALTHY, NODE, NOON, READY_POD, REF, VIEW, changed, conditions, varied, with_engines
+from healthy_tier import (
+    HEALTHY,
+    NODE,
+    NOON,
+    READY_POD,
+    REF,
+    VIEW,
+    changed,
+    check_verdict,
+    conditions,
+    varied,
+    with_engines,
+)
 from tiers import tier
 
 from kvtier_operator import status
@@ -59,6 +71,7 @@ def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> Progress:
 
 TERMS = "engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB + 1.75 GiB to move blocks"
 NARROW = replace(NODE, memory_bytes=64 << 30)
+NONE_TAKES = "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)"
 
 
 @pytest.mark.parametrize(
@@ -67,17 +80,11 @@ NARROW = replace(NODE, memory_bytes=64 << 30)
         (on(NARROW), "DoesNotFit", f"needs 82.8 GiB of memory ({TERMS})"),
         (on(NARROW), "DoesNotFit", "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 45.2"),
         (on(replace(NODE, cpu_millis=3000)), "DoesNotFit", "CPUs"),
-        (
-            on(replace(NODE, devices={})),
-            "NoNodeMatches",
-            "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)",
-        ),
+        (on(replace(NODE, devices={})), "NoNodeMatches", NONE_TAKES),
     ],
 )
 def test_a_pod_that_fits_no_node_is_told_before_it_waits(view: Progress, reason: str, words: str) -> None:
-    found = conditions(view)["SizingFits"]
-    assert (found["status"], found["reason"]) == ("False", reason)
-    assert words in found["message"]
+    check_verdict(view, "SizingFits", "False", reason, words)
 
 
 NOTHING = replace(HEALTHY, engines=Engines(generation=1, observed_generation=1), pods=())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from healthy_tier import READY_POD, UNREADY_POD, changed, conditions, varied
-from tiers import CLAIM, DEPLOYMENT, JANITOR, LEASE, NAMESPACE, TIER_KEY, tier
+from tiers import CLAIM, DEPLOYMENT, JANITOR, JANITOR_CONFIG, LEASE, NAMESPACE, TIER_KEY, made_by, merge, tier
 
 from kvtier_operator.api import parse
 from kvtier_operator.names import Manifest, ObjectKey
@@ -23,34 +23,27 @@ WITH_MASTER: dict[str, Any] = {"type": "Mooncake", "mooncake": {"config": {"prot
 
 
 def pod_template(cluster: FakeCluster) -> Manifest:
-    found = cluster.look(REDIS)
-    return dict(found["spec"]["template"])
-
-
-def of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the operator render another Redis from the same spec."""
-    before = stores.servers
-
-    def servers(plan: TierPlan) -> tuple[Manifest, ...]:
-        made = before(plan)
-        for each in made:
-            if each["kind"] == "Deployment":
-                each["spec"]["template"]["spec"]["containers"][0]["args"].append("--new")
-        return made
-
-    monkeypatch.setattr(stores, "servers", servers)
+    return dict(cluster.look(REDIS)["spec"]["template"])
 
 
 def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_for_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    of_this_release = stores.servers
+
+    def servers(plan: TierPlan) -> tuple[Manifest, ...]:
+        made = of_this_release(plan)
+        for each in made:
+            if each["kind"] == "Deployment":
+                each["spec"]["template"]["spec"]["containers"][0]["args"].append("--new")
+        return made
+
     cluster = reconciled(connector=WITH_REDIS)
     before = pod_template(cluster)
-    of_another_release(monkeypatch)
+    monkeypatch.setattr(stores, "servers", servers)
     edited(cluster, replicas=3)
     assert pod_template(cluster) == before
-    larger = {"type": "LMCache", "lmcache": {"redis": {"trial": {"memory": "2Gi"}}}}
-    edited(cluster, connector=larger)
+    edited(cluster, connector={"type": "LMCache", "lmcache": {"redis": {"trial": {"memory": "2Gi"}}}})
     (container,) = pod_template(cluster)["spec"]["containers"]
     assert "--new" in container["args"]
     assert str(2 << 30) in container["args"]
@@ -85,19 +78,11 @@ def test_the_server_of_a_connector_is_judged(connector: dict[str, Any], name: st
 
 def test_pods_of_the_server_are_read() -> None:
     cluster = reconciled(connector=WITH_REDIS)
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": "llama-redis-x",
-            "namespace": NAMESPACE,
-            "labels": {**pod_template(cluster)["metadata"]["labels"], "pod-template-hash": "abc"},
-            "ownerReferences": [{"kind": "ReplicaSet", "name": "llama-redis-abc", "controller": True, "uid": "r"}],
-        },
-        "spec": pod_template(cluster)["spec"],
-        "status": {"conditions": [{"type": "PodScheduled", "status": "False", "message": "no room"}]},
-    }
-    cluster.put(pod)
+    unscheduled = {"type": "PodScheduled", "status": "False", "message": "no room"}
+    pod = merge(pod_template(cluster), {"metadata": {"name": "llama-redis-x", "namespace": NAMESPACE}})
+    pod["metadata"]["labels"]["pod-template-hash"] = "abc"
+    pod["metadata"]["ownerReferences"] = [made_by("llama-redis-abc")]
+    cluster.put({"apiVersion": "v1", "kind": "Pod", **pod, "status": {"conditions": [unscheduled]}})
     run(cluster)
     told = condition(cluster, "StoreReady")
     assert (told["reason"], "no room" in told["message"]) == ("StoreNotScheduled", True)
@@ -162,24 +147,19 @@ def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
     assert condition(cluster, "SharedCacheVerified")["reason"] == "NotApplicable"
 
 
-def test_a_claim_of_the_user_that_is_not_there_is_not_missed_where_nobody_mounts_it() -> None:
-    cluster = reconciled(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None})
-    assert DEPLOYMENT in cluster.existing()
-
-
 def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -> None:
     cluster = FakeCluster(tier(connector={"type": "LMCache", "lmcache": {"redis": {"trial": {}}}}, volume=None))
     outcome = run(cluster)
     assert outcome.written.index(REDIS) < outcome.written.index(DEPLOYMENT)
-    service = cluster.look(ObjectKey(api_version="v1", kind="Service", name="llama-redis"))
-    assert service["metadata"]["namespace"] == NAMESPACE
     edited(cluster, connector={"type": "VLLMOffloading", "lmcache": None})
     assert REDIS not in cluster.existing()
+    # Nobody mounts a volume then, so that a claim that is not there is not missed.
+    cluster = reconciled(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None})
+    assert DEPLOYMENT in cluster.existing()
 
 
 def test_vllms_own_files_get_a_janitor_that_knows_them() -> None:
     cluster = reconciled(connector={"type": "VLLMTiering"})
     assert JANITOR in cluster.existing()
-    told = cluster.look(ObjectKey(api_version="v1", kind="ConfigMap", name="llama-janitor"))["data"]["janitor.json"]
-    assert '"layout": "vllm-fs"' in told
+    assert '"layout": "vllm-fs"' in cluster.look(JANITOR_CONFIG)["data"]["janitor.json"]
     assert condition(cluster, "JanitorHealthy")["reason"] != "NotApplicable"

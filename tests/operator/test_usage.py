@@ -29,7 +29,7 @@ def test_a_rounded_number_is_less_than_a_percent_off_and_stays_as_it_is(number: 
     assert pod_reports.rounded(found) == found
 
 
-def test_small_changes_are_not_told() -> None:
+def test_small_changes_are_not_told_nor_the_names_of_tenants_nor_all_of_long_problems() -> None:
     def told(extra: int) -> Usage:
         generation = GenerationUsage(digest="a", used_bytes=(1 << 40) + extra, blocks=1000, last_used=10 * HOUR + extra)
         return read(
@@ -38,19 +38,12 @@ def test_small_changes_are_not_told() -> None:
 
     assert told(0) == told(1000)
     assert told(0) != told(1 << 34)
-
-
-def test_generations_are_told_in_one_order_and_tenants_are_not() -> None:
     pair = [GenerationUsage(digest="b"), GenerationUsage(digest="a")]
-    found = read(generations=pair, tenants=[TenantUsage(tenant="customer")])
+    problems = [f"{number}" + "x" * 5000 for number in range(9)]
+    found = read(generations=pair, tenants=[TenantUsage(tenant="customer")], problems=problems)
     assert [each.digest for each in found.generations] == ["a", "b"]
     assert found.tenants == ()
-
-
-def test_problems_are_few_and_short() -> None:
-    found = read(problems=[f"{number}" + "x" * 5000 for number in range(9)])
-    assert len(found.problems) == 3
-    assert {len(problem) for problem in found.problems} == {200}
+    assert [len(problem) for problem in found.problems] == [200] * 3
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b"\xff"])
@@ -71,51 +64,38 @@ vllm:kvtier_disk_mode{engine="0",model_name="m"} 0.0
 """
 
 
-def test_the_fields_that_an_engine_was_refused_for_are_found_among_its_metrics() -> None:
-    assert pod_reports.read_metrics(METRICS) == EngineReport(refused=("dtype", "model_name"))
-
-
-@pytest.mark.parametrize(("value", "is_missing"), [(b"1.0", True), (b"1", True), (b"0.0", False), (b"10.0", False)])
-def test_an_engine_without_its_key_says_so(value: bytes, is_missing: bool) -> None:
-    body = METRICS + b'vllm:kvtier_disk_key_missing{engine="0",model_name="m"} ' + value + b"\n"
-    assert pod_reports.read_metrics(body).is_key_missing is is_missing
-
-
 ACTIVE = b'vllm:kvtier_disk_active{engine="0",model_name="m"} %d.0\n'
 MODE = b'vllm:kvtier_disk_mode{engine="0",model_name="m"} %d.0\n'
-
-
-@pytest.mark.parametrize(
-    ("body", "is_detached"),
-    [
-        (ACTIVE % 1 + MODE % 0, False),
-        (ACTIVE % 0 + MODE % 0, True),
-        (ACTIVE % 0 + MODE % 1, True),
-        (ACTIVE % 1 + (ACTIVE % 0).replace(b'"0"', b'"1"') + MODE % 0, True),
-        (ACTIVE % 0 + MODE % 2, False),
-        (ACTIVE % 0 + METRICS, False),
-    ],
-    ids=["attached", "detached", "detached and read-only", "one of two", "told to bypass", "refused"],
-)
-def test_an_engine_that_serves_without_the_volume_says_so(body: bytes, is_detached: bool) -> None:
-    assert pod_reports.read_metrics(body).is_detached is is_detached
 
 
 SIZES = b"""\
 vllm:kvtier_chunk_bytes{engine="0",model_name="m"} 1.835008e+06
 vllm:kvtier_token_bytes{engine="0",model_name="m"} %s
 """
+KEY_MISSING = METRICS + b'vllm:kvtier_disk_key_missing{engine="0",model_name="m"} %s\n'
+REFUSED = {"refused": ("dtype", "model_name")}
+CHUNK = {"chunk_bytes": 1835008}
 
 
-@pytest.mark.parametrize(("token", "read"), [(b"14336.0", 14336), (b"1e+999", 0), (b"nan", 0), (b"-1.0", 0)])
-def test_an_engine_says_how_large_its_kv_is(token: bytes, read: int) -> None:
-    found = pod_reports.read_metrics(METRICS + SIZES % token)
-    assert (found.token_bytes, found.chunk_bytes) == (read, 1835008)
-
-
-@pytest.mark.parametrize("body", [b"", b"\xff\xfe", b"vllm:kvtier_disk_refused{} 1.0\n", b"vllm:other 1\n"])
-def test_metrics_without_a_refusal_tell_of_none(body: bytes) -> None:
-    assert pod_reports.read_metrics(body) == EngineReport()
+@pytest.mark.parametrize(
+    ("body", "report"),
+    [
+        *((body, {}) for body in (b"", b"\xff\xfe", b"vllm:kvtier_disk_refused{} 1.0\n", b"vllm:other 1\n")),
+        (METRICS, REFUSED),
+        *((KEY_MISSING % value, {**REFUSED, "is_key_missing": True}) for value in (b"1.0", b"1")),
+        *((KEY_MISSING % value, REFUSED) for value in (b"0.0", b"10.0")),
+        (ACTIVE % 1 + MODE % 0, {}),
+        *((ACTIVE % 0 + MODE % mode, {"is_detached": True}) for mode in (0, 1)),
+        # One of two engines, one that was told to bypass, and one that is refused.
+        (ACTIVE % 1 + (ACTIVE % 0).replace(b'"0"', b'"1"') + MODE % 0, {"is_detached": True}),
+        (ACTIVE % 0 + MODE % 2, {}),
+        (ACTIVE % 0 + METRICS, REFUSED),
+        (SIZES % b"14336.0", {**CHUNK, "token_bytes": 14336}),
+        *((SIZES % token, CHUNK) for token in (b"1e+999", b"nan", b"-1.0")),
+    ],
+)
+def test_metrics_of_an_engine_say_how_it_uses_the_volume(body: bytes, report: dict[str, Any]) -> None:
+    assert pod_reports.read_metrics(body) == EngineReport(**report)
 
 
 COUNTERS = """\
@@ -189,11 +169,7 @@ def test_nothing_is_said_of_no_traffic_until_an_hour_has_passed() -> None:
 
 def test_a_restarted_engine_counts_from_nothing() -> None:
     found = findings.judge_effect(
-        samples(
-            EngineCounters(disk_tokens=90_000, **FAST),
-            EngineCounters(disk_tokens=2_000, **FAST),
-            EngineCounters(disk_tokens=3_000, **FAST),
-        )
+        samples(*(EngineCounters(disk_tokens=tokens, **FAST) for tokens in (90_000, 2_000, 3_000)))
     )
     assert found.loaded_tokens == 3_000
 

@@ -10,7 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvtier_operator import names
-from kvtier_operator.names import ObjectKey, TierName
+from kvtier_operator.api import parse
+from kvtier_operator.names import Manifest, ObjectKey, TierName
+from kvtier_operator.parts import engine, render
+from kvtier_operator.plan import TierPlan, make_unchecked_plan
 
 NAMESPACE = "serving"
 TIER = TierName(namespace=NAMESPACE, name="llama")
@@ -56,6 +59,30 @@ def merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
         else:
             result[key] = copy.deepcopy(value)
     return result
+
+
+def plan_of(body: dict[str, Any]) -> TierPlan:
+    return make_unchecked_plan(parse(body), names.tier_ref(body), connector_image="connector:test")
+
+
+def rendered(body: dict[str, Any]) -> dict[tuple[str, str], Manifest]:
+    """Return the objects of a tier by kind and name."""
+    return {(each["kind"], each["metadata"]["name"]): each for each in render(plan_of(body))}
+
+
+def engine_pod(plan: TierPlan) -> dict[str, Any]:
+    return dict(engine.deployment(plan)["spec"]["template"]["spec"])
+
+
+def claim(name: str = "mine", *modes: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
+    """Return a claim of the user's own."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name, "namespace": NAMESPACE, **metadata},
+        "spec": {"accessModes": list(modes), "resources": {"requests": {"storage": "1Ti"}}},
+        "status": {"phase": phase},
+    }
 
 
 def ready_deployment(replicas: int = 2, generation: int = 1) -> dict[str, Any]:

@@ -68,7 +68,6 @@ def unknown_settings(tier: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Answer for each command line."""
     parser = make_arg_parser(FlexibleArgumentParser())
     answers: dict[str, Any] = {}
     for name, words in json.load(sys.stdin).items():
