@@ -28,7 +28,6 @@ WIDGETS = f"/apis/{GROUP}/v1"
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory, of_group: ExitStack) -> Target:
-    """The cluster under test."""
     folder = tmp_path_factory.mktemp("conformance")
     program = ci_tools.load("helm").binary("kubectl")
     if assets := os.environ.get("CONFORMANCE_ASSETS"):
@@ -80,7 +79,6 @@ def until() -> Until:
 
 @pytest.fixture
 def namespace(target: Target, http: Http) -> Iterator[str]:
-    """A namespace of the test's own."""
     name = f"conformance-{secrets.token_hex(4)}"
     code, answer = http("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     assert code == 201, answer
@@ -90,19 +88,16 @@ def namespace(target: Target, http: Http) -> Iterator[str]:
 
 @pytest.fixture
 def kubectl(target: Target, namespace: str) -> Kubectl:
-    """kubectl in that namespace."""
     return Kubectl(target, namespace)
 
 
 @pytest.fixture
 def core(namespace: str) -> str:
-    """The path of the core kinds in that namespace."""
     return f"/api/v1/namespaces/{namespace}"
 
 
 @pytest.fixture
 def apps(namespace: str) -> str:
-    """The path of the kinds of apps/v1 in that namespace."""
     return f"/apis/apps/v1/namespaces/{namespace}"
 
 
@@ -111,7 +106,6 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 @pytest.fixture(scope="session")
 def widget_definition() -> Json:
-    """The CustomResourceDefinition of Widgets."""
     paths = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"}
     columns = [
         {"name": "Size", "type": "integer", "jsonPath": ".spec.size"},
@@ -153,5 +147,4 @@ def _widgets_served(define: Define, widget_definition: Json) -> None:
 
 @pytest.fixture
 def widgets(_widgets_served: None, namespace: str) -> str:
-    """The path of the Widgets in the test's namespace."""
     return f"{WIDGETS}/namespaces/{namespace}/widgets"

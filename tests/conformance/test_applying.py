@@ -28,18 +28,20 @@ def managers(manifest: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["manager"], each["operation"]): each for each in manifest["metadata"]["managedFields"]}
 
 
-def test_applying_creates_then_changes(apply: Apply, widgets: str) -> None:
-    assert apply(widgets, widget())[0] == 201
+def test_applying_creates_then_changes_and_drops_what_is_applied_no_more(
+    apply: Apply, http: Http, widgets: str
+) -> None:
+    code, refused = http("PATCH", f"{widgets}/a", widget(), media_type=APPLY)
+    assert (code, refused["reason"]) == (422, "Invalid"), "it needs a field manager"
+    assert apply(widgets, widget(note="x", arguments=["a"], mode="Slow"))[0] == 201
     code, changed = apply(widgets, widget(size=2))
-    assert (code, changed["spec"]["size"]) == (200, 2)
+    # A default comes back when its field is given up.
+    assert (code, changed["spec"]) == (200, {"size": 2, "replicas": 1, "mode": "Fast"})
     entry = managers(changed)["one", "Apply"]
     assert entry["fieldsType"] == "FieldsV1"
     assert entry["fieldsV1"] == {"f:spec": {"f:size": {}}}
-
-
-def test_applying_needs_a_field_manager(http: Http, widgets: str) -> None:
-    code, refused = http("PATCH", f"{widgets}/a", widget(), media_type=APPLY)
-    assert (code, refused["reason"]) == (422, "Invalid")
+    _, same = apply(widgets, widget(size=2))
+    assert same["metadata"]["resourceVersion"] == changed["metadata"]["resourceVersion"]
 
 
 def test_a_field_of_another_manager_is_a_conflict_that_names_it(apply: Apply, widgets: str) -> None:
@@ -66,17 +68,6 @@ def test_the_same_value_of_two_managers_is_shared(apply: Apply, widgets: str) ->
     assert kept["spec"]["note"] == "x"
     _, gone = apply(widgets, widget())
     assert "note" not in gone["spec"]
-
-
-def test_a_field_that_is_applied_no_more_goes(apply: Apply, widgets: str) -> None:
-    apply(widgets, widget(note="x", arguments=["a"]))
-    _, left = apply(widgets, widget())
-    assert left["spec"] == {"size": 1, "replicas": 1, "mode": "Fast"}
-
-
-def test_a_default_comes_back_when_its_field_is_given_up(apply: Apply, widgets: str) -> None:
-    apply(widgets, widget(mode="Slow"))
-    assert apply(widgets, widget())[1]["spec"]["mode"] == "Fast"
 
 
 def test_what_an_update_wrote_belongs_to_the_updater(apply: Apply, http: Http, widgets: str) -> None:
@@ -129,12 +120,6 @@ def test_the_status_has_appliers_of_its_own(apply: Apply, http: Http, widgets: s
     entry = managers(shown)["controller", "Apply"]
     assert entry["subresource"] == "status"
     assert entry["fieldsV1"] == {"f:status": {"f:replicas": {}}}
-
-
-def test_applying_the_same_again_changes_nothing(apply: Apply, widgets: str) -> None:
-    _, first = apply(widgets, widget())
-    _, second = apply(widgets, widget())
-    assert second["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
 
 
 def test_a_container_is_merged_by_its_name(apply: Apply, apps: str) -> None:

@@ -83,18 +83,13 @@ def test_orphans_stay_and_forget_their_owner(http: Http, core: str, until: Until
 
 
 @pytest.mark.needs("controllers")
-def test_what_names_an_owner_that_never_was_goes(http: Http, core: str, until: Until) -> None:
+def test_what_an_owner_leaves_that_went_or_never_was_goes(http: Http, core: str, widgets: str, until: Until) -> None:
     ghost = {**config_map("owner"), "metadata": {"name": "owner", "uid": "00000000-0000-0000-0000-000000000000"}}
-    http("POST", f"{core}/configmaps", owned(ghost))
-    until(lambda: http("GET", f"{core}/configmaps/child")[0] == 404)
-
-
-@pytest.mark.needs("controllers")
-def test_a_custom_resource_takes_its_children_along(http: Http, core: str, widgets: str, until: Until) -> None:
     _, owner = http("POST", widgets, widget())
-    http("POST", f"{core}/configmaps", owned(owner))
+    for name, parent in (("child", owner), ("orphan", ghost)):
+        http("POST", f"{core}/configmaps", owned(parent, name))
     http("DELETE", f"{widgets}/a")
-    until(lambda: http("GET", f"{core}/configmaps/child")[0] == 404)
+    until(lambda: {http("GET", f"{core}/configmaps/{name}")[0] for name in ("child", "orphan")} == {404})
 
 
 @pytest.mark.needs("controllers")
@@ -114,24 +109,20 @@ def test_a_namespace_goes_with_all_that_is_in_it(http: Http, until: Until) -> No
 
 @pytest.mark.needs("controllers", "node")
 def test_a_claim_in_use_waits_for_its_pod(http: Http, core: str, until: Until) -> None:
-    http("POST", f"{core}/persistentvolumeclaims", claim())
+    claims = f"{core}/persistentvolumeclaims"
+    for name in ("data", "unused"):
+        http("POST", claims, claim(name))
     volumes = [{"name": "v", "persistentVolumeClaim": {"claimName": "data"}}]
     http("POST", f"{core}/pods", pod(volumes=volumes, nodeName=node_of(http)))
-    found = http("GET", f"{core}/persistentvolumeclaims/data")[1]
-    assert found["metadata"]["finalizers"] == ["kubernetes.io/pvc-protection"]
-    http("DELETE", f"{core}/persistentvolumeclaims/data")
-    code, kept = http("GET", f"{core}/persistentvolumeclaims/data")
+    assert http("GET", f"{claims}/data")[1]["metadata"]["finalizers"] == ["kubernetes.io/pvc-protection"]
+    for name in ("data", "unused"):
+        assert http("DELETE", f"{claims}/{name}")[0] == 200
+    until(lambda: http("GET", f"{claims}/unused")[0] == 404)
+    code, kept = http("GET", f"{claims}/data")
     assert code == 200
     assert kept["metadata"]["deletionTimestamp"]
     http("DELETE", f"{core}/pods/p", gracePeriodSeconds="0")
-    until(lambda: http("GET", f"{core}/persistentvolumeclaims/data")[0] == 404)
-
-
-@pytest.mark.needs("controllers")
-def test_a_claim_that_nobody_uses_goes_at_once(http: Http, core: str, until: Until) -> None:
-    http("POST", f"{core}/persistentvolumeclaims", claim())
-    assert http("DELETE", f"{core}/persistentvolumeclaims/data")[0] == 200
-    until(lambda: http("GET", f"{core}/persistentvolumeclaims/data")[0] == 404)
+    until(lambda: http("GET", f"{claims}/data")[0] == 404)
 
 
 @pytest.mark.needs("node")

@@ -97,31 +97,21 @@ def test_kubectl_patches_built_in_kinds_strategically(kubectl: Kubectl) -> None:
     assert {each["name"] for each in found} == {"main", "side"}
 
 
-def test_the_status_can_be_patched_by_hand(kubectl: Kubectl, widgets: str) -> None:
-    kubectl("create", "-f", "-", stdin=widget())
+def test_the_columns_of_a_definition_are_printed_and_waited_for(kubectl: Kubectl, widgets: str) -> None:
+    kubectl("create", "-f", "-", stdin=widget(size=3))
+    assert "timed out" in kubectl.fails("wait", "--for=condition=Ready", "widget/a", "--timeout=1s")
     change = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     kubectl("patch", "widget", "a", "--subresource=status", "--type=merge", "-p", json.dumps(change))
     assert "condition met" in kubectl("wait", "--for=condition=Ready", "widget/a", "--timeout=60s")
-
-
-def test_waiting_for_a_field_and_for_a_deletion(kubectl: Kubectl, widgets: str) -> None:
-    kubectl("create", "-f", "-", stdin=widget())
-    assert "condition met" in kubectl("wait", "--for=jsonpath={.spec.size}=1", "widget/a", "--timeout=60s")
-    assert "timed out" in kubectl.fails("wait", "--for=condition=Ready", "widget/a", "--timeout=1s")
-    assert "deleted" in kubectl("delete", "widget", "a")
-    kubectl("wait", "--for=delete", "widget/a", "--timeout=60s")
-
-
-def test_the_columns_of_a_definition_are_printed(kubectl: Kubectl, widgets: str) -> None:
-    kubectl("create", "-f", "-", stdin=widget(size=3))
-    change = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
-    kubectl("patch", "widget", "a", "--subresource=status", "--type=merge", "-p", json.dumps(change))
+    assert "condition met" in kubectl("wait", "--for=jsonpath={.spec.size}=3", "widget/a", "--timeout=60s")
     header, row = kubectl("get", "wdg").splitlines()
     assert header.split() == ["NAME", "SIZE", "READY", "AGE"]
-    assert row.split()[:3] == ["a", "3", "False"]
+    assert row.split()[:3] == ["a", "3", "True"]
     header, row = kubectl("get", "widgets", "-o", "wide").splitlines()
     assert header.split() == ["NAME", "SIZE", "READY", "MODE", "AGE"]
     assert row.split()[3] == "Fast"
+    assert "deleted" in kubectl("delete", "widget", "a")
+    kubectl("wait", "--for=delete", "widget/a", "--timeout=60s")
 
 
 def test_a_category_shows_custom_resources_among_the_others(kubectl: Kubectl, widgets: str, tmp_path: Path) -> None:

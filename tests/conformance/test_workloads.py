@@ -13,7 +13,6 @@ from targets import Target
 
 Rollout = Callable[[Json], None]
 
-MERGE = "application/merge-patch+json"
 
 pytestmark = pytest.mark.needs("controllers", "node")
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
 from targets import Target
 
 Json = dict[str, Any]
@@ -30,25 +32,21 @@ class Kubectl:
         self.namespace = namespace
 
     def run(self, *arguments: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
-        """Run it and return what came of it."""
         text = stdin if stdin is None or isinstance(stdin, str) else json.dumps(stdin)
         command = [*self._target.kubectl, f"--namespace={self.namespace}", *arguments]
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=90, check=False)
 
     def __call__(self, *arguments: str, stdin: Any = None) -> str:
-        """Return what it prints; it must succeed."""
         done = self.run(*arguments, stdin=stdin)
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout
 
     def fails(self, *arguments: str, stdin: Any = None) -> str:
-        """Return what it complains about; it must fail."""
         done = self.run(*arguments, stdin=stdin)
         assert done.returncode != 0, (arguments, done.stdout)
         return done.stderr
 
     def json(self, *arguments: str) -> Json:
-        """Return an object, or a list of them."""
         found: Json = json.loads(self(*arguments, "--output=json"))
         return found
 
@@ -64,60 +62,14 @@ def definition(kind: str, schema: Json, **version: Any) -> Json:
     return {**kind_of_it, "metadata": metadata, "spec": spec}
 
 
-WIDGET_SCHEMA: Json = {
-    "type": "object",
-    "description": "A Widget is made for tests.",
-    "required": ["spec"],
-    "properties": {
-        "spec": {
-            "type": "object",
-            "description": "What is wanted.",
-            "required": ["size"],
-            "properties": {
-                "size": {"type": "integer", "minimum": 1, "maximum": 9, "description": "How large it is."},
-                "replicas": {"type": "integer", "default": 1, "minimum": 0},
-                "mode": {"type": "string", "enum": ["Fast", "Slow"], "default": "Fast"},
-                "note": {"type": "string", "maxLength": 20, "nullable": True},
-                "ports": {
-                    "type": "array",
-                    "x-kubernetes-list-type": "map",
-                    "x-kubernetes-list-map-keys": ["name"],
-                    "items": {
-                        "type": "object",
-                        "required": ["name"],
-                        "properties": {
-                            "name": {"type": "string"},
-                            "port": {"type": "integer", "default": 80},
-                            "path": {"type": "string"},
-                        },
-                    },
-                },
-                "tags": {"type": "array", "x-kubernetes-list-type": "set", "items": {"type": "string"}},
-                "arguments": {"type": "array", "items": {"type": "string"}},
-                "whole": {
-                    "type": "object",
-                    "x-kubernetes-map-type": "atomic",
-                    "additionalProperties": {"type": "string"},
-                },
-                "free": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-            },
-        },
-        "status": {
-            "type": "object",
-            "x-kubernetes-preserve-unknown-fields": True,
-            "properties": {"replicas": {"type": "integer"}, "selector": {"type": "string"}},
-        },
-    },
-}
+WIDGET_SCHEMA: Json = yaml.safe_load(Path(__file__).with_name("widget.yaml").read_text())
 
 
 def widget(name: str = "a", /, **spec: Any) -> Json:
-    """Return a Widget."""
     return {"apiVersion": f"{GROUP}/v1", "kind": "Widget", "metadata": {"name": name}, "spec": {"size": 1, **spec}}
 
 
 def pod(name: str = "p", /, labels: dict[str, str] | None = None, **spec: Any) -> Json:
-    """Return a Pod whose only container pauses."""
     containers = [{"name": "main", "image": "registry.k8s.io/pause:3.10"}]
     metadata = {"name": name, "labels": labels or {}}
     settled = {"terminationGracePeriodSeconds": 1, "automountServiceAccountToken": False, "containers": containers}
@@ -125,7 +77,6 @@ def pod(name: str = "p", /, labels: dict[str, str] | None = None, **spec: Any) -
 
 
 def deployment(name: str = "web", /, replicas: int = 2, **spec: Any) -> Json:
-    """Return a Deployment of such pods."""
     labels = {"app": name}
     template = {"metadata": {"labels": labels}, "spec": pod()["spec"]}
     body = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template, **spec}
@@ -133,11 +84,9 @@ def deployment(name: str = "web", /, replicas: int = 2, **spec: Any) -> Json:
 
 
 def claim(name: str = "data") -> Json:
-    """Return a PersistentVolumeClaim."""
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Mi"}}}
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
 
 
 def config_map(name: str = "c", /, **data: str) -> Json:
-    """Return a ConfigMap."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}

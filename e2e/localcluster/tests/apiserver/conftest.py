@@ -22,7 +22,6 @@ DEADLINE_SECONDS = 120.0
 
 @pytest.fixture
 def api() -> Iterator[ApiServerThread]:
-    """A running, empty server."""
     with ApiServerThread(bookmark_seconds=0.2) as running:
         yield running
 
@@ -51,7 +50,6 @@ def until() -> Callable[[Callable[[], Any]], Any]:
 
 @pytest.fixture
 def python_client(api: ApiServerThread) -> Iterator[client.ApiClient]:
-    """The official Python client."""
     made = config.new_client_from_config_dict(yaml.safe_load(api.kubeconfig()))
     with made:
         yield made

@@ -76,12 +76,6 @@ def test_a_pod_with_processes_stays_until_the_kubelet_confirms(http: Http, pod: 
     assert http("GET", f"{DEFAULT}/pods/p")[0] == 404
 
 
-def test_a_forced_deletion_of_a_pod_is_immediate(http: Http, pod: Make) -> None:
-    http("POST", f"{DEFAULT}/pods", pod(nodeName="node"))
-    http("DELETE", f"{DEFAULT}/pods/p", gracePeriodSeconds="0")
-    assert http("GET", f"{DEFAULT}/pods/p")[0] == 404
-
-
 def test_a_grace_period_can_be_shortened_but_not_extended(http: Http, pod: Make) -> None:
     http("POST", f"{DEFAULT}/pods", pod(nodeName="node"))
     graces = []

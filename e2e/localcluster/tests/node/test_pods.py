@@ -7,7 +7,6 @@ import base64
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pods import Bench, claim, fetch, script, server
@@ -67,13 +66,6 @@ def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
     assert {name: found.get(name) for name in expected} == expected
     assert not {"KUBECONFIG", "PYTHONPATH", "NONE", "HOME", "KUBERNETES_SERVICE_HOST"} & found.keys()
     assert json.loads(bench.ask("env", "/argv")) == ["--color=red", "--unknown=$(NOBODY)"]
-
-
-@pytest.mark.parametrize("asked", [{"automountServiceAccountToken": True}, {"serviceAccountName": "operator"}])
-def test_a_pod_that_asks_for_the_token_of_its_account_reaches_the_cluster(bench: Bench, asked: dict[str, Any]) -> None:
-    bench.pod("client", server(), **asked)
-    until(lambda: bench.is_ready("client"))
-    assert bench.environment("client")["KUBECONFIG"] == str(bench.cluster.kubeconfig)
 
 
 def test_an_image_of_the_table_brings_its_environment_and_others_do_not(bench: Bench) -> None:
@@ -150,15 +142,6 @@ def test_a_socket_fits_into_the_temporary_directory(bench: Bench) -> None:
     container = script(bind, volumeMounts=[{"name": "scratch", "mountPath": "/tmp"}])
     bench.pod("socket", container, volumes=volumes, restartPolicy="Never")
     until(lambda: bench.status("socket").get("phase") == "Succeeded")
-
-
-def test_pods_with_the_same_port_answer_at_their_own_address(bench: Bench) -> None:
-    for name in ("one", "two"):
-        bench.pod(name, server())
-    for name in ("one", "two"):
-        until(lambda name=name: bench.is_ready(name))
-        assert bench.ask(name, "/name") == name
-    assert bench.status("one")["podIP"] != bench.status("two")["podIP"]
 
 
 def test_readiness_follows_its_probe(bench: Bench) -> None:
@@ -260,11 +243,8 @@ def test_no_container_starts_before_the_volumes_of_all_are_there(bench: Bench) -
     bench.create(kinds.SECRET, {"metadata": {"name": "late"}, "data": {}})
     until(lambda: bench.is_ready("patient"))
     assert bench.log("patient", "early") == "early\n"
-
-
-def test_a_pod_whose_volume_never_comes_can_be_deleted(bench: Bench) -> None:
-    volumes = [{"name": "files", "secret": {"secretName": "never"}}]
-    bench.pod("waiting", server(volumeMounts=[{"name": "files", "mountPath": "/etc/never"}]), volumes=volumes)
+    never = [{"name": "files", "secret": {"secretName": "never"}}]
+    bench.pod("waiting", server(volumeMounts=mounts), volumes=never)
     until(lambda: "FailedMount" in bench.reasons("waiting"))
     bench.delete(kinds.POD, "waiting")
     until(lambda: bench.get(kinds.POD, "waiting") is None, seconds=4)

@@ -16,7 +16,6 @@ def condition(manifest: Json | None, kind: str) -> Json:
 
 
 def is_rolled_out(bench: Bench, name: str, replicas: int) -> bool:
-    """Ask what `kubectl rollout status` asks."""
     found = bench.get(kinds.DEPLOYMENT, name)
     assert found is not None
     status = found.get("status") or {}
@@ -62,11 +61,6 @@ def test_a_rolling_update_replaces_every_pod_and_never_drops_below_the_minimum(b
     until(done)
     assert not old & {pod["metadata"]["uid"] for pod in bench.list(kinds.POD)}
     assert min(ready_counts) >= 2
-    sizes = sorted(each["spec"]["replicas"] for each in bench.list(kinds.REPLICA_SET))
-    assert sizes == [0, 2]
-    deployment = bench.get(kinds.DEPLOYMENT, "roll")
-    assert deployment is not None
-    assert deployment["metadata"]["annotations"]["deployment.kubernetes.io/revision"] == "2"
 
 
 def test_recreate_ends_the_old_pods_before_it_starts_new_ones(bench: Bench) -> None:
