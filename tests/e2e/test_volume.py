@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The volume of a tier over its life: real operator, real janitor, real store; only vLLM is stood in for."""
+"""A tier over its life, and its volume: real operator, real janitor, real store; only vLLM is stood in for."""
 
 from __future__ import annotations
 
 import base64
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
+import ci_tools
 import pytest
 from light_cluster import TIER, Tier
 from pods import Bench
@@ -155,3 +158,62 @@ def test_replicas_of_one_node_share_a_volume_that_one_node_can_mount(bench: Benc
     terms = [pod["spec"]["affinity"]["podAffinity"] for pod in (*tier.pods(), *tier.pods("janitor"))]
     assert node
     assert len(terms) == 3
+
+
+KUBECTL = ci_tools.load("helm").binary("kubectl")
+
+
+@pytest.fixture(scope="module")
+def scaled(bench: Bench) -> Iterator[Tier]:
+    tier = Tier(bench, "scaled")
+    tier.reaches("Available", "True")
+    yield tier
+    tier.patch(replicas=0)
+
+
+def scale(tier: Tier, replicas: int) -> None:
+    """Scale as an autoscaler does: through the subresource."""
+    config = f"--kubeconfig={tier.bench.cluster.kubeconfig}"
+    command = [KUBECTL, config, "scale", f"kvt/{tier.name}", f"--replicas={replicas}"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.timeout(240)
+def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled: Tier) -> None:
+    scaled.ask("store/prompt")
+    scale(scaled, 0)
+    assert scaled.reaches("Available", "False", "ScaledToZero")["message"] == "spec.replicas is 0: no engine serves"
+    until(lambda: scaled.pods() == [])
+    until(lambda: (scaled.status()["replicas"], scaled.status()["readyReplicas"]) == (0, 0))
+    # Nothing is wrong with it, so nothing may wake anybody.
+    assert scaled.condition("Stalled")["status"] == "False"
+    assert scaled.condition("JanitorHealthy")["status"] != "False"
+    assert bench.get(kinds.PERSISTENT_VOLUME_CLAIM, "scaled-blocks") is not None
+    scale(scaled, 1)
+    scaled.reaches("Available", "True", "Serving")
+    assert scaled.ask("load/prompt")["is_hit"] is True
+    until(lambda: scaled.status()["readyReplicas"] == 1)
+
+
+@pytest.mark.timeout(180)
+def test_engines_without_their_redis_serve_and_are_told_of(bench: Bench) -> None:
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis"}, "stringData": {"password": "secret"}}
+    bench.create(kinds.SECRET, secret)
+    redis: dict[str, Any] = {"url": "redis://127.0.0.1:1", "passwordSecretRef": {"name": "redis"}}
+    tier = Tier(
+        bench,
+        "unshared",
+        replicas=1,
+        engine={"accelerator": {"resource": "nvidia.com/gpu"}},
+        connector={"type": "LMCache", "lmcache": {"redis": redis}},
+        volume=None,
+    )
+    tier.reaches("Available", "True")
+    told = tier.reaches("SharedCacheVerified", "Unknown", "StoreUnreachable")
+    (pod,) = tier.pods()
+    for part in (pod["metadata"]["name"], "Connection refused", "spec.connector.lmcache.redis", "kvtier.dev/restart"):
+        assert part in told["message"]
+    assert "secret" not in told["message"].replace("Secret", "")
+    assert tier.ask("v1/models") == {"data": [{"id": "org/model"}]}
+    tier.reaches("Ready", "True")
+    tier.patch(replicas=0)

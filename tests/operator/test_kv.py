@@ -32,6 +32,13 @@ def without(*fields: str, **more: Any) -> dict[str, Any]:
     return {**{name: value for name, value in DENSE.items() if name not in fields}, **more}
 
 
+LATENT = {"num_hidden_layers": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+NEMOTRON = {"hybrid_override_pattern": "M-M*M-M*", "model_type": "nemotron_h"}
+BY_NAME = ["sliding_attention", "full_attention"] * 2
+FP8_SCALES = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+FP8_SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
 FAMILIES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "grouped heads": (DENSE, 131072, 1, 0),
     "as many key heads as heads": (without("num_key_value_heads"), 524288, 1, 0),
@@ -43,48 +50,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "a window that is off": (without(sliding_window=4096, use_sliding_window=False), 131072, 1, 0),
     "every second layer": (without(sliding_window=4096, model_type="gemma2"), 131072, 2, 0),
     "a pattern": (without(num_hidden_layers=24, sliding_window=512, sliding_window_pattern=6), 98304, 6, 0),
-    "layers by name": (
-        without(num_hidden_layers=4, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
-        16384,
-        2,
-        0,
-    ),
+    "layers by name": (without(num_hidden_layers=4, sliding_window=8, layer_types=BY_NAME), 16384, 2, 0),
     "chunked layers": (without(num_hidden_layers=48, attention_chunk_size=8192), 196608, 4, 0),
     "layers that share KV": (without(num_kv_shared_layers=8), 98304, 1, 0),
     "a language model inside": ({"torch_dtype": "float16", "text_config": without("torch_dtype")}, 131072, 1, 0),
     "a thinker inside": ({"thinker_config": {"text_config": DENSE, "vision_config": {}}}, 131072, 1, 0),
-    "Nemotron-H": (
-        without(num_hidden_layers=8, hybrid_override_pattern="M-M*M-M*", model_type="nemotron_h"),
-        8192,
-        1,
-        2,
-    ),
+    "Nemotron-H": (without(num_hidden_layers=8, **NEMOTRON), 8192, 1, 2),
     "MiniMax": (without(num_hidden_layers=8, attn_type_list=[0, 0, 0, 1] * 2), 8192, 1, 3),
-    "Kimi Linear": (
-        {
-            "num_hidden_layers": 8,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "linear_attn_config": {"full_attn_layers": [4, 8]},
-        },
-        2304,
-        1,
-        3,
-    ),
+    "Kimi Linear": ({**LATENT, "linear_attn_config": {"full_attn_layers": [4, 8]}}, 2304, 1, 3),
     "Granite hybrid": (without(num_hidden_layers=20, layer_types=(["mamba"] * 9 + ["attention"]) * 2), 8192, 1, 9),
     "Falcon-H1": (without(model_type="falcon_h1"), 131072, 1, 1),
-    "fp8 scales in the checkpoint": (
-        without(quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}),
-        65536,
-        1,
-        0,
-    ),
-    "an fp8 scheme in the checkpoint": (
-        without(quantization_config={"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
-        65536,
-        1,
-        0,
-    ),
+    "fp8 scales in the checkpoint": (without(quantization_config=FP8_SCALES), 65536, 1, 0),
+    "an fp8 scheme in the checkpoint": (without(quantization_config=FP8_SCHEME), 65536, 1, 0),
 }
 
 
@@ -97,8 +74,7 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
 
 def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without() -> None:
     layout = EngineLayout(is_cpu_build=True)
-    latent = kv({"num_hidden_layers": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, layout)
-    assert latent.block_tokens == kv(DENSE, layout).block_tokens == 128
+    assert kv(LATENT, layout).block_tokens == kv(DENSE, layout).block_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -125,15 +101,18 @@ def test_copies_of_heads_are_explained() -> None:
 
 
 def test_one_latent_is_kept_once_on_one_node_and_once_for_each_rank_over_pipeline_stages() -> None:
-    latent = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    latent = {**LATENT, "num_hidden_layers": 60}
     assert kv(latent, EngineLayout(tensor_parallel=8)).token_bytes == 69120
     assert kv(latent, EngineLayout(tensor_parallel=8, args=engine_args.read(["-pp=2"]))).token_bytes == 8 * 69120
     assert kv(latent, EngineLayout(args=engine_args.read(["--kv-cache-dtype=fp8_ds_mla"]))).layer_bytes == 656
 
 
-def test_a_single_group_makes_windows_cost_what_full_attention_costs() -> None:
+def test_a_single_group_makes_windows_cost_what_full_attention_costs_and_packed_kv_is_not_guessed() -> None:
     config = without(num_hidden_layers=24, sliding_window=512, sliding_window_pattern=6)
     assert kv(config, EngineLayout(args=engine_args.read(["--disable-hybrid-kv-cache-manager"]))).attention_groups == 1
+    for name in ("turboquant_k8v4", "int8_per_token_head", "nonsense"):
+        packed = EngineLayout(args=engine_args.read([f"--kv-cache-dtype={name}"]))
+        assert isinstance(make_family_layout(DENSE, packed), KvUnknown)
 
 
 def test_states_make_blocks_large() -> None:
@@ -171,13 +150,6 @@ def test_states_make_blocks_large() -> None:
 def test_what_cannot_be_told_is_told_so(config: dict[str, Any], why: str) -> None:
     found = make_family_layout(config, EngineLayout())
     assert why in found.why
-
-
-@pytest.mark.parametrize("name", ["turboquant_k8v4", "int8_per_token_head", "nonsense"])
-def test_packed_kv_of_unknown_layout_is_not_guessed(name: str) -> None:
-    assert isinstance(
-        make_family_layout(DENSE, EngineLayout(args=engine_args.read([f"--kv-cache-dtype={name}"]))), KvUnknown
-    )
 
 
 @pytest.mark.parametrize("name", models.NAMES)
