@@ -35,6 +35,9 @@ FIELD: Final = "idleDigest"
 RECONCILES_A_SECOND: Final = 20.0
 """So many of the tiers that were put off are reconciled in a second."""
 
+LOOKS_A_SECOND: Final = 200.0
+"""None of them is reconciled before all tiers are looked at, so many in a second."""
+
 STANDS_SECONDS: Final = 300.0
 """A digest that stays the same for so long is written: a tier that changes all the time costs no writes."""
 
@@ -58,6 +61,7 @@ class IdleTiers:
         self._release = _digest([_sources(), images, settings.namespaces, settings.operator_class])
         self._resync_seconds = settings.resync_seconds
         self._order = itertools.count(1)
+        self._looks_seconds = 0.0
         self._stood: dict[TierName, tuple[str, float]] = {}
         """The digest of each tier that was looked at, and since when it is the same."""
 
@@ -69,7 +73,10 @@ class IdleTiers:
         self._stood[tier] = ("", 0.0)
         if mark is None or mark.digest != mark.written:
             return None
-        return min(next(self._order) / RECONCILES_A_SECOND, self._resync_seconds)
+        order = next(self._order)
+        if order == 1:
+            self._looks_seconds = len(self._cache.tiers.places()) / LOOKS_A_SECOND
+        return min(self._looks_seconds + order / RECONCILES_A_SECOND, self._resync_seconds)
 
     def read(self, tier: TierName) -> Mark | None:
         """Return the mark of a tier as it stands; None where there is none, or something cannot be read."""
