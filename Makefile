@@ -153,7 +153,7 @@ bench-janitor: venv ## the janitor at a million blocks, and under kill -9 for te
 	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.stress --kind local --out "$(DATA)/bench/janitor-stress.json"
 
 test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu SPLIT_HITS=Auto; then `make generate`
-	PYTHONPATH=. $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --split-hits "$(or $(SPLIT_HITS),Off)" --data "$(DATA)/matrix"
+	PYTHONPATH=".:$$PYTHONPATH" $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --split-hits "$(or $(SPLIT_HITS),Off)" --data "$(DATA)/matrix"
 
 test-gpu: ## the GPU path, on a machine with an NVIDIA GPU, vLLM, pytest and pytest-timeout
 	$(PYTHON) -m pytest tests/connector/tier/test_engine.py -m gpu -s

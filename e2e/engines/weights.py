@@ -31,6 +31,7 @@ _SPREAD = 0.08
 """Standard deviation of the weights: with that of most models, 0.02, tiny layers hardly add to what passes by them."""
 _OUTPUT_VARIETY = 0.8
 _LORA_SPREAD = 0.1
+_QWEN_MARKS = ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
 def write(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
@@ -159,15 +160,24 @@ def _write_processor(directory: Path, shape: Shape) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     marks = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
-    picture = {"image_token": "<image>"}
-    special = dict(zip((*marks.values(), *picture.values()), range(PICTURE_TOKEN + 1), strict=True))
+    picture = {"image_token": "<|image_pad|>" if shape["model_type"].startswith("qwen2") else "<image>"}
+    special = {name: number for number, name in enumerate((*marks.values(), *picture.values(), *_QWEN_MARKS))}
     words = {**special, **{f"t{number}": number for number in range(len(special), VOCABULARY)}}
     made = Tokenizer(models.WordLevel(words, marks["unk_token"]))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, additional_special_tokens=list(picture.values()), **marks
+        tokenizer_object=made, additional_special_tokens=[*picture.values(), *_QWEN_MARKS], **marks
     )
     side = {"height": PICTURE_SIDE, "width": PICTURE_SIDE}
+    if shape["model_type"].startswith("qwen2"):
+        # Four patches make a token: the picture is made as large as one of sixteen tokens.
+        area = {"shortest_edge": 4 * PICTURE_SIDE**2, "longest_edge": 4 * PICTURE_SIDE**2}
+        transformers.Qwen2VLProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(size=area),
+            tokenizer=tokenizer,
+            video_processor=transformers.Qwen2VLVideoProcessor(size=area),
+        ).save_pretrained(directory)
+        return
     if shape["model_type"] == "blip-2":
         transformers.Blip2Processor(
             image_processor=transformers.BlipImageProcessor(size=side),

@@ -37,6 +37,8 @@ class ModelClass(BaseModel, frozen=True, extra="forbid"):
     """`disk.blockTokens`; None leaves it to the operator."""
     asks: str = "plain"
     """How prompts are asked: plain, salted, embedded, lora or image."""
+    picture_at: int = 0
+    """Token of the prompt before which its picture stands."""
     loras: tuple[str, ...] = ()
     """Names of adapters; the first one is written anew at the end."""
     pair_tokens: int = 1200
@@ -59,6 +61,8 @@ class ModelClass(BaseModel, frozen=True, extra="forbid"):
     """Verdict on the CPU build."""
     needs: str = ""
     """Feature that the CPU build lacks; empty if the class runs there."""
+    module: str = ""
+    """Python module that vLLM imports for it, and that its CPU build comes without."""
 
     @property
     def has_other_ranks(self) -> bool:

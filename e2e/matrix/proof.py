@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -56,6 +57,8 @@ def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dic
     """Run a class below ``work``; return its row."""
     if model.needs and device == "cpu":
         return {"verdict": "not run", "message": model.needs}
+    if model.module and find_spec(model.module) is None:
+        return {"verdict": "not run", "message": f"vLLM imports {model.module} for it, which is not installed here"}
     directory, place = work / model.name, work / "weights" / model.name
     shutil.rmtree(directory, ignore_errors=True)
     weights.write(place, model.shape_on(device))
@@ -181,9 +184,10 @@ def _asked(model: ModelClass, prompts: Sequence[tuple[int, ...]]) -> list[Reques
         made = [replace(each, lora=names[number % len(names)]) for number, each in enumerate(made)]
     if model.asks == "image":
         mark = () if SHAPES[model.shape]["model_type"] in _PICTURE_FIRST else (PICTURE_TOKEN,)
+        place = model.picture_at
         made = [
-            replace(each, tokens=(*mark, *each.tokens), image=number // asking.PROMPTS_A_STEM)
-            for number, each in enumerate(made)
+            replace(each, tokens=(*tokens[:place], *mark, *tokens[place:]), image=number // asking.PROMPTS_A_STEM)
+            for number, (each, tokens) in enumerate(zip(made, prompts, strict=True))
         ]
     return made
 
@@ -244,6 +248,7 @@ def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round
     # Two engines that found as much of a prompt compute the rest by the same steps, to the same bits.
     alike = [(one, other) for one, other in both if one.cached_tokens == other.cached_tokens]
     alike = alike if model.at_once == 1 and not model.has_other_ranks else []
+    strangers, before = read["strangers"].answers, model.picture_at // CHUNK_TOKENS
     lengths = [answer.prompt_tokens for answer in gpu]
     row: dict[str, Any] = {
         "prompts": len(gpu),
@@ -270,8 +275,9 @@ def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round
         "missed_blocks": sum(
             count for name, count in counts.items() if name.startswith(_MISSES) and name != f"{_MISSES}absent"
         ),
-        "strangers": len(read["strangers"].answers),
-        "stranger_blocks": read["strangers"].counts.get(_READ, 0),
+        "strangers": len(strangers),
+        # The files before a picture are the same for all pictures.
+        "stranger_blocks": max(0, read["strangers"].counts.get(_READ, 0) - len(strangers) * before),
         "preemptions": counts.get(_PREEMPTIONS, 0),
         "pair_tokens": pair[0].cached_tokens,
         # After two more that the second engine has computed itself.

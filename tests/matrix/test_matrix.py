@@ -22,6 +22,7 @@ from e2e.matrix.proof import judge, judge_rewritten  # noqa: E402 - as above
 MODEL = ModelClass(name="dense", title="Dense", shape="llama")
 DRAFTING = ModelClass(name="draft", title="Draft", shape="llama", draft="llama")
 RANKS = ModelClass(name="ranks", title="Ranks", shape="llama", ranks=(1, 2))
+PICTURED = ModelClass(name="pictured", title="Picture", shape="qwen2_vl", asks="image", picture_at=200)
 PREEMPTED = ModelClass(name="preempted", title="Preempted", shape="llama", must_preempt=True)
 READ, EXTERNAL, MISSES = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits", "vllm:kvtier_disk_misses"
 
@@ -49,7 +50,7 @@ def row(
     read = {
         "disk": Round(answers=disk, counts=found | {name: counts[name] for name in counts.keys() & found.keys()}),
         "pair": Round(answers=[answer(7, cached=0), answer(8)]),
-        "strangers": Round(answers=[], counts={READ: strangers}),
+        "strangers": Round(answers=[answer(9)] * bool(strangers), counts={READ: strangers}),
     }
     return judge(model, made, read)
 
@@ -89,6 +90,9 @@ FIRST_BITS = [replace(answer(1, 2), logprobs=[{1: -1.3}, {2: -1.3}]), answer(3, 
         ("works", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.1, -1.0, cached=0)]}),
         ("undecided", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.9, -1.0, cached=0)]}),
         ("wrong answers: blocks were read for another identity", {"strangers": 1}),
+        # The file before a picture is the same whatever the picture.
+        ("works", {"strangers": 1, "model": PICTURED}),
+        ("wrong answers: blocks were read for another identity", {"strangers": 2, "model": PICTURED}),
         ("blind: the answers do not depend on the prefix", {"twin": 5}),
         ("blind: nothing was preempted", {"model": PREEMPTED}),
     ],
