@@ -228,7 +228,9 @@ def test_a_refused_spec_still_bounds_the_volume_unless_the_bounds_are_refused(
     world = World()
     world.condition("Ready")
     before = settings()
-    world.cluster.edit(KEY, {"spec": merge(refused, {"disk": {"mode": "ReadWrite", "budget": {"maxBytes": "1Gi"}}})})
+    world.cluster.edit(
+        TIER_KEY, {"spec": merge(refused, {"disk": {"mode": "ReadWrite", "budget": {"maxBytes": "1Gi"}}})}
+    )
     assert world.condition("Ready")[0] == "False"
     assert settings() == {**before, **({"max_bytes": 1 << 30} if is_followed else {})}
 
