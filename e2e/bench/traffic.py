@@ -282,6 +282,8 @@ class Traffic:
 
     def note(self, cell: str, found: Mapping[str, Any]) -> None:
         """Record what was asked as a cell."""
+        if not found["requests"]:
+            raise EngineEnded(f"{cell}: no request was answered")
         record = {**self._record("cell"), "cell": cell, **found}
         self._log.write(record, report.one_line(record))
 

@@ -137,6 +137,14 @@ def test_a_stage_that_fails_is_a_record_and_the_next_one_is_played(tmp_path: Pat
     assert [engine.is_closed for engine in rig.engines] == [True, True]
 
 
+def test_a_cell_without_an_answer_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"seconds": 1.0, "began": 0.0, "counts": {}, "requests": []}
+    monkeypatch.setattr(FakeEngine, "run", lambda *_, **__: nothing)
+    rig = Rig(tmp_path)
+    rig.traffic.play("none", "killed", [])
+    assert [record["error"] for record in rig.records("failed")] == ["killed before: no request was answered"]
+
+
 def test_no_engine_is_started_when_the_time_is_up(tmp_path: Path) -> None:
     rig = Rig(tmp_path, deadline=time.monotonic() - 1)
     rig.traffic.play("none", "all-in-gpu", [])
