@@ -288,3 +288,18 @@ def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig, engine: Engine) -
     sweeper = rig.sweeper(default_quota_bytes=BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
     done: Callable[[], bool] = lambda: rig.sweep(sweeper).blocks == 0  # noqa: E731 - asked again and again
     assert any(done() for _ in range(5))
+
+
+def test_links_in_a_circle_are_no_links() -> None:
+    name = np.array([1, 2], np.uint64)
+    assert link(name, np.array([2, 1], np.uint64), np.array([5, 5], np.int64)).tolist() == [-1, -1]
+
+
+def test_many_blocks_are_all_found_again() -> None:
+    catalog = Catalog()
+    count = 70_000
+    for number in range(count):
+        add(catalog, number)
+    generation = catalog.generation("aa")
+    assert catalog.total.blocks == count
+    assert all(catalog.key(catalog.find(generation, key(number))) == key(number) for number in range(0, count, 997))

@@ -224,3 +224,10 @@ def test_every_verb_is_listed_before_anything_is_imported() -> None:
 def test_without_the_package_of_a_checksum_a_check_says_what_is_missing(engine: Engine, rig: Rig) -> None:
     done = kvtier("check", str(rig.dir), blocked=("cryptography",))
     assert (done.returncode, "pip install cryptography" in done.stdout) == (1, True)
+
+
+def test_several_tiers_are_not_confused(rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        Engine(tmp_path / name, "aa", rig.clock)
+    assert main(["gc", str(tmp_path)]) == 1
+    assert "holds several tiers; name one of" in capsys.readouterr().err

@@ -290,3 +290,19 @@ def test_what_follows_a_prefix_that_is_fetched_ahead_for_another_request_is_fetc
     fs.open_gate()
     wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(9)), "all is there")
     assert rig.metric("vllm:kvtier_disk_read_blocks") == 9
+
+
+def test_gauges_are_reported_now_and_then_and_at_once_when_the_last_transfer_has_ended(rigs: Rigs) -> None:
+    fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
+    rig = rigs.make(fs=fs)
+    wait_until(lambda: rig.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
+    type(rig.tier).stats_seconds = 3600.0
+    rig.begin_offload(keys(3))
+    rig.end_step()
+    assert rig.metric("vllm:kvtier_disk_queued_jobs") == 1
+    assert rig.tier.get_stats() is None
+    fs.open_gate()
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_queued_jobs") == 0
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
+    assert rig.tier.get_stats() is None

@@ -117,3 +117,10 @@ def test_tenants_without_end_make_no_labels_without_end() -> None:
     assert len(values) == metrics.MOST_TENANTS + 1
     assert values["tenant-0",] == 3.0
     assert values[metrics.OTHERS,] == 100.0
+
+
+def test_an_undeclared_metric_cannot_be_observed() -> None:
+    with pytest.raises(ValueError, match="declare it in METRICS"):
+        metrics.Stats().count(metrics.Metric("vllm:kvtier_new", "New."))
+    with pytest.raises(ValueError, match="with the labels"):
+        metrics.Stats().count(metrics.MISSES)

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvtier_connector.contract.errors import ConfigInvalid
-from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker
+from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker, locate
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
@@ -292,3 +292,19 @@ def test_a_layer_without_a_canonical_page_is_refused() -> None:
         with pytest.raises(ConfigInvalid, match="canonicalLayout"):
             CpuCopyWorker(caches, blocks_per_chunk=1, region=region, is_canonical=True, must_be_portable=True)
         region.cleanup()
+
+
+def test_a_transfer_that_names_too_few_or_too_many_chunks_is_refused() -> None:
+    gpu = GPULoadStoreSpec([1, 2, 3], [3], [1])
+    for chunks in ([0], [0, 1, 2]):
+        with pytest.raises((ValueError, IndexError)):
+            locate(gpu, np.array(chunks, dtype=np.int32), 2)
+
+
+def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", refuse)
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
