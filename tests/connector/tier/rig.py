@@ -56,7 +56,7 @@ ON_THREADS = FileSystem()
 TOKENS_PER_BLOCK = 16
 DIGEST = "0123456789abcdef"
 DECLARED = Declared(("Attention/TEST",), "layout", "weights")
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
 
