@@ -82,6 +82,8 @@ def second_engine(
     first.close()
     second = engines.make(shape, fs=fs)
     second.wait_until_attached()
+    # Until then no question is asked when a request arrives.
+    wait_until(lambda: second.take_landed() == 0 and second.tier.attachment.lookups.is_ready, "lookups are answered")
     fs.is_paced = True
     return second
 
