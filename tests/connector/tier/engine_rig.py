@@ -301,8 +301,9 @@ class SimulatedEngine:
         wait_until(lambda: self.metric("vllm:kvtier_disk_active") == 1, "the volume is attached")
 
     def wait_for_lookup(self) -> None:
-        """Wait, without a step, until the volume has answered what was asked; the next step takes the answer in."""
-        wait_until(lambda: self.tier.attachment.lookups.wait(0.0), "the volume has answered")
+        """Wait, without a step, until the volume has answered what was asked; the next step knows it."""
+        ours, workers = self.tier.lookups, self.tier.attachment.lookups
+        wait_until(lambda: not ours.is_open or workers.wait(0.0), "the volume has answered")
 
     def take_landed(self) -> float:
         """Take in what was read without a step; return how many blocks that were since the start."""
