@@ -125,6 +125,10 @@ class Rates:
         if ended > 0 or not in_flight:
             self._scheduled_at = now
 
+    def note_gone(self, tokens: int) -> None:
+        """Take in that a request is gone with so many tokens in flight, whose end nothing tells."""
+        self._in_flight -= tokens
+
     def note_landed(self, tokens: int, *, reads: Sequence[float] = (), is_reading: bool) -> None:
         """Take in how many tokens have come from the volume since the last call.
 

@@ -190,6 +190,10 @@ class ReleaseGate:
             note = self._read_note()
         text = self._text(self._founder)
         if not self._was_accepted:
+            if self._founded and text != self._founded:
+                # What agreed with blocks of a directory that is gone says nothing about these.
+                self._agreed.clear()
+                self._seen.clear()
             self._founded = text
         if is_ours or (note is not None and note["verdict"] == _ACCEPTED):
             self._set_verdict(Verdict.ACCEPTED, str(note["why"]) if note else "")

@@ -255,7 +255,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         self._first_tokens.look()
-        in_flight = sum(status.req.num_in_flight_tokens for status in self._req_status.values())
+        running = (status.req for status in self._req_status.values() if not status.req.is_finished())
+        in_flight = sum(request.num_in_flight_tokens for request in running)
         self.manager.tier.rates.note_step(sum(scheduler_output.num_scheduled_tokens.values()), in_flight)
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
@@ -322,6 +323,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     @override
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         name = request.request_id
+        self.manager.tier.rates.note_gone(request.num_in_flight_tokens)
         self._first_tokens.end(name)
         self.end_split(name, has_joined=False)
         self._joined.discard(name)

@@ -14,6 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -74,7 +75,9 @@ class AdmittingScheduler(KVTierScheduler):
         """Return requests whose copies will have ended when the steps under way have; call `admit` for them then."""
         found, rates = [], self.manager.tier.rates
         for name, end in list(self._copied_at.items()):
-            if name not in self._ending:
+            status = self._req_status.get(name)
+            if name not in self._ending or status is None or status.req.is_finished():
+                # It was reported, or its user has gone: then the report frees its blocks.
                 del self._copied_at[name]
             elif self.may_admit and end <= rates.now() + rates.busy_seconds:
                 del self._copied_at[name]
@@ -92,8 +95,13 @@ class AdmittingScheduler(KVTierScheduler):
     ) -> tuple[int | None, bool]:
         name = request.request_id
         self._at_once.pop(name, None)
+        if name in self._admitted:
+            # It was taken back, and vLLM begins no load of a request before the last one is reported.
+            return None, False
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        if tokens and is_async and self.may_admit and request.lora_request is None:
+        # vLLM computes a token at least with the step that loads.
+        is_whole = num_computed_tokens + (tokens or 0) >= request.num_tokens
+        if tokens and is_async and self.may_admit and not is_whole and request.lora_request is None:
             keys, rates = self._keys_of(self._req_status[name], tokens), self.manager.tier.rates
             queued = max(0.0, self._copies_end - rates.now() - rates.busy_seconds)
             seconds = self._seconds_to_copy(len(keys))
@@ -145,12 +153,14 @@ class AdmittingScheduler(KVTierScheduler):
             self._admitted -= reported
 
     @override
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        name = request.request_id
-        for job_id in [job_id for job_id, owner in self._copies.items() if owner == name]:
-            del self._copies[job_id]
-            self._req_status[name].transfer_jobs.add(job_id)
-        return super().request_finished(request)
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        made: dict[int, TransferJob] = super()._build_store_jobs(scheduler_output)
+        # Behind its last store, and before vLLM forgets a request without transfers.
+        for job_id, name in list(self._copies.items()):
+            if name in scheduler_output.finished_req_ids:
+                del self._copies[job_id]
+                self._req_status[name].transfer_jobs.add(job_id)
+        return made
 
     @override
     def reset_cache(self) -> None:
@@ -171,13 +181,15 @@ class AdmittingScheduler(KVTierScheduler):
     def _expect_copies(self, made: KVTierMetadata, begin: float) -> None:
         """Note when the copies of a step will have ended that begin at a time, and which loads end with them."""
         ended = [name for name, unwritten in made.ended_loads.items() if not unwritten]
-        if not self.copying.value:
+        if not (self.may_admit and self.copying.value):
             return
         if chunks := sum(len(self._jobs[job_id].keys) for job_id in made.load_jobs):
             self._copies_end = max(begin, self._copies_end) + self._seconds_to_copy(chunks)
         for name in ended:
             status, load = self._req_status.get(name), self._ending.get(name)
-            if status is not None and load is not None and not (load.failed or status.req.lora_request):
+            if status is None or load is None or load.failed or status.req.is_finished():
+                continue
+            if status.req.lora_request is None:
                 self._copied_at[name] = self._copies_end
         # Copies for them begin before this step computes, and not after it.
         self._is_urgent = not self._copied_at.keys().isdisjoint(ended)

@@ -109,6 +109,8 @@ class IdleTiers:
         if digest != mark.digest:
             self._stood[tier] = (mark.digest, time.monotonic())
         elif digest != mark.written and time.monotonic() - since >= min(STANDS_SECONDS, self._resync_seconds / 2):
+            # Not again before it has stood as long: another operator may write a digest of its own.
+            self._stood[tier] = (digest, time.monotonic())
             version = mark.body["metadata"]["resourceVersion"]
             try:
                 cluster.patch_status(names.tier_ref(mark.body), {FIELD: digest}, resource_version=version)

@@ -159,6 +159,16 @@ def test_steps_that_end_measure_prefill(calls: list[tuple[float, int, int]], clo
     assert rates.prefill.value == pytest.approx(PREFILL, rel=0.35)
 
 
+def test_a_request_that_is_gone_has_computed_nothing(clock: Clock) -> None:
+    rates = measured(clock, 10_000)
+    rates.note_step(8_000, 0)
+    rates.note_gone(8_000)
+    clock.seconds += 0.001
+    rates.note_step(1, 0)
+    assert rates.prefill.value == PREFILL
+    assert rates.busy_seconds == pytest.approx(1 / PREFILL)
+
+
 def test_the_first_measurement_may_be_of_a_small_step(clock: Clock) -> None:
     rates = Rates(now=clock)
     for tokens, seconds, rate in ((255, 0.1, 0), (256, 0.5, 0), (1, 0.4, 512)):

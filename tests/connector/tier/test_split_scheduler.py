@@ -8,9 +8,10 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clocks import Clock
@@ -23,6 +24,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import IterationStats
 
+from kvtier_connector.cascade.fetch import NO_ROW, Load
 from kvtier_connector.cascade.rates import Rates
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.store.fs import FileSystem
@@ -337,6 +339,30 @@ def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> N
     second.close()
 
 
+def ready_to_load(engines: Engines, most_wait: float, *, more: int = 5) -> tuple[SimulatedEngine, list[int]]:
+    """Return an engine whose CPU tier has a prompt, and which waits so long for copies that take no time."""
+    prompt = prompt_of(CHUNKS, more=more)
+    engine = engines.make(replace(SHAPE, prompt_only=False))
+    engine.ask("stores", prompt)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    engine.side.most_wait_seconds, engine.side.copying.value = most_wait, 1e18
+    return engine, prompt
+
+
+def hold_updates(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Have the scheduler take in no output of a step; return what takes in each, as steps in flight do."""
+    held: list[Callable[[], None]] = []
+    update = engine.scheduler.update_from_output
+
+    def hold(*output: Any) -> dict[int, Any]:
+        held.append(lambda: update(*output))
+        return {}
+
+    monkeypatch.setattr(engine.scheduler, "update_from_output", hold)
+    return held
+
+
 @pytest.mark.parametrize(
     ("most_wait", "copying", "steps"),
     [
@@ -348,14 +374,8 @@ def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> N
 def test_a_request_computes_before_its_load_is_reported(
     engines: Engines, most_wait: float, copying: float, steps: int
 ) -> None:
-    prompt = prompt_of(CHUNKS)
-    engine = engines.make(replace(SHAPE, prompt_only=False))
-    engine.ask("stores", prompt)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
-    side = engine.connector.connector_scheduler
-    side.most_wait_seconds = most_wait
-    side.copying.value = copying
+    engine, prompt = ready_to_load(engines, most_wait)
+    engine.side.copying.value = copying
     engine.copies.lag = math.inf
     # It stores a chunk of its own while nothing of its load is reported.
     engine.add("reads", prompt, answer=BLOCK_TOKENS)
@@ -369,3 +389,68 @@ def test_a_request_computes_before_its_load_is_reported(
     assert engine.computed["reads"] < BLOCK_TOKENS * 2
     engine.assert_nothing_is_left()
     engine.close()
+
+
+@pytest.mark.parametrize("most_wait", [1.0, -1.0], ids=["at once", "a step later"])
+def test_a_hit_of_the_whole_prompt_computes_its_last_token(engines: Engines, most_wait: float) -> None:
+    engine, prompt = ready_to_load(engines, most_wait, more=0)
+    engine.ask("reads", prompt)
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("most_wait", [1.0, -1.0], ids=["at once", "a step later"])
+def test_a_request_may_end_at_any_moment_of_its_load(engines: Engines, most_wait: float, steps: int) -> None:
+    engine, prompt = ready_to_load(engines, most_wait)
+    engine.copies.lag = math.inf
+    engine.add("reads", prompt, answer=BLOCK_TOKENS)
+    for _ in range(steps):
+        engine.step()
+    engine.abort("reads")
+    engine.step()
+    engine.copies.lag = 2
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
+def test_a_request_may_end_between_two_pieces(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = ready_to_load(engines, -1.0)
+    hand_over = engine.side._hand_over
+
+    def hand_over_half(name: str, load: Load) -> None:
+        rows, load.rows[CHUNKS // 2 :] = load.rows[:], [NO_ROW] * (CHUNKS - CHUNKS // 2)
+        hand_over(name, load)
+        load.rows[:] = rows
+        monkeypatch.setattr(engine.side, "_hand_over", hand_over)
+
+    monkeypatch.setattr(engine.side, "_hand_over", hand_over_half)
+    with monkeypatch.context() as held_back:
+        held = hold_updates(engine, held_back)
+        engine.add("reads", prompt)
+        engine.step()
+        engine.abort("reads")
+        engine.step()
+        held.pop(0)()
+        engine.step()
+    for take_in in held:
+        take_in()
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
+def test_a_request_that_is_taken_back_waits_for_the_report_of_its_load(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = ready_to_load(engines, 1.0)
+    engine.add("reads", prompt, answer=BLOCK_TOKENS)
+    with monkeypatch.context() as held_back:
+        held = hold_updates(engine, held_back)
+        engine.step()
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+    for take_in in held:
+        take_in()
+    engine.run()
+    assert engine.answers["reads"] == answer_of(prompt, BLOCK_TOKENS)
+    engine.assert_nothing_is_left()

@@ -112,7 +112,8 @@ core.sched.scheduler:Scheduler __init__(vllm_config, kv_cache_config, structured
     _update_from_kv_xfer_finished(kv_connector_output)
     block_size connector connector_prefix_cache_stats kv_cache_manager max_num_active_reqs max_num_scheduled_tokens
     pause_state running vllm_config waiting
-connector.offloading.scheduler:OffloadingConnectorScheduler _generate_job_id() manager config _req_status _jobs
+connector.offloading.scheduler:OffloadingConnectorScheduler _generate_job_id()
+    _build_store_jobs(scheduler_output) manager config _req_status _jobs
     _current_batch_load_jobs _current_batch_jobs_to_flush
     _chunks_being_loaded _full_attention_groups _sliding_window_groups _events_tracker
 connector.offloading.scheduler:RequestOffloadState __init__(config, req, req_context, offloading_context)
@@ -131,7 +132,8 @@ connector.offloading.common:OffloadingWorkerMetadata __init__(completed_jobs, tr
     transfer_stats
 connector.offloading.events:OffloadingEventsTracker record_lookup(req, group_config, chunk_idx, offload_key)
     self_describing_enabled
-core.sched.output:SchedulerOutput num_scheduled_tokens preempted_req_ids kv_connector_block_state has_sync_kv_loads
+core.sched.output:SchedulerOutput num_scheduled_tokens preempted_req_ids finished_req_ids
+    kv_connector_block_state has_sync_kv_loads
 core.kv_cache_manager:KVCacheBlocks __init__(blocks) blocks
 core.kv_cache_utils:KVCacheBlock __init__(block_id) block_id is_null
 core.sched.output:KVConnectorBlockState boundary_state_offloads
