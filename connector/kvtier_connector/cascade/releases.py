@@ -190,11 +190,7 @@ class ReleaseGate:
             note = self._read_note()
         text = self._text(self._founder)
         if not self._was_accepted:
-            if self._founded and text != self._founded:
-                # What agreed with blocks of a directory that is gone says nothing about these.
-                self._agreed.clear()
-                self._seen.clear()
-            self._founded = text
+            self._note_founder(text)
         if is_ours or (note is not None and note["verdict"] == _ACCEPTED):
             self._set_verdict(Verdict.ACCEPTED, str(note["why"]) if note else "")
             return
@@ -227,6 +223,13 @@ class ReleaseGate:
             )
             self._thread = threading.Thread(target=self._run, name="kvtier-releases", daemon=True)
             self._thread.start()
+
+    def _note_founder(self, text: bytes) -> None:
+        if self._founded and text != self._founded:
+            # What agreed with blocks of a directory that is gone says nothing about these.
+            self._agreed.clear()
+            self._seen.clear()
+        self._founded = text
 
     def refuse_facts(self, error: IdentityMismatch) -> bool:
         """Refuse a generation whose engines say other things of themselves; False if they are of this release.
