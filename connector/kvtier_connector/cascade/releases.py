@@ -226,7 +226,7 @@ class ReleaseGate:
 
     def _note_founder(self, text: bytes) -> None:
         if self._founded and text != self._founded:
-            # What agreed with blocks of a directory that is gone says nothing about these.
+            # Agreement with blocks of a directory that is gone says nothing about these.
             self._agreed.clear()
             self._seen.clear()
         self._founded = text

@@ -96,7 +96,7 @@ class AdmittingScheduler(KVTierScheduler):
         name = request.request_id
         self._at_once.pop(name, None)
         if name in self._admitted:
-            # It was taken back, and vLLM begins no load of a request before the last one is reported.
+            # It was preempted, and vLLM begins no load of a request before the last one is reported.
             return None, False
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         # vLLM computes a token at least with the step that loads.
