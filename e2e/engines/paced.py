@@ -129,7 +129,7 @@ def _pace_steps(device: _Device) -> None:
 
     cuda: Any = torch.cuda
     cuda.Event, cuda.Stream, cuda.current_stream, cuda.stream = _Event, _Stream, _Stream, nullcontext
-    runner.execute_model, runner._model_forward = execute_model, forward  # noqa: SLF001 - the forward pass alone
+    runner.execute_model, runner._model_forward = execute_model, forward  # noqa: SLF001 - vLLM has no public place for the forward pass alone
     output.__init__, output.get_output = make_output, take_output
     platform.check_and_update_config = classmethod(check_config)
 
@@ -138,7 +138,7 @@ def _pace_copies(device: _Device) -> None:
     from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker
 
     worker: Any = CpuCopyWorker
-    transfer = worker._transfer  # noqa: SLF001 - both directions
+    transfer = worker._transfer  # noqa: SLF001 - the one method that both directions call
 
     def copy(self: Any, job_id: int, *args: Any, is_store: bool) -> bool:
         transfer(self, job_id, *args, is_store=is_store)

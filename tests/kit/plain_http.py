@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -54,3 +55,12 @@ class PlainHttp:
 
     def close(self) -> None:
         self._watches.close()
+
+
+def has_ipv6() -> bool:
+    """Say whether a server of this machine can listen on IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

@@ -64,7 +64,7 @@ def test_what_a_write_returned_is_not_undone_by_an_event_from_before_it(store: O
     # It lost its label, and has it back.
     store.on_delete(config(9))
     assert data(store) == {"a": "ours"}
-    # What says nothing new wakes nobody.
+    # An update without a change reports no tier.
     for version in (10, 11):
         store.on_update(config(version, a="ours"))
     assert told.names == ["c"]

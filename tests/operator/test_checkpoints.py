@@ -45,7 +45,7 @@ STEPS = {"1024": "1024", "1.5k": "1500", "1K": "1024", "32768": "2048", "auto": 
         ("openai/gpt-oss-20b", (), {"blockTokens": 128}, {INTERVAL: "512"}),
         (STATES, (), {}, {INTERVAL: "None", STEP: str(STEP_TOKENS)}),
         *((STATES, ("--max-model-len", most), {}, {INTERVAL: "None", STEP: step}) for most, step in STEPS.items()),
-        # A model that keeps every token, or that nobody knows, and windows in pieces, which vLLM keeps together.
+        # A model that keeps every token, an unknown model, and windows in pieces, which vLLM keeps together.
         *((each, (), {}, {}) for each in ("Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V3", "somebody/unknown", PIECES)),
         # Without windows vLLM would refuse an interval.
         *((GEMMA, (f"--disable-{each}",), {}, {}) for each in ("sliding-window", "hybrid-kv-cache-manager")),

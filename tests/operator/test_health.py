@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from live import APPS, Client, body, running
+from plain_http import has_ipv6
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
@@ -92,14 +93,6 @@ def serving(serve: Serve) -> Iterator[int]:
         yield port
     finally:
         stop()
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 with_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")

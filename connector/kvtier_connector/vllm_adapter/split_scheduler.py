@@ -102,11 +102,12 @@ class AdmittingScheduler(KVTierScheduler):
         # vLLM computes a token at least with the step that loads.
         is_whole = num_computed_tokens + (tokens or 0) >= request.num_tokens
         if tokens and is_async and self.may_admit and not is_whole and request.lora_request is None:
-            keys, rates = self._keys_of(self._req_status[name], tokens), self.manager.tier.rates
+            rates, status = self.manager.tier.rates, self._req_status[name]
             queued = max(0.0, self._copies_end - rates.now() - rates.busy_seconds)
-            seconds = self._seconds_to_copy(len(keys))
+            seconds = self._seconds_to_copy(-(-tokens // self.config.kv_group_configs[0].tokens_per_chunk))
             wait = queued + sum(self._at_once.values()) + seconds
-            if wait <= self.most_wait_seconds and self.manager.are_ready(keys):
+            # The chunks of a long hit are not walked over to find that it takes too long.
+            if wait <= self.most_wait_seconds and self.manager.are_ready(self._keys_of(status, tokens)):
                 self._at_once[name] = seconds
                 return tokens, False
         return tokens, is_async
@@ -180,9 +181,9 @@ class AdmittingScheduler(KVTierScheduler):
 
     def _expect_copies(self, made: KVTierMetadata, begin: float) -> None:
         """Note when the copies of a step will have ended that begin at a time, and which loads end with them."""
-        ended = [name for name, unwritten in made.ended_loads.items() if not unwritten]
         if not (self.may_admit and self.copying.value):
             return
+        ended = [name for name, unwritten in made.ended_loads.items() if not unwritten]
         if chunks := sum(len(self._jobs[job_id].keys) for job_id in made.load_jobs):
             self._copies_end = max(begin, self._copies_end) + self._seconds_to_copy(chunks)
         for name in ended:

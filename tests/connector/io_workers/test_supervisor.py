@@ -203,11 +203,11 @@ def test_workers_end_with_their_engine_even_if_it_is_killed(pools: Pools, file_s
     assert len(workers) == 3
     assert all(is_alive(worker) for worker in workers)
     wait_until(lambda: not file_system or is_waiting(pools), "a read hangs")
-    left = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names
+    left = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names, not paths
     engine.kill()
     engine.communicate()
     wait_until(lambda: not any(is_alive(worker) for worker in workers), "no worker is left")
-    assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names
+    assert {name for name in os.listdir("/dev/shm") if "kvtier" in name} <= left  # noqa: PTH208 - names, not paths
 
 
 def ignores(process: int, number: int) -> bool:

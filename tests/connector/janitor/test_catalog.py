@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -223,7 +222,7 @@ def test_a_prefix_is_as_young_as_the_youngest_that_continues_it(tree: Tree) -> N
 
 
 def report_on(count: int) -> JanitorReport:
-    """Return the report on so many tenants, of which each has a few bytes more than the one before."""
+    """Return a report on `count` tenants; each has a few bytes more than the one before."""
     catalog = Catalog()
     generation = catalog.generation("aa")
     for number in range(count):
@@ -286,8 +285,7 @@ def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig, engine: Engine) -
     for number in range(300):
         engine.put(number, tenant=f"t{number}")
     sweeper = rig.sweeper(default_quota_bytes=BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
-    done: Callable[[], bool] = lambda: rig.sweep(sweeper).blocks == 0  # noqa: E731 - asked again and again
-    assert any(done() for _ in range(5))
+    assert any(rig.sweep(sweeper).blocks == 0 for _ in range(5))
 
 
 def test_links_in_a_circle_are_no_links() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import socket
 import threading
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plain_http import has_ipv6
 from prometheus_client.parser import text_string_to_metric_families
 from store_faults import GatedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig
@@ -154,14 +154,6 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
             assert get(server.port, "/other")[0] == 404
     finally:
         server.close()
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 def is_answered(url: str) -> bool:

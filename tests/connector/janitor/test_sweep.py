@@ -255,7 +255,7 @@ TOTAL_BLOCKS = 100
 
 
 class Small(FileSystem):
-    """A volume of a hundred blocks, of which other users take so many."""
+    """A volume of a hundred blocks. Other users take some of them."""
 
     def __init__(self, volume: Path, others: int) -> None:
         self.volume, self.others = volume, others

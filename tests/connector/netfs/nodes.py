@@ -28,7 +28,7 @@ Kind = TypeVar("Kind", bound=SharedVolume)
 
 @contextmanager
 def mounted(kind: type[Kind], base: Path) -> Iterator[Kind]:
-    """Mount it for as long as somebody needs it; skip with the reason where this machine cannot."""
+    """Mount it until the last test that uses it has ended; skip with the reason where this machine cannot."""
     with ExitStack() as stack:
         try:
             volume = stack.enter_context(kind(base))

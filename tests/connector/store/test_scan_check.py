@@ -248,7 +248,7 @@ def volume(tmp_path: Path) -> Path:
             store.put(key(number), payload(number))
         store.tell()
     (tmp_path / "lost+found").mkdir()
-    (tmp_path / "somebody").write_text("else")
+    (tmp_path / "foreign").write_text("file")
     return tmp_path
 
 

@@ -267,7 +267,7 @@ def test_a_state_that_ends_behind_what_may_be_stored_is_not_stored_and_ends_no_e
 ) -> None:
     engine = engines.make()
     side = engine.side
-    # As for a model with states, of which vLLM stores the last one at a token inside of a block.
+    # A model with states: vLLM stores the last state at a token inside a block.
     side.config = side.config._replace(supports_partial_tail=True)
     side._partial_tail_block_size = 4 * BLOCK_TOKENS
     side._cow_source_groups = frozenset({0})

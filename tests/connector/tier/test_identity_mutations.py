@@ -208,7 +208,7 @@ def test_what_an_adapter_is_called_where_it_lies_and_what_it_holds_are_in_the_na
 
 EXAMPLES = int(os.environ.get("KVTIER_RANDOM_EXAMPLES", "6"))
 ENOUGH = 200
-"""Examples of which some come to everything; fewer may happen not to."""
+"""With so many examples every case occurs; with fewer, one may not."""
 OPERATIONS = 50
 SHAPES = {
     "plenty": Shape(),
