@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_under_test import CHUNK_TOKENS, ask, make_llm, read_metrics, tell
+from patience import PatientRates
+
+from kvtier_connector.vllm_adapter import secondary_tier
 
 PROMPT_TOKENS = 2 * CHUNK_TOKENS + 16
 PROMPTS = 3
@@ -38,13 +41,12 @@ BLOCKS = 20
 ROWS = 8
 FILLERS = 8
 """Prompts of which nothing else fits into either."""
-SMALL_STEPS = {"max_num_seqs": 3, "long_prefill_token_threshold": 64, "max_num_batched_tokens": 1024}
-"""Steps of fewer tokens than the rate of prefill is measured at: while it is not known, every hit is loaded.
-
-Computing so small a model takes less time than any read, and the volume would not be asked for blocks.
-"""
-FULL = "enospc on write"
-SHED = "vllm:kvtier_disk_shed_stores:no_space"
+SEEN = {
+    "eio on read": "vllm:kvtier_disk_misses:io",
+    "hang on read": "vllm:kvtier_disk_misses:deadline",
+    "enospc on write": "vllm:kvtier_disk_shed_stores:no_space",
+}
+"""What is counted once a fault has been met. On a busy machine lookups and writes may be late, and meet none."""
 STORM_SECONDS = 4.0
 RECOVERY_SECONDS = 120.0
 LOOK_SECONDS = 1.0
@@ -62,7 +64,7 @@ class Engine:
             dtype="float32",
             max_model_len=1024,
             cpu_bytes=ROWS * chunk_bytes,
-            engine={"num_gpu_blocks_override": BLOCKS, **SMALL_STEPS},
+            engine={"num_gpu_blocks_override": BLOCKS},
         )
         self._others = itertools.count(10_000)
 
@@ -107,6 +109,7 @@ def storm(control: Path, until: threading.Event) -> None:
 
 def main() -> None:
     directory, control, config_file = (Path(argument) for argument in sys.argv[1:4])
+    secondary_tier.Rates = PatientRates  # type: ignore[misc]  # of this process
     engine = Engine(directory / "model", config_file, chunk_bytes=int(sys.argv[4]))
     seeds, fresh = list(range(PROMPTS)), itertools.count(100)
     answers: list[dict[str, Any]] = []
@@ -135,10 +138,11 @@ def main() -> None:
         engine.push_out()
         with broken(control, flags):
             record(fault, [*seeds, next(fresh)])
-            # A busy machine writes later, and a breaker that a fault before has opened lets nothing be written.
+            # A breaker that a fault before has opened lets nothing be read or written, too.
             deadline = time.monotonic() + RECOVERY_SECONDS
-            while fault == FULL and SHED not in read_metrics(engine.llm) and time.monotonic() < deadline:
-                record(fault, [next(fresh)])
+            while SEEN.get(fault, "") not in {"", *read_metrics(engine.llm)} and time.monotonic() < deadline:
+                engine.push_out()
+                record(fault, [*seeds, next(fresh)])
     until = threading.Event()
     storming = threading.Thread(target=storm, args=(control, until))
     storming.start()

@@ -51,10 +51,9 @@ def test_answers_are_right_on_any_volume(faulty_volume: FaultyVolume, tmp_path: 
     assert [path.name for path in faulty_volume.path.iterdir()] == [DIGEST], "the engine took its weights for others"
     sys.stdout.write(f"{len(answers)} answers; {metrics}\n")
     assert metrics["vllm:kvtier_disk_read_blocks"] > 0
-    assert metrics["vllm:kvtier_disk_misses:io"] > 0
     # Without a rate of prefill, a load waits until its deadline.
-    assert metrics["vllm:kvtier_disk_misses:deadline"] > 0
-    assert metrics["vllm:kvtier_disk_shed_stores:no_space"] > 0
+    met = {"disk_misses:io", "disk_misses:deadline", "disk_shed_stores:no_space"}
+    assert {name for name in met if metrics.get(f"vllm:kvtier_{name}", 0) > 0} == met
 
 
 CHUNKS = PROMPT_TOKENS // CHUNK_TOKENS

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
 
 from kvtier_connector.cascade import attach, lookup, rates, releases, split
 from kvtier_connector.io_workers.lookups import LookupWorker
@@ -22,8 +21,8 @@ PATIENCE_SECONDS = 300.0
 class PatientRates(rates.Rates):
     """Learns nothing about prefill: while that is not known, every hit is read."""
 
-    def note_step(self, scheduled: Mapping[str, int], is_alive: Callable[[str], bool]) -> None:
-        super().note_step(scheduled, is_alive)
+    def note_step(self, tokens: int, in_flight: int) -> None:
+        super().note_step(tokens, in_flight)
         self.prefill.value = 0.0
 
 
