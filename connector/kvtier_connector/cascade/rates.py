@@ -213,10 +213,6 @@ class Rates:
         is_old = self.now() - self._measured_at >= KNOWN_SECONDS
         return trial if way is Way.COMPUTE and is_old else way
 
-    def would_be_computed(self, tokens: int, *, since: float) -> bool:
-        """Say whether so many tokens would be computed by now, had that begun instead of a load."""
-        return self.now() - since > self.prefill.seconds(tokens)
-
     def seconds_to_compute(self, tokens: int) -> float:
         """Return how long computing so many tokens takes; 0 before the first measurement."""
         return self.prefill.seconds(tokens) if self.prefill.value else 0.0

@@ -17,12 +17,14 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.request import Request
 
 from kvtier_connector.cascade.fetch import Fetches
-from kvtier_connector.cascade.rates import STALLED_SECONDS, Rate, Rates
+from kvtier_connector.cascade.rates import JOIN_SECONDS, STALLED_SECONDS, Rate, Rates
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
 
 HEAD_TOKENS = 2048
-"""Most tokens of a head in one step: a join waits for the end of the step under way."""
+"""Of a head in one step, unless the volume is slow: a join waits for the end of the step under way."""
+OVERSHOT_TOKENS = 1024
+"""A step of a head may take longer, as long as the volume gives no more than so many tokens meanwhile."""
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
@@ -157,7 +159,8 @@ class Splits:
         self.rates = rates
         self._order = order
         self.head_tokens, self.least_head_tokens = HEAD_TOKENS, LEAST_HEAD_TOKENS
-        """Most and fewest tokens of a head in one step."""
+        """Most and fewest tokens of a head in one step; more where the volume is slow."""
+        self.join_seconds = JOIN_SECONDS
         self._splits: dict[str, Split] = {}
         self._first_of: dict[OffloadKey, Split] = {}
         """By chunk, the split that began to read it first."""
@@ -240,18 +243,31 @@ class Splits:
         if not missing:
             return split.end - computed
         size = split.chunk_tokens
-        head = missing
+        head, most = missing, self.head_tokens
         volume, prefill = self._share_of_volume.value, self.rates.prefill.value
         if not (volume and prefill):
             # A volume that was never measured may have given all of it by the end of the next step.
             head = computed - split.local_tokens
         elif self._is_moving(split):
+            most = self._most_tokens(volume)
             left = missing - volume * self.rates.prefill.seconds(in_flight)
             head = math.ceil(max(0.0, left) * prefill / (prefill + volume))
             if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
                 return 0
-        target = computed + min(self.head_tokens, max(self.least_head_tokens, head))
+        target = computed + min(most, max(self.least_head_tokens, head))
         return min(split.end, -(-target // size) * size) - computed
+
+    @property
+    def room(self) -> int:
+        """Most tokens of all heads in one step."""
+        return self._most_tokens(self.rates.volume.value)
+
+    def _most_tokens(self, volume: float) -> int:
+        return max(self.head_tokens, int(OVERSHOT_TOKENS * self.rates.prefill.value / volume) if volume else 0)
+
+    def is_worth_joining(self, split: Split) -> bool:
+        """Say whether computing the rest of a hit takes longer than a join."""
+        return self.rates.prefill.seconds(split.end - split.computed) > self.join_seconds
 
     def is_patient(self, split: Split) -> bool:
         """Say whether the head may be held back for requests that must compute.
@@ -279,8 +295,8 @@ class Splits:
         return (lambda: split.is_over or split.computed >= end) if split.computed < end else None
 
     def _is_moving(self, split: Split) -> bool:
-        expected = 4 * self._share_of_volume.seconds(split.missing)
-        patience = min(STALLED_SECONDS, max(LEAST_PATIENCE_SECONDS, expected))
+        expected = max(self.rates.latency_seconds, self._share_of_volume.seconds(split.chunk_tokens))
+        patience = min(STALLED_SECONDS, max(LEAST_PATIENCE_SECONDS, 4 * expected))
         return self.rates.now() - split.moved_at < patience
 
     @property

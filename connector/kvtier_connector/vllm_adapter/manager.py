@@ -42,6 +42,8 @@ URGENT_AHEAD = 256
 """While fewer chunks are being read, those that are read ahead of a request's turn go with the rest."""
 AT_ONCE = 64
 """Chunks that are handed to the I/O workers together."""
+LATE = 2.0
+"""A load that takes so many times as long as expected goes on only if the rest still comes sooner than computed."""
 _VOLUME = 0
 """Number of our tier among vLLM's secondary ones: it is the only one."""
 
@@ -225,7 +227,9 @@ class KVTierManager(TieringOffloadingManager):
             self.primary_tier.prepare_load(ready, req_context)
         self._note_source(fetched, req_context)
         self.fetches.end_lease(req_context)
-        load.began_at = self.tier.rates.now()
+        rates, queued = self.tier.rates, self.tier.transfers.loading + self.fetches.waiting
+        load.began_at, load.ordered = rates.now(), len(fetched)
+        load.expected_seconds = rates.latency_seconds + rates.volume.seconds(queued * self.tier.requests.tokens[0])
         self.request(req_context).way = None
         if promoted:
             self.tier.transfers.promote(promoted)
@@ -235,10 +239,14 @@ class KVTierManager(TieringOffloadingManager):
     def give_up_late(self, load: Load) -> None:
         """Do without the rest of a load from a volume that hangs, or that became slower than computing."""
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
-        left = load.rows.count(NO_ROW) * size
-        is_late = rates.would_be_computed(len(load.keys) * size, since=load.began_at)
-        if not rates.is_hanging and (not is_late or rates.volume.seconds(left) <= rates.prefill.seconds(left)):
+        left, waited = load.rows.count(NO_ROW), rates.now() - load.began_at
+        come = load.ordered - left
+        is_late = waited > min(LATE * load.expected_seconds, rates.prefill.seconds(len(load.keys) * size))
+        if not (rates.is_hanging or (is_late and rates.prefill.value * waited > come * size)):
             return
+        if not come:
+            # The next hit is split, and measures the volume anew.
+            rates.volume.value = 0.0
         missing = self.request(load.context).missing
         for number, key in enumerate(load.keys):
             if load.rows[number] == NO_ROW and number not in load.failed:

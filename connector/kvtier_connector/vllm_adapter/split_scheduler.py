@@ -227,7 +227,7 @@ class SyncSplitScheduler(Scheduler):
         loads = {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS}
         self._joined = [request for request in self._joined if request.status in loads]
         if (splits := self._splits) is not None:
-            self._limits, self._room = {}, splits.head_tokens
+            self._limits, self._room = {}, splits.room
             if len(splits):
                 self._join_and_plan(splits)
         if self._tier is not None and (names := self._tier.take_copied()):
@@ -253,7 +253,7 @@ class SyncSplitScheduler(Scheduler):
             if split is None:
                 continue
             split.computed = request.num_computed_tokens
-            if split.is_overtaken or self._is_lost(split):
+            if split.is_overtaken or self._is_lost(split) or not splits.is_worth_joining(split):
                 self._tier.end_split(request.request_id, has_joined=False)
             elif split.has_met and self.pause_state is PauseState.UNPAUSED and self._has_room_for(0):
                 self._join(request, split)

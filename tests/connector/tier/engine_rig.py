@@ -167,6 +167,7 @@ class SimulatedEngine:
         splits, ways = self.manager.splits, {True: Way.SPLIT, False: Way.LOAD}
         splits.rates.choose = lambda *_, may_split, **__: ways[may_split]  # type: ignore[method-assign]  # as above
         splits.head_tokens = splits.least_head_tokens = 2 * BLOCK_TOKENS
+        splits.join_seconds = 0.0
 
     def get_model(self) -> torch.nn.Module:
         """Return the model, as vLLM's workers do; the first of its weights decides all values."""

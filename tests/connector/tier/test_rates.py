@@ -11,10 +11,16 @@ from engine_fleet import Engines
 from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
 from store_faults import GatedFs
+from vllm.v1.kv_offload.base import ReqContext
 
-from kvtier_connector.cascade.rates import KNOWN_SECONDS, STALLED_SECONDS, Rates, Way
+from kvtier_connector.cascade.rates import JOIN_SECONDS, KNOWN_SECONDS, STALLED_SECONDS, Rates, Way
+from kvtier_connector.cascade.split import LEAST_PATIENCE_SECONDS, Split, Splits
 
 PREFILL = 20_000.0
+PROMPT_SECONDS = 0.25
+PROMPT_RATE = 8 * TOKENS_PER_BLOCK / PROMPT_SECONDS
+"""At which a prompt of eight blocks takes so long."""
+CHUNK_TOKENS = 128
 
 
 @pytest.fixture
@@ -187,6 +193,39 @@ def test_what_a_late_call_leaves_to_the_next_does_not_make_the_volume_fast(clock
     assert rates.volume.value < 11_000
 
 
+def split_hit(rates: Rates, tokens: int) -> tuple[Splits, Split]:
+    """Return a hit whose last chunk has come, and no more so far."""
+    split = Split(ReqContext(req_id="split"), range(tokens // CHUNK_TOKENS), 0, CHUNK_TOKENS, 0)  # type: ignore[arg-type]  # keys
+    splits = Splits(rates, lambda _: None)
+    splits.begin("split", split)
+    split.ordered, split.ready = 16, 1
+    return splits, split
+
+
+@pytest.mark.parametrize(("volume", "most"), [(40_000, 2048), (10_000, 2048), (5_000, 4096), (2_000, 10_240)])
+def test_steps_of_a_head_are_longer_where_the_volume_gives_little_meanwhile(
+    volume: float, most: int, clock: Clock
+) -> None:
+    splits, split = split_hit(measured(clock, volume), 64_000)
+    assert splits.next_tokens(split) == splits.room == most
+
+
+def test_a_head_at_the_meeting_waits_for_a_few_chunks_and_is_computed_where_none_come(clock: Clock) -> None:
+    splits, split = split_hit(measured(clock, 2 * PREFILL), 8_192)
+    split.computed = split.ready_from - 256
+    assert splits.next_tokens(split) == 0
+    clock.seconds += 2 * LEAST_PATIENCE_SECONDS
+    assert splits.next_tokens(split) == 256
+
+
+def test_a_tail_is_left_that_is_computed_as_soon_as_joined(clock: Clock) -> None:
+    splits, split = split_hit(measured(clock, PREFILL), 8_192)
+    split.computed = split.end - int(2 * JOIN_SECONDS * PREFILL)
+    assert splits.is_worth_joining(split)
+    split.computed = split.end - int(JOIN_SECONDS * PREFILL / 2)
+    assert not splits.is_worth_joining(split)
+
+
 def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right(rigs: Rigs) -> None:
     rigs.write(keys(10))
     rig = rigs.make(min_tokens=TOKENS_PER_BLOCK * 4)
@@ -199,15 +238,16 @@ def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right
 
 
 @pytest.mark.parametrize(
-    ("seconds", "prefill", "windows"),
+    ("seconds", "rates", "windows"),
     [
-        pytest.param(60.0, PREFILL, (None,), id="computing would be over"),
-        pytest.param(STALLED_SECONDS, 1.0, (None,), id="computing would take long"),
-        pytest.param(STALLED_SECONDS, 0.0, (None, WINDOW_TOKENS), id="nothing is known of computing"),
+        pytest.param(60.0, (PREFILL, 0.0), (None,), id="computing would be over"),
+        pytest.param(STALLED_SECONDS, (1.0, 0.0), (None,), id="computing would take long"),
+        pytest.param(STALLED_SECONDS, (0.0, 0.0), (None, WINDOW_TOKENS), id="nothing is known of computing"),
+        pytest.param(0.9 * PROMPT_SECONDS, (PROMPT_RATE, 500_000.0), (None,), id="it was expected long ago"),
     ],
 )
 def test_a_load_is_given_up_once_the_volume_hangs(
-    seconds: float, prefill: float, windows: tuple[int | None, ...], rigs: Rigs, clock: Clock
+    seconds: float, rates: tuple[float, float], windows: tuple[int | None, ...], rigs: Rigs, clock: Clock
 ) -> None:
     engines, prompt, shape = Engines(rigs), prompt_of(8), Shape(windows=windows)
     first = engines.make(shape)
@@ -218,7 +258,7 @@ def test_a_load_is_given_up_once_the_volume_hangs(
     engine = engines.make(shape, fs=fs, load_deadline_seconds=3600.0)
     engine.wait_until_attached()
     engine.tier.rates.now = clock
-    engine.tier.rates.prefill.observe(prefill, 1.0)
+    engine.tier.rates.prefill.value, engine.tier.rates.volume.value = rates
     engine.add("computes the rest", prompt)
     # The whole hit is on its way when the volume begins to hang.
     engine.run(lambda: engine.tier.transfers.loading == 1)
