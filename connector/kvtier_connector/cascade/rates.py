@@ -63,7 +63,8 @@ class Rate:
         """Take in that `seconds` were taken by `units`."""
         if seconds > 0:
             new = units / seconds
-            self.value = self.value + NEW_SHARE * (new - self.value) if self.value else new
+            # Of the ratio, so that one that is a tenth of before is known as soon as one that is ten times as high.
+            self.value = self.value * (new / self.value) ** NEW_SHARE if self.value and new else new
 
     def seconds(self, units: float) -> float:
         """Return how long so many units take; infinite where the rate is not known or 0."""
@@ -128,6 +129,11 @@ class Rates:
     def note_gone(self, tokens: int) -> None:
         """Take in that a request is gone with so many tokens in flight, whose end nothing tells."""
         self._in_flight -= tokens
+
+    def note_ordered(self) -> None:
+        """Take in that chunks were ordered: a quick volume may give all of them before the next call."""
+        if not self._window_began:
+            self._window_began = self._moved_at = self.now()
 
     def note_landed(self, tokens: int, *, reads: Sequence[float] = (), is_reading: bool) -> None:
         """Take in how many tokens have come from the volume since the last call.

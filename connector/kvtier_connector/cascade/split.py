@@ -8,6 +8,7 @@ prefill decide how many tokens of the head are computed next. The scheduler's th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,21 +18,19 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.request import Request
 
 from kvtier_connector.cascade.fetch import Fetches
-from kvtier_connector.cascade.rates import JOIN_SECONDS, STALLED_SECONDS, Rate, Rates
+from kvtier_connector.cascade.rates import JOIN_SECONDS, STALLED_SECONDS, Rates
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
 
 HEAD_TOKENS = 2048
-"""Of a head in one step, unless the volume is slow: a join waits for the end of the step under way."""
-OVERSHOT_TOKENS = 1024
-"""A step of a head may take longer, as long as the volume gives no more than so many tokens meanwhile."""
+"""Most tokens of a head in one step: a join waits for the end of the step under way."""
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
 """Chunks are ordered ahead for so long, or for two steps. Those behind the join are read for nothing."""
 FIRST_WINDOW_CHUNKS = 64
 """Ordered ahead as long as the volume's rate is not known."""
-LEAST_WINDOW_CHUNKS = 16
+LEAST_WINDOW_CHUNKS = 4
 MARGIN = 1.5
 """Of the tokens that the volume is expected to give until both meet, so many are ordered."""
 LEAST_PATIENCE_SECONDS = 0.05
@@ -57,6 +56,8 @@ class Split:
     """Chunks that lie in the CPU tier, counted from the end without a gap."""
     moved_at: float = 0.0
     """When `ready` grew last."""
+    waits_since: float = 0.0
+    """When its head was held back for chunks; 0 if it is not."""
     computed: int = 0
     """Tokens that were scheduled, with those that the GPU had."""
     meeting: int = 0
@@ -159,7 +160,7 @@ class Splits:
         self.rates = rates
         self._order = order
         self.head_tokens, self.least_head_tokens = HEAD_TOKENS, LEAST_HEAD_TOKENS
-        """Most and fewest tokens of a head in one step; more where the volume is slow."""
+        """Most and fewest tokens of a head in one step."""
         self.join_seconds = JOIN_SECONDS
         self._splits: dict[str, Split] = {}
         self._first_of: dict[OffloadKey, Split] = {}
@@ -173,19 +174,45 @@ class Splits:
         """Return the split of a request, if it has one."""
         return self._splits.get(name)
 
-    def window_chunks(self, split: Split) -> int:
-        """Return how many chunks of a split may be ordered and not there yet."""
+    def window_chunks(self, split: Split, ordered: int = 0) -> int:
+        """Return how many chunks of a split may be ordered and not there yet, with those ordered for all requests."""
         # With less, a volume that waits for the next step seems slower than it is, and is given even less to read.
-        tokens = self._share_of_volume.value * max(WINDOW_SECONDS, 2 * self.rates.step_seconds)
-        return max(LEAST_WINDOW_CHUNKS, math.ceil(tokens / split.chunk_tokens) or FIRST_WINDOW_CHUNKS)
+        tokens = self.rates.volume.value * max(WINDOW_SECONDS, 2 * self.rates.step_seconds)
+        window = max(LEAST_WINDOW_CHUNKS, math.ceil(tokens / split.chunk_tokens) or FIRST_WINDOW_CHUNKS)
+        # Hits are read one after the other, as their heads are computed.
+        own = split.ordered - split.ready
+        return own + max(0, window - max(ordered, own))
 
-    def expect_meeting(self, split: Split) -> int:
-        """Return where a head is expected to reach what was read, with a margin for the volume."""
+    def window_ahead(self, chunks: int, chunk_tokens: int, ordered: int) -> int:
+        """Return how many of the last chunks of a hit are ordered before its turn, behind so many that are ordered."""
+        tail = self._expect_tail(
+            chunks * chunk_tokens, sum(split.missing for split in self._splits.values()), ordered * chunk_tokens
+        )
+        return min(LEAST_WINDOW_CHUNKS, math.ceil(min(tail, chunks * chunk_tokens) / chunk_tokens))
+
+    def expect_meeting(self, split: Split, ordered: int = 0) -> int:
+        """Return where a head is expected to reach what was read, behind so many chunks that are ordered for others."""
+        earlier = itertools.takewhile(lambda each: each is not split, self._splits.values())
+        others = max(0, ordered - (split.ordered - split.ready)) * split.chunk_tokens
+        tail = self._expect_tail(split.missing, sum(each.missing for each in earlier), others)
+        return int(max(split.computed, split.ready_from - tail)) if math.isfinite(tail) else split.computed
+
+    def _expect_tail(self, tokens: int, before: int, ordered: int) -> float:
+        """Return how much of a hit the volume is expected to give until it meets the head, with a margin.
+
+        Args:
+            tokens: Of the hit, neither computed nor read.
+            before: Tokens that are computed or read for hits before it.
+            ordered: Tokens that were ordered before it.
+        """
         volume, prefill = self.rates.volume.value, self.rates.prefill.value
         if not (volume and prefill):
-            return split.computed
-        tail = volume / (prefill + volume) * split.missing
-        return int(split.ready_from - max(MARGIN * tail, volume * self.rates.step_seconds))
+            return math.inf
+        share = volume / (prefill + volume)
+        # The head begins behind the heads before it, and the tail behind what was ordered.
+        early = (1 - share) * before - prefill * (ordered / volume + self.rates.latency_seconds)
+        tail = MARGIN * share * (tokens + early)
+        return max(tail, 2 * volume * self.rates.step_seconds) if tail > 0 else 0.0
 
     @property
     def work(self) -> tuple[float, float]:
@@ -243,27 +270,23 @@ class Splits:
         if not missing:
             return split.end - computed
         size = split.chunk_tokens
-        head, most = missing, self.head_tokens
-        volume, prefill = self._share_of_volume.value, self.rates.prefill.value
+        head = missing
+        volume, prefill = self.rates.volume.value, self.rates.prefill.value
         if not (volume and prefill):
             # A volume that was never measured may have given all of it by the end of the next step.
             head = computed - split.local_tokens
         elif self._is_moving(split):
-            most = self._most_tokens(volume)
             left = missing - volume * self.rates.prefill.seconds(in_flight)
             head = math.ceil(max(0.0, left) * prefill / (prefill + volume))
             if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
-                return 0
-        target = computed + min(most, max(self.least_head_tokens, head))
+                # That takes a moment, unless the volume is slower than it was.
+                now = self.rates.now()
+                split.waits_since = split.waits_since or now
+                if now - split.waits_since < LEAST_PATIENCE_SECONDS:
+                    return 0
+        split.waits_since = 0.0
+        target = computed + min(self.head_tokens, max(self.least_head_tokens, head))
         return min(split.end, -(-target // size) * size) - computed
-
-    @property
-    def room(self) -> int:
-        """Most tokens of all heads in one step."""
-        return self._most_tokens(self.rates.volume.value)
-
-    def _most_tokens(self, volume: float) -> int:
-        return max(self.head_tokens, int(OVERSHOT_TOKENS * self.rates.prefill.value / volume) if volume else 0)
 
     def is_worth_joining(self, split: Split) -> bool:
         """Say whether computing the rest of a hit takes longer than a join."""
@@ -295,11 +318,6 @@ class Splits:
         return (lambda: split.is_over or split.computed >= end) if split.computed < end else None
 
     def _is_moving(self, split: Split) -> bool:
-        expected = max(self.rates.latency_seconds, self._share_of_volume.seconds(split.chunk_tokens))
+        expected = max(self.rates.latency_seconds, self.rates.volume.seconds(split.chunk_tokens))
         patience = min(STALLED_SECONDS, max(LEAST_PATIENCE_SECONDS, 4 * expected))
         return self.rates.now() - split.moved_at < patience
-
-    @property
-    def _share_of_volume(self) -> Rate:
-        """The rate at which one of the splits is read."""
-        return Rate(self.rates.volume.value / max(1, len(self._splits)))

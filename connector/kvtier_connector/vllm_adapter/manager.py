@@ -8,6 +8,7 @@ ones to the GPU while the next are being read. A chunk that is being read for on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.cascade.split import LEAST_WINDOW_CHUNKS, Split, Splits, order_backwards
+from kvtier_connector.cascade.split import LEAST_PATIENCE_SECONDS, Split, Splits, order_backwards
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -190,7 +191,8 @@ class KVTierManager(TieringOffloadingManager):
         if shared < near or unknown is not None or not (on_volume and self.fetches.room):
             return
         way = self._choose_way(on_volume, req_context, may_split=may_split and on_volume[0] == keys[0])
-        wanted = {Way.LOAD: on_volume, Way.SPLIT: on_volume[: -LEAST_WINDOW_CHUNKS - 1 : -1]}.get(way, [])
+        window = self.splits.window_ahead(len(on_volume), self.tier.requests.tokens[0], self._ordered)
+        wanted = {Way.LOAD: on_volume, Way.SPLIT: on_volume[: -window - 1 : -1]}.get(way, [])
         # The I/O workers begin with the first ones while the others are still being noted.
         for first in range(0, len(wanted), AT_ONCE):
             leased = self.fetches.lease(wanted[first : first + AT_ONCE], req_context)
@@ -227,9 +229,10 @@ class KVTierManager(TieringOffloadingManager):
             self.primary_tier.prepare_load(ready, req_context)
         self._note_source(fetched, req_context)
         self.fetches.end_lease(req_context)
-        rates, queued = self.tier.rates, self.tier.transfers.loading + self.fetches.waiting
+        rates = self.tier.rates
         load.began_at, load.ordered = rates.now(), len(fetched)
-        load.expected_seconds = rates.latency_seconds + rates.volume.seconds(queued * self.tier.requests.tokens[0])
+        queued = self._ordered * self.tier.requests.tokens[0]
+        load.expected_seconds = rates.latency_seconds + rates.volume.seconds(queued)
         self.request(req_context).way = None
         if promoted:
             self.tier.transfers.promote(promoted)
@@ -239,10 +242,13 @@ class KVTierManager(TieringOffloadingManager):
     def give_up_late(self, load: Load) -> None:
         """Do without the rest of a load from a volume that hangs, or that became slower than computing."""
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
-        left, waited = load.rows.count(NO_ROW), rates.now() - load.began_at
+        left, waited = load.rows.count(NO_ROW) - len(load.failed), rates.now() - load.began_at
         come = load.ordered - left
-        is_late = waited > min(LATE * load.expected_seconds, rates.prefill.seconds(len(load.keys) * size))
-        if not (rates.is_hanging or (is_late and rates.prefill.value * waited > come * size)):
+        expected = rates.prefill.seconds(len(load.keys) * size)
+        if load.expected_seconds < math.inf:
+            expected = max(LEAST_PATIENCE_SECONDS, LATE * load.expected_seconds)
+        is_late = waited > expected and rates.prefill.value * waited > come * size
+        if not left or not (rates.is_hanging or is_late):
             return
         if not come:
             # The next hit is split, and measures the volume anew.
@@ -254,9 +260,14 @@ class KVTierManager(TieringOffloadingManager):
                 load.failed.add(number)
                 missing[key] = metrics.SLOWER
 
+    @property
+    def _ordered(self) -> int:
+        """Chunks that are read for any request, or wait for a row."""
+        return self.tier.transfers.loading + self.fetches.waiting
+
     def _order_backwards(self, split: Split) -> None:
-        request, window = self.request(split.context), self.splits.window_chunks(split)
-        split.meeting = self.splits.expect_meeting(split)
+        request, window = self.request(split.context), self.splits.window_chunks(split, self._ordered)
+        split.meeting = self.splits.expect_meeting(split, self._ordered)
         leased = order_backwards(split, window, fetches=self.fetches, request=request, find=self._chunks)
         self._note_source(leased, split.context)
 
@@ -384,6 +395,7 @@ class KVTierManager(TieringOffloadingManager):
         )
         self._register_job(order, _VOLUME)
         self.tier.transfers.load(order, is_urgent=is_urgent)
+        self.tier.rates.note_ordered()
         return is_urgent
 
     def _serve(self) -> None:

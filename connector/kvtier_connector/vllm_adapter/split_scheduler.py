@@ -227,7 +227,7 @@ class SyncSplitScheduler(Scheduler):
         loads = {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS}
         self._joined = [request for request in self._joined if request.status in loads]
         if (splits := self._splits) is not None:
-            self._limits, self._room = {}, splits.room
+            self._limits, self._room = {}, splits.head_tokens
             if len(splits):
                 self._join_and_plan(splits)
         if self._tier is not None and (names := self._tier.take_copied()):
@@ -255,6 +255,8 @@ class SyncSplitScheduler(Scheduler):
             split.computed = request.num_computed_tokens
             if split.is_overtaken or self._is_lost(split) or not splits.is_worth_joining(split):
                 self._tier.end_split(request.request_id, has_joined=False)
+                if request.num_prompt_tokens - split.computed <= splits.head_tokens:
+                    self._room = splits.least_head_tokens
             elif split.has_met and self.pause_state is PauseState.UNPAUSED and self._has_room_for(0):
                 self._join(request, split)
             else:
@@ -302,6 +304,9 @@ class SyncSplitScheduler(Scheduler):
             limits[request.request_id] = tokens
             self._room -= tokens
             left -= tokens
+            if split.computed + tokens == split.end:
+                # Heads behind it would hold up its first token.
+                self._room = min(self._room, splits.least_head_tokens)
         return limits
 
     @override

@@ -188,18 +188,27 @@ def test_chunks_are_ordered_ahead_for_two_steps_however_long_they_are() -> None:
         rates.note_step(2048, 0)
         clock.seconds += seconds
         rates.note_step(0, 0)
-        windows.append(splits.window_chunks(split))
-    assert windows == [150, 1000]
+        windows.append([splits.window_chunks(split, ordered) for ordered in (0, 140, 2000)])
+    # Of all hits together: those that come later are read later.
+    assert windows == [[150, 10, 0], [1000, 860, 0]]
 
 
-@pytest.mark.parametrize(("volume", "first"), [(4_000, 16), (30_000, 0)], ids=["slower than the engine", "faster"])
-def test_no_more_is_ordered_than_the_volume_may_give_until_both_meet(volume: float, first: int) -> None:
+@pytest.mark.parametrize(
+    ("volume", "ordered", "first"),
+    [
+        pytest.param(4_000, 0, 16, id="slower than the engine"),
+        pytest.param(30_000, 0, 0, id="faster"),
+        pytest.param(4_000, 8, 24, id="behind chunks of others"),
+        pytest.param(4_000, 16, 32, id="behind so many that the head is computed before"),
+    ],
+)
+def test_no_more_is_ordered_than_the_volume_may_give_until_both_meet(volume: float, ordered: int, first: int) -> None:
     rates = Rates(now=Clock(1000.0))
     rates.prefill.observe(8_000, 1.0)
     rates.volume.observe(volume, 1.0)
     split = Split(ReqContext(req_id="splits"), keys(32), 0, BLOCK_TOKENS, 0)
     # Of 32 chunks a volume of half the rate gives 11, and half as many are a margin.
-    assert max(0, Splits(rates, lambda _: None).expect_meeting(split)) // BLOCK_TOKENS == first
+    assert Splits(rates, lambda _: None).expect_meeting(split, ordered) // BLOCK_TOKENS == first
 
 
 def test_a_prompt_that_is_taken_back_goes_on_without_its_split(engines: Engines, fs: PacedFs) -> None:
