@@ -183,36 +183,20 @@ class Splits:
         own = split.ordered - split.ready
         return own + max(0, window - max(ordered, own))
 
-    def window_ahead(self, chunks: int, chunk_tokens: int, ordered: int) -> int:
-        """Return how many of the last chunks of a hit are ordered before its turn, behind so many that are ordered."""
-        tail = self._expect_tail(
-            chunks * chunk_tokens, sum(split.missing for split in self._splits.values()), ordered * chunk_tokens
-        )
-        return min(LEAST_WINDOW_CHUNKS, math.ceil(min(tail, chunks * chunk_tokens) / chunk_tokens))
-
     def expect_meeting(self, split: Split, ordered: int = 0) -> int:
-        """Return where a head is expected to reach what was read, behind so many chunks that are ordered for others."""
-        earlier = itertools.takewhile(lambda each: each is not split, self._splits.values())
-        others = max(0, ordered - (split.ordered - split.ready)) * split.chunk_tokens
-        tail = self._expect_tail(split.missing, sum(each.missing for each in earlier), others)
-        return int(max(split.computed, split.ready_from - tail)) if math.isfinite(tail) else split.computed
-
-    def _expect_tail(self, tokens: int, before: int, ordered: int) -> float:
-        """Return how much of a hit the volume is expected to give until it meets the head, with a margin.
-
-        Args:
-            tokens: Of the hit, neither computed nor read.
-            before: Tokens that are computed or read for hits before it.
-            ordered: Tokens that were ordered before it.
-        """
+        """Return where a head is expected to reach what was read, with a margin for the volume; see `window_chunks`."""
         volume, prefill = self.rates.volume.value, self.rates.prefill.value
         if not (volume and prefill):
-            return math.inf
+            return split.computed
         share = volume / (prefill + volume)
         # The head begins behind the heads before it, and the tail behind what was ordered.
-        early = (1 - share) * before - prefill * (ordered / volume + self.rates.latency_seconds)
-        tail = MARGIN * share * (tokens + early)
-        return max(tail, 2 * volume * self.rates.step_seconds) if tail > 0 else 0.0
+        earlier = itertools.takewhile(lambda each: each is not split, self._splits.values())
+        heads = (1 - share) * sum(each.missing for each in earlier)
+        others = max(0, ordered - (split.ordered - split.ready)) * split.chunk_tokens
+        queue = prefill * (others / volume + self.rates.latency_seconds)
+        tail = MARGIN * share * (split.missing + heads - queue)
+        tail = max(tail, 2 * volume * self.rates.step_seconds) if tail > 0 else 0.0
+        return int(max(split.computed, split.ready_from - tail))
 
     @property
     def work(self) -> tuple[float, float]:

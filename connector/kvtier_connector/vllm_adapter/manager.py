@@ -191,8 +191,8 @@ class KVTierManager(TieringOffloadingManager):
         if shared < near or unknown is not None or not (on_volume and self.fetches.room):
             return
         way = self._choose_way(on_volume, req_context, may_split=may_split and on_volume[0] == keys[0])
-        window = self.splits.window_ahead(len(on_volume), self.tier.requests.tokens[0], self._ordered)
-        wanted = {Way.LOAD: on_volume, Way.SPLIT: on_volume[: -window - 1 : -1]}.get(way, [])
+        # Other hits are read in their turn.
+        wanted = on_volume if way is Way.LOAD else []
         # The I/O workers begin with the first ones while the others are still being noted.
         for first in range(0, len(wanted), AT_ONCE):
             leased = self.fetches.lease(wanted[first : first + AT_ONCE], req_context)
