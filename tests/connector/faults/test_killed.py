@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,10 @@ from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store.identity import claim
 from plain_engine import PlainEngine
 from store_contract import key, pages, payload
-from store_faults import WatchedFs
-class Kills(WatchedFs):
-    def __init__(self, step, torn_bytes):
-        self.step, self.torn_bytes, self.steps = step, torn_bytes, 0
-    def before(self, call, path):
-        self.steps += 1
-        if self.steps > self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-    def pwritev(self, fd, buffers, offset):
-        if self.steps == self.step and self.torn_bytes:
-            os.pwrite(fd, b"".join(bytes(buffer) for buffer in buffers)[:self.torn_bytes], offset)
-        return super().pwritev(fd, buffers, offset)
+from store_faults import CrashingFs
+class Kills(CrashingFs):
+    def die(self, call):
+        os.kill(os.getpid(), signal.SIGKILL)
 def act(action, root, fs):
     if action == "claim":
         claim(Path(root), {"model": "test"}, "d1gest", fs=fs)
@@ -71,7 +64,7 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         try:
-            act(action, root, Kills(int(step), int(torn_bytes)))
+            act(action, root, Kills(int(step), torn_bytes=int(torn_bytes)))
             os._exit(0)
         finally:
             os._exit(1)
@@ -106,6 +99,34 @@ def killer() -> Iterator[Killer]:
     made.close()
 
 
+def killed_at_each_step(
+    killer: Killer, directory: Path, action: str, make: Callable[[Path], object], *, torn_bytes: int = 0
+) -> Iterator[Path]:
+    """Yield what processes leave that are killed at one call after the other, and at last what one leaves that ends."""
+    for step in itertools.count():
+        root = directory / str(step) / "d1gest"
+        make(root)
+        was_killed = killer.run(action, root, step, torn_bytes)
+        yield root
+        if not was_killed:
+            break
+    assert step > 2
+
+
+def claimed(root: Path, content: bytes = b"") -> None:
+    """Make a generation, perhaps with a file under the name of the block."""
+    claim(root, {}, "d1gest")
+    if content:
+        path = root / block_path(key(1))
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+
+
+def assert_sound(root: Path, *leftovers: LeftoverKind) -> None:
+    clear(root, *leftovers)
+    assert check(root, partial_age_seconds=0) == []
+
+
 BEFORE = {"nothing": b"", "damaged": b"damaged", "short": whole_file(key(1), payload(9, 4096))}
 OUTCOMES = {"nothing": Miss(), "damaged": Fault.TRUNCATED, "short": Fault.LENGTH}
 """Of a read, by what lies under the block's name."""
@@ -115,15 +136,10 @@ OUTCOMES = {"nothing": Miss(), "damaged": Fault.TRUNCATED, "short": Fault.LENGTH
 def test_a_store_killed_anywhere_leaves_all_or_none(
     tmp_path: Path, killer: Killer, before: str, torn_bytes: int
 ) -> None:
-    outcomes = []
-    for step in itertools.count():
-        root = tmp_path / str(step) / "d1gest"
-        claim(root, {}, "d1gest")
-        other = PlainEngine(root)
-        if BEFORE[before]:
-            write(root, BEFORE[before])
-        was_killed = killer.run("put", root, step, torn_bytes)
-        into = pages()
+    outcomes, content = [], BEFORE[before]
+    make = functools.partial(claimed, content=content)
+    for root in killed_at_each_step(killer, tmp_path, "put", make, torn_bytes=torn_bytes):
+        other, into = PlainEngine(root), pages()
         outcomes.append(other.get(key(1), into))
         assert outcomes[-1] in {OUTCOMES[before], Hit(BLOCK_BYTES)}
         assert not isinstance(outcomes[-1], Hit) or into == payload(1)
@@ -132,73 +148,43 @@ def test_a_store_killed_anywhere_leaves_all_or_none(
         assert other.put(key(1), payload(1)) in {Stored(BLOCK_BYTES), Present()}
         assert other.get(key(1), into) == Hit(BLOCK_BYTES)
         assert into == payload(1)
-        assert check(root, partial_age_seconds=0) == []
-        if not was_killed:
-            break
-    assert step > 10
+        assert_sound(root)
+    assert len(outcomes) > 10
     assert (outcomes[0], outcomes[-1]) == (OUTCOMES[before], Hit(BLOCK_BYTES))
-
-
-def write(root: Path, content: bytes) -> None:
-    path = root / block_path(key(1))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("is_good", [True, False])
 def test_a_read_killed_anywhere_loses_no_block_and_serves_no_bad(tmp_path: Path, killer: Killer, is_good: bool) -> None:
     content = whole_file(key(1), payload(1))
-    for step in itertools.count():
-        root = tmp_path / str(step) / "d1gest"
-        claim(root, {}, "d1gest")
-        write(root, content if is_good else content[:-1] + b"\xff")
-        was_killed = killer.run("get", root, step)
+    make = functools.partial(claimed, content=content if is_good else content[:-1] + b"\xff")
+    for root in killed_at_each_step(killer, tmp_path, "get", make):
         outcome = PlainEngine(root).get(key(1), pages())
         assert outcome == Hit(BLOCK_BYTES) if is_good else outcome in {Fault.CHECKSUM, Miss()}
-        clear(root, LeftoverKind.PARTIAL, LeftoverKind.QUARANTINED)
-        assert check(root, partial_age_seconds=0) == []
-        if not was_killed:
-            break
-    assert step > 2
+        assert_sound(root, LeftoverKind.PARTIAL, LeftoverKind.QUARANTINED)
 
 
 def test_a_removal_killed_anywhere_leaves_the_block_or_none(tmp_path: Path, killer: Killer) -> None:
     outcomes = []
-    for step in itertools.count():
-        root = tmp_path / str(step) / "d1gest"
-        claim(root, {}, "d1gest")
-        other = PlainEngine(root)
-        other.put(key(1), payload(1))
-        was_killed = killer.run("delete", root, step)
-        outcomes.append(other.get(key(1), pages()))
+    make = functools.partial(claimed, content=whole_file(key(1), payload(1)))
+    for root in killed_at_each_step(killer, tmp_path, "delete", make):
+        outcomes.append(PlainEngine(root).get(key(1), pages()))
         assert outcomes[-1] in {Miss(), Hit(BLOCK_BYTES)}
-        assert check(root, partial_age_seconds=0) == []
-        if not was_killed:
-            break
+        assert_sound(root)
     assert (outcomes[0], outcomes[-1]) == (Hit(BLOCK_BYTES), Miss())
 
 
 @pytest.mark.parametrize("torn_bytes", [0, 5])
 def test_a_claim_killed_anywhere_leaves_a_directory_to_claim(tmp_path: Path, killer: Killer, torn_bytes: int) -> None:
-    for step in itertools.count():
-        root = tmp_path / str(step) / "d1gest"
-        was_killed = killer.run("claim", root, step, torn_bytes)
+    for root in killed_at_each_step(killer, tmp_path, "claim", lambda _: None, torn_bytes=torn_bytes):
         claim(root, {"model": "test"}, "d1gest")
-        clear(root, LeftoverKind.PARTIAL)
-        assert check(root, partial_age_seconds=0) == []
-        if not was_killed:
-            break
-    assert step > 5
+        assert_sound(root, LeftoverKind.PARTIAL)
 
 
 def test_a_permit_killed_anywhere_is_the_old_or_the_new_one(tmp_path: Path, killer: Killer) -> None:
-    sizes = []
-    for step in itertools.count():
-        directory = tmp_path / str(step)
-        directory.mkdir()
-        PermitWriter(str(directory), fs=LOCAL).renew(Room(100), used_bytes=0, writers=1, largest_bytes=1, tenants=())
-        was_killed = killer.run("permit", directory, step)
-        sizes.append(decode_permit((directory / PERMIT_FILE).read_bytes()).bytes)
-        if not was_killed:
-            break
+    def make(root: Path) -> None:
+        root.mkdir(parents=True)
+        PermitWriter(str(root), fs=LOCAL).renew(Room(100), used_bytes=0, writers=1, largest_bytes=1, tenants=())
+
+    steps = killed_at_each_step(killer, tmp_path, "permit", make)
+    sizes = [decode_permit((root / PERMIT_FILE).read_bytes()).bytes for root in steps]
     assert (sizes[0], sizes[-1]) == (6, 0)

@@ -188,10 +188,6 @@ def test_two_purges_at_once_leave_both_marks(rig: Rig, call: str) -> None:
                 with (root / PURGES_FILE).open("ab" if name == "pwritev" else "wb") as file:
                     file.write(pending.pop())
 
-        def fsync(self, fd: int) -> None:
-            self.before("fsync", None)
-            super().fsync(fd)
-
     record_purge(Interrupted(), str(root), Purge("mine1"))
     marks = [json.loads(line)["tenant"] for line in (root / PURGES_FILE).read_text().splitlines()]
     assert marks == ["other", "mine1"]

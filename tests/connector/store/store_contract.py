@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import mmap
 import shutil
-import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,12 +159,6 @@ class BlockStoreContract:
         remove(root, key(1))
         assert store.look_up(key(1)) is False
         assert store.get(key(1), pages()) == Miss()
-
-    def test_files_and_directories_are_closed_to_others(self, root: Path, store: BlockStore) -> None:
-        store.put(key(1), payload(1))
-        path = root / block_path(key(1))
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o2770
 
     def test_a_tree_removed_under_the_store_is_made_again(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))

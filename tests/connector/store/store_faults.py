@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.scan import Leftover, LeftoverKind, scan
@@ -46,49 +47,17 @@ class WatchedFs(FileSystem):
         self.before_io("pwritev", fd)
         return super().pwritev(fd, buffers, offset)
 
-    def fsync(self, fd: int) -> None:
-        self.before("fsync", None)
-        super().fsync(fd)
 
-    def fstat(self, fd: int) -> os.stat_result:
-        self.before("fstat", None)
-        return super().fstat(fd)
+def _watched(name: str) -> Callable[..., Any]:
+    def call(self: WatchedFs, *given: Any) -> Any:
+        self.before(name, given[0] if isinstance(given[0], str) else None)
+        return getattr(FileSystem, name)(self, *given)
 
-    def stat(self, path: str) -> os.stat_result:
-        self.before("stat", path)
-        return super().stat(path)
+    return call
 
-    def touch(self, path: str) -> None:
-        self.before("touch", path)
-        super().touch(path)
 
-    def statvfs(self, path: str) -> os.statvfs_result:
-        self.before("statvfs", path)
-        return super().statvfs(path)
-
-    def rename(self, source: str, target: str) -> None:
-        self.before("rename", source)
-        super().rename(source, target)
-
-    def link(self, source: str, target: str) -> None:
-        self.before("link", source)
-        super().link(source, target)
-
-    def unlink(self, path: str) -> None:
-        self.before("unlink", path)
-        super().unlink(path)
-
-    def mkdir(self, path: str) -> None:
-        self.before("mkdir", path)
-        super().mkdir(path)
-
-    def rmdir(self, path: str) -> None:
-        self.before("rmdir", path)
-        super().rmdir(path)
-
-    def scandir(self, path: str) -> list[os.DirEntry[str]]:
-        self.before("scandir", path)
-        return super().scandir(path)
+for _name in ("fsync", "fstat", "stat", "touch", "statvfs", "rename", "link", "unlink", "mkdir", "rmdir", "scandir"):
+    setattr(WatchedFs, _name, _watched(_name))
 
 
 class NotingFs(WatchedFs):
@@ -123,7 +92,10 @@ class CrashingFs(WatchedFs):
         self.steps += 1
         self.calls.append(call)
         if self.has_crashed:
-            raise CrashError(call)
+            self.die(call)
+
+    def die(self, call: str) -> None:
+        raise CrashError(call)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.steps == self._step and self._torn_bytes:
@@ -206,6 +178,13 @@ class ShortFs(FileSystem):
 
     def _report(self, count: int) -> int:
         return count - self._unreported if count == self._limit else count
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Flip a bit of a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 KINDS = ("link", "pipe", "socket", "directory")

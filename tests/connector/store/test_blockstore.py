@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -315,44 +315,19 @@ def test_what_is_no_file_under_a_blocks_name_is_a_fault_once_and_is_replaced_by_
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 
 
-class StaleFs(FileSystem):
-    """The first calls of one kind say that the file was replaced on the server."""
+class StaleFs(WatchedFs):
+    """So many calls of one kind say that the file was replaced on the server."""
 
-    def __init__(self, call: str, times: int, *, unlinks: bool = False) -> None:
-        self.left = times
-        self._call = call
-        self._unlinks = unlinks
-        self._paths: dict[int, str] = {}
-
-    def open(self, path: str, flags: int) -> int:
-        if path.endswith(".kvb"):
-            self._fail("open", path)
-        fd = super().open(path, flags)
-        self._paths[fd] = path
-        return fd
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._fail("preadv", self._paths[fd])
-        return super().preadv(fd, buffers, offset)
-
-    def _fail(self, call: str, path: str) -> None:
-        if call == self._call and self.left:
-            self.left -= 1
-            if self._unlinks:
-                Path(path).unlink()
-            raise OSError(errno.ESTALE, "Stale file handle")
-
-
-class FailsOnce(WatchedFs):
-    call = ""
-
-    def __init__(self, error: OSError) -> None:
-        self.error = error
+    def __init__(self, call: str, times: int, *, unlinked: Path | None = None) -> None:
+        self.call, self.left, self._unlinked = call, times, unlinked
 
     def before(self, call: str, path: str | None) -> None:
-        if call == self.call:
-            self.call = ""
-            raise self.error
+        # Other files than blocks and journals are opened, too.
+        if call == self.call and self.left and (call != "open" or ".kv" in path):
+            self.left -= 1
+            if self._unlinked is not None:
+                self._unlinked.unlink()
+            raise OSError(errno.ESTALE, "Stale file handle")
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -364,7 +339,8 @@ def test_a_file_that_was_replaced_on_the_server_is_opened_again(root: Path, call
 
 def test_a_file_that_was_removed_on_the_server_is_a_miss(root: Path) -> None:
     BlockStore(root).put(key(1), payload(1))
-    assert BlockStore(root, fs=StaleFs("preadv", 1, unlinks=True)).get(key(1), pages()) == Miss()
+    fs = StaleFs("preadv", 1, unlinked=root / block_path(key(1)))
+    assert BlockStore(root, fs=fs).get(key(1), pages()) == Miss()
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -378,12 +354,12 @@ def test_a_file_that_stays_stale_is_a_volume_that_fails(root: Path, call: str) -
 
 @pytest.mark.parametrize("call", ["open", "pwritev", "close", "rename"])
 def test_a_write_into_what_was_replaced_on_the_server_is_made_again(root: Path, call: str) -> None:
-    engine = PlainEngine(root, fs=(fs := FailsOnce(OSError(errno.ESTALE, "stale"))), direct=False)
+    engine = PlainEngine(root, fs=(fs := StaleFs(call, 0)), direct=False)
     assert engine.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert engine.tell() == ""
     for write in (lambda: engine.put(key(9), payload(9)) == Stored(BLOCK_BYTES), lambda: engine.tell() == ""):
-        fs.call = "pwritev" if call == "rename" and engine.journal.pending else call
+        fs.call, fs.left = "pwritev" if call == "rename" and engine.journal.pending else call, 1
         assert write()
-        assert not fs.call
+        assert not fs.left
     assert engine.get(key(9), pages()) == Hit(BLOCK_BYTES)
     assert list(root.rglob("*-partial")) == []

@@ -26,7 +26,7 @@ from store_contract import (
     stream,
     whole_file,
 )
-from store_faults import KubeletMount
+from store_faults import KubeletMount, flip
 
 from kvtier_connector.janitor import commands
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
@@ -192,10 +192,7 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
     store = make(root, keys_dir)
     for number in range(3):
         store.put(key(number), payload(number))
-    path = root / block_path(key(1))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(root / block_path(key(1)))
     without = check_all(root)
     assert (without.blocks, without.unverified, without.problems) == (3, 3, [])
     with_keys = check_all(root, keyring=Keyring(str(keys_dir)))
@@ -264,9 +261,7 @@ class TestContractWithEncryption(BlockStoreContract):
         assert (report.problems, report.unverified) == ([], 0)
 
     def make(self, root: Path, direct: bool | None) -> BlockStore:
-        store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(root.parents[1] / "keys"))
-        store.keyring.active_name = "k1"
-        return store
+        return make(root, root.parents[1] / "keys", direct=direct)
 
     def whole_file(self, of: BlockKey, data: memoryview) -> bytes:
         found = parse_key("k1", K1)

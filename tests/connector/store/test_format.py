@@ -23,7 +23,6 @@ from kvtier_connector.store.header import (
     ALIGNMENT,
     DEFAULT_ALGORITHM,
     HEADER_BYTES,
-    NO_SEAL,
     NOT_PACKED,
     WIDTHS,
     Algorithm,
@@ -63,38 +62,37 @@ packings = st.just(NOT_PACKED) | st.builds(
     block_bytes=st.integers(2**61, 2**62 - 1).map(lambda quarter: 4 * quarter),
     width=st.sampled_from(WIDTHS),
 )
+common = st.fixed_dictionaries(
+    {
+        "key": keys,
+        "payload_bytes": st.integers(1, 2**64 - 1),
+        "created_ns": u64,
+        "home": homes,
+        "lineage": lineages,
+        "packing": packings,
+    }
+)
 clear_headers = st.builds(
-    Header,
-    key=keys,
-    payload_bytes=st.integers(1, 2**64 - 1),
-    checksum=st.binary(min_size=32, max_size=32),
-    created_ns=u64,
-    home=homes,
-    lineage=lineages,
-    algorithm=st.sampled_from([Algorithm.BLAKE3_256, Algorithm.AES_GMAC]),
-    encryption=st.just(0),
-    seal=st.just(NO_SEAL),
-    packing=packings,
-    flags=st.just(0),
+    lambda fields, digest, algorithm: Header(**fields, checksum=digest, algorithm=algorithm),
+    common,
+    st.binary(min_size=32, max_size=32),
+    st.sampled_from([Algorithm.BLAKE3_256, Algorithm.AES_GMAC]),
 )
 encrypted_headers = st.builds(
-    Header,
-    key=keys,
-    payload_bytes=st.integers(1, 2**64 - 1),
-    checksum=st.binary(min_size=16, max_size=16).map(lambda tag: tag + bytes(16)),
-    created_ns=u64,
-    home=homes,
-    lineage=lineages,
-    algorithm=st.just(Algorithm.NONE),
-    encryption=st.just(Encryption.AES_256_GCM),
-    seal=st.builds(
-        Seal,
+    lambda fields, tag, seal: Header(
+        **fields,
+        checksum=tag + bytes(16),
+        algorithm=Algorithm.NONE,
+        encryption=Encryption.AES_256_GCM,
+        seal=Seal(*seal),
+    ),
+    common,
+    st.binary(min_size=16, max_size=16),
+    st.tuples(
         st.from_regex(KEY_ID_PATTERN, fullmatch=True),
         st.binary(min_size=8, max_size=8),
         st.binary(min_size=12, max_size=12),
     ),
-    packing=packings,
-    flags=st.just(0),
 )
 headers = (clear_headers | encrypted_headers).filter(
     # A compressed payload is shorter than its block.
@@ -381,28 +379,14 @@ def test_a_file_that_another_reader_may_understand_stays(tmp_path: Path, content
     assert path.read_bytes() == content
 
 
-PAYLOAD = bytes(index * 7 % 256 for index in range(8192))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "pinned"),
-    [
-        (Algorithm.BLAKE3_256, "1299b73a9c0e9ee19ea671262c301371185f3df0bf8102228cbae67d937fe4dc"),
-        (Algorithm.AES_GMAC, "db5ee3dae7555945c587aa13b65c108c" + 32 * "0"),
-    ],
-)
-def test_a_checksum_is_what_it_always_was(algorithm: Algorithm, pinned: str) -> None:
-    assert checksum(memoryview(PAYLOAD), algorithm).hex() == pinned
-
-
 @pytest.mark.parametrize("algorithm", [Algorithm.BLAKE3_256, Algorithm.AES_GMAC])
-@given(cuts=st.lists(st.integers(0, len(PAYLOAD)), max_size=6))
+@given(cuts=st.lists(st.integers(0, len(FROZEN_DATA)), max_size=6))
 def test_the_pieces_do_not_matter(algorithm: Algorithm, cuts: list[int]) -> None:
     hasher = new_hasher(algorithm)
-    places = [0, *sorted(cuts), len(PAYLOAD)]
+    places = [0, *sorted(cuts), len(FROZEN_DATA)]
     for start, end in itertools.pairwise(places):
-        hasher.update(memoryview(PAYLOAD)[start:end])
-    assert hasher.digest() == checksum(memoryview(PAYLOAD), algorithm)
+        hasher.update(memoryview(FROZEN_DATA)[start:end])
+    assert hasher.digest() == checksum(memoryview(FROZEN_DATA), algorithm)
 
 
 def test_what_is_no_checksum_cannot_be_computed() -> None:

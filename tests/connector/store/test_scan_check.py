@@ -18,7 +18,6 @@ from store_faults import FailingFs, WatchedFs
 
 from kvtier_cli.app import main
 from kvtier_connector.contract.errors import StoreUnavailable
-from kvtier_connector.store import fsck as check_module
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.fsck import check_all
@@ -28,7 +27,6 @@ from kvtier_connector.store.layout import block_path, partial_path
 from kvtier_connector.store.scan import BlockEntry, Leftover, LeftoverKind, WalkProgress, scan
 
 TOKEN = "0123456789abcdef" * 2
-CONNECTOR = Path(check_module.__file__ or "").parents[2]
 
 
 @pytest.fixture
