@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -23,7 +21,7 @@ from kvtier_connector.janitor.follow import JournalFollower
 from kvtier_connector.janitor.loop import Loop
 from kvtier_connector.store import blockstore
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
-from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, FileSystem
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.journal import JournalWriter, Op
 
@@ -75,56 +73,6 @@ def test_a_block_that_the_other_node_removes_is_read_whole_or_missed(nodes: Node
             seen.add(type(outcome))
         remove(nodes.a, key(turn % 2))
     assert Miss in seen
-
-
-def test_a_file_that_is_replaced_is_whole_or_a_miss_for_the_other_node(nodes: Nodes) -> None:
-    path, done = "page", threading.Event()
-
-    def replace(number: int) -> None:
-        partial = f"{nodes.a}/.page.{number:032x}~"
-        Path(partial).write_bytes(bytes([number % 256]) * 65536)
-        LOCAL.rename(partial, f"{nodes.a}/{path}")
-
-    def look() -> set[int]:
-        sizes = set()
-        while not done.is_set():
-            try:
-                content = (nodes.b / path).read_bytes()
-            except OSError as error:
-                # GlusterFS says either for a moment: the store asks once more, and then it is a miss.
-                assert error.errno in {errno.ESTALE, errno.ENOENT}  # noqa: PT017 - only where it is raised
-                continue
-            sizes.add(len(content))
-            assert len(set(content)) == 1
-        return sizes
-
-    replace(0)
-    wait_until((nodes.b / path).exists, "the other node sees it")
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(look)
-        for number in range(1, 100):
-            replace(number)
-        done.set()
-        assert looking.result(PATIENCE_SECONDS) <= {65536}
-    (nodes.a / path).unlink()
-
-
-def test_of_two_nodes_that_create_one_name_exactly_one_does(nodes: Nodes) -> None:
-    start = threading.Barrier(2)
-
-    def create(root: Path, name: str) -> bool:
-        start.wait(PATIENCE_SECONDS)
-        try:
-            os.close(os.open(root / name, CREATE_FLAGS))
-        except FileExistsError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(40):
-            winners = sum(pool.map(create, nodes.both(), [f"name{number}"] * 2))
-            assert winners == 1
-            (nodes.a / f"name{number}").unlink()
 
 
 def test_of_two_nodes_that_claim_one_directory_for_different_models_one_is_refused(nodes: Nodes) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from store_contract import key, pages, payload
+from store_faults import FailingFs
 
 from kvtier_connector.pod_tools import preflight
 from kvtier_connector.store.blockstore import BlockStore, Hit
@@ -70,27 +71,6 @@ def test_what_runs_in_an_image_without_packages_needs_none(module: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-class Failing(FileSystem):
-    def __init__(self, call: str, code: int) -> None:
-        self._call, self._code = call, code
-
-    def _fail(self, call: str) -> None:
-        if call == self._call:
-            raise OSError(self._code, os.strerror(self._code))
-
-    def mkdir(self, path: str) -> None:
-        self._fail("mkdir")
-        super().mkdir(path)
-
-    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
-        self._fail("pwritev")
-        return super().pwritev(fd, buffers, offset)
-
-    def fsync(self, fd: int) -> None:
-        self._fail("fsync")
-        super().fsync(fd)
-
-
 @pytest.mark.parametrize(
     ("call", "code", "words"),
     [
@@ -101,7 +81,7 @@ class Failing(FileSystem):
     ],
 )
 def test_a_failing_volume_is_told_with_remedy_and_left_clean(tmp_path: Path, call: str, code: int, words: str) -> None:
-    report = attempt(tmp_path, Failing(call, code))
+    report = attempt(tmp_path, FailingFs(OSError(code, os.strerror(code)), lambda name, _: name == call))
     assert words in report.problem
     assert list(tmp_path.iterdir()) == []
 
@@ -158,11 +138,6 @@ class NeverOver(FileSystem):
         super().rename(source, target)
 
 
-class Timeless(FileSystem):
-    def touch(self, path: str) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
-
-
 @pytest.mark.parametrize(
     ("fs", "words"),
     [
@@ -171,7 +146,7 @@ class Timeless(FileSystem):
         (WrittenOnce(), "cannot be written to again"),
         (Forgetful(), "not there when it is opened"),
         (NeverOver(), "cannot be renamed over another"),
-        (Timeless(), "time of a file cannot be set"),
+        (FailingFs(OSError(errno.ENOSYS, "none"), lambda call, _: call == "touch"), "time of a file cannot be set"),
     ],
 )
 def test_a_volume_without_what_the_store_needs_is_refused_by_name(tmp_path: Path, fs: FileSystem, words: str) -> None:

@@ -88,21 +88,12 @@ def begun(state: Path) -> StartupReport:
     return report
 
 
-def test_an_engine_passes_once_it_has_its_volume(probe: Probe, state: Path) -> None:
-    report = begun(state)
-    code, words = probe()
-    assert code == 1
-    assert words == "1 of 1 disk tiers wait for the volume: ns/tier: the volume has not answered yet"
-    report.say(Phase.ATTACHED)
-    assert probe() == (0, "ready")
-
-
 def test_all_engines_of_the_pod_are_waited_for_and_one_without_its_volume_passes(probe: Probe, state: Path) -> None:
     first, second = begun(state), begun(state)
     first.say(Phase.ATTACHED)
     code, words = probe()
     assert code == 1
-    assert words.startswith("1 of 2 disk tiers wait")
+    assert words == "1 of 2 disk tiers wait for the volume: ns/tier: the volume has not answered yet"
     second.say(Phase.WITHOUT, "another model")
     assert probe() == (0, "ready")
 

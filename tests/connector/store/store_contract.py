@@ -130,13 +130,14 @@ class BlockStoreContract:
         assert store.put(key(1), payload(1)) == Present()
         assert (root / block_path(key(1))).stat().st_ino == inode
 
-    @pytest.mark.parametrize("size", [1, 511, 4095, 4096, 4097, 100_000, 1 << 20])
+    @pytest.mark.parametrize("size", [1, 511, 4095, 4096, 4097, 100_000, (3 << 20) + 4096])
     def test_any_payload_length_and_any_memory_works(self, store: BlockStore, size: int) -> None:
         data = bytes(index % 251 for index in range(size))
         unaligned = memoryview(bytearray(size + 1))[1:]
         assert store.put(key(1), memoryview(data)) == Stored(HEADER_BYTES + size)
         assert store.get(key(1), unaligned) == Hit(HEADER_BYTES + size)
         assert unaligned == data
+        assert stream(store, key(1), size) == (Hit(HEADER_BYTES + size), data)
 
     def test_memory_of_another_shape_is_taken_as_bytes(self, store: BlockStore) -> None:
         matrix = payload(1).cast("b", (16, PAYLOAD_BYTES // 16))

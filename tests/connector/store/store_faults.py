@@ -60,6 +60,14 @@ for _name in ("fsync", "fstat", "stat", "touch", "statvfs", "rename", "link", "u
     setattr(WatchedFs, _name, _watched(_name))
 
 
+class HookedFs(WatchedFs):
+    def __init__(self, hook: Callable[[str, str], object]) -> None:
+        self._hook = hook
+
+    def before(self, call: str, path: str | None) -> None:
+        self._hook(call, path or "")
+
+
 class NotingFs(WatchedFs):
     def __init__(self) -> None:
         self.calls: list[str] = []

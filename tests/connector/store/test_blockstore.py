@@ -18,8 +18,9 @@ import pytest
 from checks import check
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, read, stream, whole_file
-from store_faults import KINDS, FailingFs, NthCallFails, ShortFs, WatchedFs, plant
+from store_faults import KINDS, FailingFs, HookedFs, NthCallFails, ShortFs, WatchedFs, plant
 
+from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored, StoreFault
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
@@ -45,6 +46,13 @@ class TestStoreInMemory(BlockStoreContract):
     def base(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             yield Path(directory)
+
+
+class TestStoreOfAWorkerInMemory(TestStoreInMemory):
+    """Workers map files that lie in memory."""
+
+    def make(self, root: Path, direct: bool | None) -> BlockStore:
+        return BlockStore(root, fs=WorkerFileSystem(), direct=direct, clock=lambda: NOW_NS)
 
 
 class TestStoreWhoseTransfersStopAtPages(BlockStoreContract):
@@ -144,12 +152,11 @@ def test_a_good_block_that_replaces_a_damaged_one_before_or_after_the_look_at_it
     BlockStore(root).put(key(1), payload(1))
     path.write_bytes(b"damaged")
 
-    class Replaced(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == moment and not (path or "").endswith("-partial") and QUARANTINE not in (path or ""):
-                BlockStore(root).put(key(1), payload(1))
+    def replace(call: str, path: str) -> None:
+        if call == moment and not path.endswith("-partial") and QUARANTINE not in path:
+            BlockStore(root).put(key(1), payload(1))
 
-    assert BlockStore(root, fs=Replaced()).get(key(1), pages()) is Fault.TRUNCATED
+    assert BlockStore(root, fs=HookedFs(replace)).get(key(1), pages()) is Fault.TRUNCATED
     assert BlockStore(root).get(key(1), pages()) == Hit(BLOCK_BYTES)
     assert not list(root.glob(f"{QUARANTINE}/*"))
 
@@ -194,17 +201,11 @@ def test_reading_makes_no_directories(tmp_path: Path) -> None:
 
 def test_the_volume_is_asked_for_direct_io_once(root: Path) -> None:
     asked: list[str] = []
-
-    class Counting(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "open" and path is not None and "direct-io" in path:
-                asked.append(path)
-
-    store = BlockStore(root, fs=Counting())
+    store = BlockStore(root, fs=HookedFs(lambda call, path: asked.append(f"{call} {path}")))
     for number in range(3):
         store.put(key(number), payload(number))
         store.get(key(number), pages())
-    assert len(asked) == 1
+    assert sum(each.startswith("open ") and "direct-io" in each for each in asked) == 1
 
 
 def test_a_volume_without_direct_io_is_used_through_the_page_cache(root: Path) -> None:
@@ -232,13 +233,12 @@ def test_a_file_of_the_wrong_size_is_not_present_whatever_its_header_says(root: 
 def test_a_partial_file_that_was_cleaned_away_is_written_again(root: Path) -> None:
     cleaned: list[str] = []
 
-    class CleanedBeforeTheRename(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "rename" and not cleaned and path is not None:
-                cleaned.append(path)
-                Path(path).unlink()
+    def clean(call: str, path: str) -> None:
+        if call == "rename" and not cleaned:
+            cleaned.append(path)
+            Path(path).unlink()
 
-    store = BlockStore(root, fs=CleanedBeforeTheRename())
+    store = BlockStore(root, fs=HookedFs(clean))
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 

@@ -13,11 +13,11 @@ from store_contract import BLOCK_BYTES, key, pages, payload, remove, writes
 from store_faults import NotingFs, ShortFs
 
 from kvtier_connector.io_workers.worker import WorkerFileSystem
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored
+from kvtier_connector.store.blockstore import BlockStore, Hit, Outcome, Present, Stored
 from kvtier_connector.store.fs import ALIGNMENT, LOCAL, DirectIo, FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.identity import RootClaim, RootState, claim
-from kvtier_connector.store.layout import QUARANTINE, BlockKey, block_path
+from kvtier_connector.store.layout import BlockKey, block_path
 from kvtier_connector.store.mounts import Mount
 from kvtier_connector.store.reading import PIECE_BYTES
 
@@ -155,7 +155,11 @@ def test_large_blocks_are_read_in_pieces_through_page_cache_only(tmp_path: Path,
     assert fs.calls == ["open", *["preadv"] * reads, "fstat", "close"]
 
 
-@pytest.mark.parametrize("fs", [LOCAL, ShortFs(3001), ShortFs(300_000)], ids=["whole", "tiny", "short"])
+@pytest.mark.parametrize(
+    "fs",
+    [LOCAL, ShortFs(3001), ShortFs(300_000), WorkerFileSystem()],
+    ids=["whole", "tiny", "short", "mapped"],
+)
 def test_the_pieces_make_up_the_block(tmp_path: Path, fs: FileSystem) -> None:
     BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
     taker = Taker()
@@ -188,22 +192,3 @@ def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(tmp_path: Path) ->
     fs = NotingFs()
     assert stream(tmp_path, key(1), Taker(), fs=fs) is Fault.MAGIC
     assert fs.calls.count("preadv") == 1
-
-
-@pytest.mark.parametrize("appended", [1, 4096])
-@pytest.mark.parametrize("way", ["get", "get direct", "stream", "stream mapped"])
-def test_a_block_with_bytes_appended_is_a_fault_and_is_moved_away(tmp_path: Path, way: str, appended: int) -> None:
-    fs = WorkerFileSystem() if way == "stream mapped" else LOCAL
-    store = BlockStore(tmp_path, fs=fs, direct=None if way == "get direct" else False)
-    store.put(key(1), payload(1))
-    with (tmp_path / block_path(key(1))).open("ab") as file:
-        file.write(bytes(appended))
-
-    def read() -> object:
-        if way.startswith("get"):
-            return store.get(key(1), pages())
-        return store.stream(key(1), pages(), lambda _offset, _piece: True)
-
-    assert read() is Fault.TRAILING
-    assert read() == Miss()
-    assert [path.name.split(".")[2] for path in (tmp_path / QUARANTINE).iterdir()] == ["trailing"]

@@ -15,10 +15,12 @@ import pytest
 from checks import check
 from hypothesis import given
 from hypothesis import strategies as st
-from store_contract import HOME, NOW_NS, key, pages, payload, read, whole_file
+from store_contract import HOME, NOW_NS, key, pages, payload, read, stream, whole_file
 
 from kvtier_connector.contract.engine import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
+from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
+from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.header import (
     ALIGNMENT,
     DEFAULT_ALGORITHM,
@@ -337,6 +339,8 @@ DAMAGES = {
     "part of a page of payload": (GOOD[:5000], Fault.TRUNCATED),
     "a page of payload": (GOOD[:8192], Fault.TRUNCATED),
     "all but the last byte": (GOOD[:-1], Fault.TRUNCATED),
+    "a byte more": (GOOD + b"x", Fault.TRAILING),
+    "a page more": (GOOD + bytes(4096), Fault.TRAILING),
     "another block": (whole_file(key(2), payload(1, 8192)), Fault.KEY),
     "another tenant": (whole_file(key(1)._replace(tenant="acme"), payload(1, 8192)), Fault.KEY),
     "another generation": (whole_file(key(1), payload(1, 8192), Home("d2gest")), Fault.GENERATION),
@@ -346,9 +350,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("way", ["get", "get direct", "stream", "stream of a worker"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, direct: bool | None) -> None:
+def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, way: str) -> None:
     content, fault = DAMAGES[damage]
     root = tmp_path / "d1gest"
     claim(root, {}, "d1gest")
@@ -356,9 +360,10 @@ def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, d
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     assert [problem.kind for problem in check(root)] == [fault.value]
-    store = BlockStore(root, direct=direct)
-    assert store.get(key(1), pages(size=8192)) is fault
-    assert store.get(key(1), pages(size=8192)) == Miss()
+    fs = WorkerFileSystem() if way == "stream of a worker" else LOCAL
+    store = BlockStore(root, fs=fs, direct=None if way == "get direct" else False)
+    outcomes = [(stream if "stream" in way else read)(store, key(1), 8192)[0] for _ in range(2)]
+    assert outcomes == [fault, Miss()]
     assert [moved.read_bytes() for moved in (root / QUARANTINE).iterdir()] == [content]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from checks import check
-from store_faults import KINDS, TOO_DEEP, FailingFs, WatchedFs, plant
+from store_faults import KINDS, TOO_DEEP, FailingFs, HookedFs, WatchedFs, plant
 
 from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.store.identity import RootClaim, RootState, claim, read
@@ -134,13 +134,9 @@ def test_a_volume_without_hard_links_can_be_claimed(tmp_path: Path, number: int)
 
 
 def test_who_comes_second_by_a_hair_keeps_the_first_ones_file(tmp_path: Path) -> None:
-    class Overtaken(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "link":
-                claim(tmp_path, {"model": "faster"}, "d1gest")
-
+    fs = HookedFs(lambda call, _: call == "link" and claim(tmp_path, {"model": "faster"}, "d1gest"))
     with pytest.raises(IdentityMismatch, match="'faster'"):
-        claim(tmp_path, {"model": "slower"}, "d1gest", fs=Overtaken())
+        claim(tmp_path, {"model": "slower"}, "d1gest", fs=fs)
     assert [path.name for path in tmp_path.iterdir()] == [TIER_FILE]
 
 

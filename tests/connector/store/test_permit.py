@@ -216,14 +216,6 @@ def test_each_mode_is_understood(mounted: KubeletMount, live_file: RuntimeSettin
     assert live_file.problem == ""
 
 
-def test_a_swap_is_seen_at_the_next_refresh(mounted: KubeletMount, live_file: RuntimeSettings) -> None:
-    mounted.put(mode=said(Mode.READ_ONLY))
-    live_file.refresh()
-    mounted.put(mode=said(Mode.BYPASS))
-    assert live_file.mode is Mode.READ_ONLY
-    assert live_file.refresh().mode == "Bypass"
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"Bypass", b'{"mode": "bypass"}', b'{"mode": ["Bypass"]}', b"{}", b"\xff\xfe", b"x" * 5000, b"[]", None]

@@ -14,7 +14,7 @@ import pytest
 from checks import check
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, key, payload
-from store_faults import FailingFs, WatchedFs
+from store_faults import FailingFs, HookedFs
 
 from kvtier_cli.app import main
 from kvtier_connector.contract.errors import StoreUnavailable
@@ -91,12 +91,11 @@ def test_the_names_of_an_nfs_client_are_ignored(root: Path) -> None:
 
 @pytest.mark.parametrize("call", ["scandir", "stat"])
 def test_what_goes_while_it_is_listed_is_left_out(root: Path, call: str) -> None:
-    class Vanishing(WatchedFs):
-        def before(self, name: str, path: str | None) -> None:
-            if name == call and "/blocks/" in (path or ""):
-                shutil.rmtree(Path(path or "") if call == "scandir" else Path(path or "").parent)
+    def vanish(name: str, path: str) -> None:
+        if name == call and "/blocks/" in path:
+            shutil.rmtree(path if call == "scandir" else Path(path).parent)
 
-    assert list(scan(root, fs=Vanishing())) == []
+    assert list(scan(root, fs=HookedFs(vanish))) == []
 
 
 @pytest.mark.parametrize(("call", "number"), [("scandir", errno.EIO), ("scandir", errno.ESTALE), ("stat", errno.EIO)])
@@ -189,7 +188,8 @@ def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
         (root / block_path(key(number))).write_bytes(b"")
     status, text = run_check(capsys, str(root), "-o", "json")
     document = json.loads(text)
-    assert (status, len(document["problems"]), document["problemsByKind"]) == (1, 2, {"empty": 3})
+    assert (status, document["problemsByKind"]) == (1, {"empty": 3})
+    assert [problem["path"] for problem in document["problems"]] == sorted(block_path(key(n)) for n in range(3))[:2]
     assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
 
 
@@ -208,20 +208,6 @@ def test_the_command_lists_problems_and_fails(root: Path, capsys: pytest.Capture
     assert text.splitlines() == [
         f"{block_path(key(0))}: truncated: it ends too early; a reader moves it away, and the block is computed again",
         "3 blocks, 136 KiB, 1 problem: 1 truncated",
-    ]
-
-
-def test_the_command_speaks_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    partial = root / partial_path(block_path(key(0)), TOKEN)
-    partial.write_bytes(b"half")
-    assert json.loads(run_check(capsys, str(root), "-o", "json")[1])["problems"] == []
-    os.utime(partial, (0, 0))
-    status, text = run_check(capsys, str(root), "-o", "json")
-    assert status == 1
-    report = json.loads(text)
-    assert (report["blocks"], report["bytes"]) == (3, 3 * BLOCK_BYTES)
-    assert [(problem["path"], problem["kind"]) for problem in report["problems"]] == [
-        (str(partial.relative_to(root)), "partial")
     ]
 
 
@@ -275,18 +261,6 @@ def test_a_volume_that_cannot_be_listed_is_unavailable(volume: Path) -> None:
     fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda call, path: "qwen" in str(path))
     with pytest.raises(StoreUnavailable, match="broken"):
         find_generations(volume, fs=fs)
-
-
-def test_a_check_of_a_volume_verifies_all_its_generations(volume: Path) -> None:
-    assert check_all(volume).problems == []
-    assert check_all(volume).blocks == 6
-    (volume / "kv/ns.llama/bbb" / block_path(key(0))).write_bytes(b"damaged")
-    report = check_all(volume)
-    assert [(problem.path, problem.kind) for problem in report.problems] == [
-        (f"kv/ns.llama/bbb/{block_path(key(0))}", "truncated")
-    ]
-    assert len(check_all(volume / "kv").problems) == 1
-    assert check_all(volume / "ns.qwen").problems == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
