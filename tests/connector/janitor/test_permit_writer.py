@@ -7,7 +7,7 @@ import errno
 from dataclasses import replace
 
 import pytest
-from store_faults import WatchedFs
+from store_faults import FailingFs
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig
 
 from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, share_of
@@ -225,12 +225,7 @@ def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> 
     permit = permit_of(rig)
     assert (permit.bytes, permit.reason, permit.seconds) == (UNLIMITED_BYTES, "", PERMIT_SECONDS)
 
-    class Full(WatchedFs):
-        def before(self, call: str, path: str | None) -> None:
-            if call == "rename":
-                raise OSError(errno.ENOSPC, "no room", path)
-
-    sweeper = rig.swept(Full())
+    sweeper = rig.swept(FailingFs(OSError(errno.ENOSPC, "no room"), lambda call, _: call == "rename"))
     rig.engine().put(2)
     for seconds in (700, 10, 10):
         rig.clock.move(seconds)

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from store_faults import WatchedFs
+from store_faults import HookedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key, payload
 
 from kvtier_connector.janitor.commands import purge_blocks
@@ -181,13 +181,12 @@ def test_two_purges_at_once_leave_both_marks(rig: Rig, call: str) -> None:
     other = (json.dumps(Purge("other")._asdict()) + "\n").encode()
     pending = [other]
 
-    class Interrupted(WatchedFs):
-        def before(self, name: str, path: str | None) -> None:
-            if name == call and pending:
-                # Before the write it is another process of this node; after it, another node that saw the same length.
-                with (root / PURGES_FILE).open("ab" if name == "pwritev" else "wb") as file:
-                    file.write(pending.pop())
+    def interrupt(name: str, _: str) -> None:
+        if name == call and pending:
+            # Before the write it is another process of this node; after it, another node that saw the same length.
+            with (root / PURGES_FILE).open("ab" if name == "pwritev" else "wb") as file:
+                file.write(pending.pop())
 
-    record_purge(Interrupted(), str(root), Purge("mine1"))
+    record_purge(HookedFs(interrupt), str(root), Purge("mine1"))
     marks = [json.loads(line)["tenant"] for line in (root / PURGES_FILE).read_text().splitlines()]
     assert marks == ["other", "mine1"]

@@ -234,44 +234,31 @@ def test_a_generation_with_somebody_elses_file_is_not_removed_but_stated_and_kee
 
 
 @pytest.mark.parametrize(
-    "place", ["blocks", "quarantine", "journal", "tenants", "tenants/alice", f".x.{'0' * 32}-partial"]
+    ("digest", "place"),
+    [
+        ("bb", "quarantine"),
+        ("bb", "journal"),
+        ("bb", "tenants/alice"),
+        ("bb", f".x.{'0' * 32}-partial"),
+        *((digest, place) for digest in ("aa", "bb") for place in ("blocks", "blocks/010", "tenants")),
+        ("aa", "quarantine"),
+    ],
 )
-def test_a_link_planted_in_an_old_generation_takes_nothing_else_with_it(rig: Rig, tmp_path: Path, place: str) -> None:
-    old = rig.engine("bb")
+def test_a_planted_link_takes_nothing_else_with_it(rig: Rig, tmp_path: Path, digest: str, place: str) -> None:
+    root = rig.engine(digest).root
     rig.engine("aa")
-    other = tmp_path / "other" / "blocks"
-    other.mkdir(parents=True)
-    (other / "precious").write_text("mine")
-    shutil.rmtree(old.root / place, ignore_errors=True)
-    (old.root / place).parent.mkdir(exist_ok=True)
-    (old.root / place).symlink_to(other.parent if place.startswith("tenants") else other)
+    # What is named lies where a block would be in each of the places.
+    for there in ("", "010", "alice/blocks/010", "blocks/010"):
+        precious = tmp_path / "other" / there / Path(block_path(key(1))).name
+        precious.parent.mkdir(parents=True, exist_ok=True)
+        precious.write_text("mine")
+    shutil.rmtree(root / place, ignore_errors=True)
+    (root / place).parent.mkdir(exist_ok=True)
+    (root / place).symlink_to(tmp_path / "other")
     rig.clock.move(30 * DAY)
-    rig.sweep(rig.sweeper(keep_previous=0))
-    assert (other / "precious").exists()
-    assert not old.root.exists()
-
-
-def test_a_link_in_the_place_of_the_quarantine_takes_nothing_with_it(rig: Rig, engine: Engine, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "precious").write_text("mine")
-    (engine.root / "quarantine").symlink_to(other)
-    rig.clock.move(30 * DAY)
-    rig.sweep(rig.sweeper())
-    assert (other / "precious").exists()
-
-
-def test_a_link_planted_among_the_blocks_is_not_walked(rig: Rig) -> None:
-    engine, other = rig.engine(), Engine(rig.dir.parent / "ns.other", "aa", rig.clock)
-    other.put(*range(4))
-    (engine.root / "blocks").mkdir()
-    for directory in (other.root / "blocks").iterdir():
-        (engine.root / "blocks" / directory.name).symlink_to(directory)
-    shutil.rmtree(other.root / "journal")
-    rig.clock.move(DAY)
-    usage = rig.sweep(rig.sweeper(ttl_seconds=3600.0))
-    assert usage.blocks == 0
-    assert other.there(range(4)) == [0, 1, 2, 3]
+    assert rig.sweep(rig.sweeper(keep_previous=0, ttl_seconds=3600.0)).blocks == 0
+    assert len(list((tmp_path / "other").rglob("*.kvb"))) == 4
+    assert root.exists() is (digest == "aa")
 
 
 class Stamping(FileSystem):
