@@ -6,9 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from collections.abc import Iterator, Sequence
-from os import stat_result
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,12 @@ from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import children, key, payload, wait_until
+from store_faults import GatedFs
 
 from kvtier_connector.io_workers import lookups as lookups_module
 from kvtier_connector.io_workers.lookups import MOST_CALLS, Answer, BlockQuery, Found, LookupWorker, find
 from kvtier_connector.io_workers.worker import PoolSettings
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.layout import BlockKey
 
@@ -92,22 +90,10 @@ def test_blocks_that_are_no_prefix_are_all_looked_at(present: set[int], count: i
     assert set(found.seen) == {number for number in range(count) if number in present}
 
 
-class HangingFs(FileSystem):
-    """Answers no question about a block until it is told to."""
-
-    def __init__(self) -> None:
-        self.may_answer = threading.Event()
-
-    def stat(self, path: str) -> stat_result:
-        if path.endswith(".kvb"):
-            self.may_answer.wait(60)
-        return super().stat(path)
-
-
 class Lookups:
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.fs = HangingFs()
+        self.fs = GatedFs(lambda call, path: call == "stat" and path.endswith(".kvb"))
         self._made: list[LookupWorker] = []
 
     def make(self, *, hangs: bool = False, lookup_seconds: float = 60.0) -> LookupWorker:
@@ -123,7 +109,7 @@ class Lookups:
             BlockStore(self.root).put(key(number), memoryview(payload(number)))
 
     def close(self) -> None:
-        self.fs.may_answer.set()
+        self.fs.open_gate()
         for made in self._made:
             made.close()
 
@@ -192,13 +178,8 @@ def test_a_worker_that_hangs_and_cannot_be_killed_is_replaced_when_the_volume_an
     for _ in range(3):
         assert worker.collect() == []
     assert "running again" not in caplog.text
-    lookups.fs.may_answer.set()
-
-    def is_back() -> bool:
-        worker.collect()
-        return not worker.is_stuck
-
-    wait_until(is_back, "there is another worker")
+    lookups.fs.open_gate()
+    wait_until(lambda: worker.collect() is not None and not worker.is_stuck, "there is another worker")
     assert "running again" in caplog.text
     worker.submit(2, question(0))
     assert end_of(worker, 2).found == Found(1, (0,), 1)
@@ -213,11 +194,6 @@ def test_a_worker_that_dies_is_replaced_and_its_questions_end(lookups: Lookups) 
     worker.submit(1, question(0))
     os.kill(process, signal.SIGKILL)
     assert end_of(worker, 1).found is None
-
-    def is_back() -> bool:
-        worker.collect()
-        return not worker.is_stuck
-
-    wait_until(is_back, "there is another worker")
+    wait_until(lambda: worker.collect() is not None and not worker.is_stuck, "there is another worker")
     worker.submit(2, question(0))
     assert end_of(worker, 2).found == Found(1, (0,), 1)

@@ -15,7 +15,7 @@ import pytest
 from pools import ROW_BYTES, Pools, PoolUnderTest, is_alive, is_waiting, payload, shut, wait_until
 
 from kvtier_connector.io_workers.pool import NO_WORKERS
-from kvtier_connector.io_workers.tasks import Ending, Lane
+from kvtier_connector.io_workers.tasks import Lane
 from kvtier_connector.io_workers.worker import start_process
 from kvtier_connector.store.blockstore import Hit
 from kvtier_connector.store.header import HEADER_BYTES, Fault
@@ -108,7 +108,7 @@ def test_workers_that_die_before_they_are_ready_cost_no_block(pools: Pools, monk
     assert pool.row(0) == payload(1)
 
 
-def test_only_a_worker_that_hung_says_something_of_the_volume(pools: Pools) -> None:
+def test_workers_that_die_say_nothing_of_the_volume(pools: Pools) -> None:
     gate = shut(pools)
     dying = pools.make(workers=1, file_system="worker_fs:DyingFs")
     dying.write(1)
@@ -118,13 +118,7 @@ def test_only_a_worker_that_hung_says_something_of_the_volume(pools: Pools) -> N
         dying.wait_for(task + 1)
     assert {done.outcome for done in dying.ended.values()} == {Fault.IO}
     assert dying.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
-    gate.touch()
-    hanging = pools.make(workers=1, stuck_seconds=0.2, file_system="worker_fs:GatedFs")
-    hanging.load(1, 1)
-    hanging.wait_for(1)
-    gate.unlink()
-    assert hanging.outcome(1) is Ending.LATE
-    assert hanging.breaker.view(Direction.LOAD).state is not CircuitState.CLOSED
+    gate.unlink(missing_ok=True)
 
 
 def test_workers_that_hang_and_are_killed_are_never_given_up(pools: Pools) -> None:

@@ -181,19 +181,6 @@ def unread(pipe: MessagePipe) -> int:
     return int.from_bytes(fcntl.ioctl(pipe.reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_more_messages_than_a_pipe_holds_all_arrive_in_order() -> None:
-    pipe = MessagePipe(TASK_BYTES)
-    held = fcntl.fcntl(pipe.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES) // TASK_BYTES
-    messages = [number.to_bytes(TASK_BYTES, "big") for number in range(3 * held)]
-    pipe.send(messages)
-    arrived = b""
-    while piece := pipe.receive():
-        arrived += piece
-        pipe.flush()
-    assert arrived == b"".join(messages)
-    pipe.close()
-
-
 def test_a_worker_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path) -> None:
     tasks, replies = [MessagePipe(TASK_BYTES) for _ in Lane], MessagePipe(REPLY.size)
     pipe_bytes = fcntl.fcntl(replies.writer, fcntl.F_SETPIPE_SZ, FEWEST_BYTES)
@@ -254,25 +241,11 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
             yield Path(directory)
 
 
-def test_a_store_does_with_it_what_it_does_without(root: Path) -> None:
-    payload = memoryview(bytearray(os.urandom(SIZE)))
-    store, plain = BlockStore(root, fs=WorkerFileSystem()), BlockStore(root)
-    read = memoryview(bytearray(SIZE))
-    got = bytearray(SIZE)
-
-    def take(offset: int, piece: memoryview) -> bool:
-        got[offset : offset + piece.nbytes] = piece
-        return True
-
-    assert store.stream(KEY, read, take) == Miss()
-    assert isinstance(store.put(KEY, payload), Stored)
-    assert store.put(KEY, payload) == Present()
-    assert isinstance(store.stream(KEY, read, take), Hit)
-    assert got == payload
-    path = root / block_path(KEY)
-    os.truncate(path, SIZE // 2)
-    assert store.stream(KEY, read, take) is Fault.TRUNCATED
-    assert isinstance(plain.put(KEY, payload), Stored)
+def test_a_file_that_was_cut_short_is_a_fault_and_no_signal(root: Path) -> None:
+    store, read = BlockStore(root, fs=WorkerFileSystem()), memoryview(bytearray(SIZE))
+    store.put(KEY, read)
+    os.truncate(root / block_path(KEY), SIZE // 2)
+    assert store.stream(KEY, read, lambda _offset, _piece: True) is Fault.TRUNCATED
 
 
 def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_error(root: Path) -> None:

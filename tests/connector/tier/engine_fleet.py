@@ -86,3 +86,11 @@ def restart(
 def finish(engine: SimulatedEngine) -> None:
     engine.run()
     engine.assert_nothing_is_left()
+
+
+def stored(engines: Engines, prompt: Sequence[int] = PROMPT, shape: Shape | None = None) -> SimulatedEngine:
+    """Start an engine and have it compute a prompt whose blocks the volume takes."""
+    made = engines.make(shape)
+    assert made.ask("stores", prompt) == len(prompt)
+    finish(made)
+    return made

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,7 @@ class TierUnderTest(SharedVolumeTier):
 class SimulatedEngine:
     """One engine. `step` may be called at any time; `close` at the end."""
 
-    is_checking = True
-    """False while a test expects a step that computes upon wrong bytes and is undone."""
+    _is_checking = True
 
     def __init__(
         self, config_file: Path, shape: Shape, fs: FileSystem = ON_THREADS, *, weights: int = 0, is_child: bool = False
@@ -183,11 +183,14 @@ class SimulatedEngine:
         """
         if resets_connector:
             self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        with torch.no_grad():
-            (self.model.weight.data if by_data else self.model.weight).fill_(float(seed))
+        self.fill_weights(seed, by_data=by_data)
         if not resets_connector:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self._values.clear()
+
+    def fill_weights(self, seed: int, *, by_data: bool = False) -> None:
+        with torch.no_grad():
+            (self.model.weight.data if by_data else self.model.weight).fill_(float(seed))
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -265,6 +268,17 @@ class SimulatedEngine:
         self.told += told.values()
         return output
 
+    def is_loading(self, name: str) -> bool:
+        """Say whether the scheduler has not heard yet that the load of a request has ended."""
+        return name in {*self.side._loads, *self.side._ended, *self.side._ending}
+
+    @contextmanager
+    def expecting_a_step_undone(self) -> Iterator[None]:
+        """Allow a step that computes upon wrong bytes and is undone."""
+        self._is_checking = False
+        yield
+        self._is_checking = True
+
     def run(self, until: Callable[[], bool] | None = None, *, most_steps: int | None = None) -> None:
         """Step until a condition holds; without one, until nothing is left to do."""
         until = until or self.is_idle
@@ -335,6 +349,7 @@ class SimulatedEngine:
         assert not self.manager._loads
         assert self.manager._copying == 0
         assert not self.tier.has_pending_work()
+        assert not self.side._first_tokens._waiting
         side = self.side
         for kept in (side._loads, side._loading, side._ending, side._ended, side._waits, side._stale_jobs):
             assert not kept
@@ -399,7 +414,7 @@ class SimulatedEngine:
     def _check(self, name: str, blocks: Sequence[int], wanted: Words, first: int) -> None:
         places = np.arange(first, first + len(wanted))
         held = self.gpu[np.asarray(blocks)[places // BLOCK_TOKENS], places % BLOCK_TOKENS]
-        if self.is_checking and not np.array_equal(held, wanted):
+        if self._is_checking and not np.array_equal(held, wanted):
             wrong = int((held != wanted).any(axis=1).argmax())
             kind = "rubbish" if (held[wrong] == RUBBISH).all() else "other bytes"
             raise AssertionError(f"{name}: token {first + wrong} of {first + len(wanted)} computed holds {kind}")

@@ -63,7 +63,6 @@ class Engine:
             engine={
                 **({"enable_lora": True, "max_lora_rank": 8} if has_adapters else {}),
                 **({"scheduler_cls": SPLITTING, "async_scheduling": splits == "async"} if splits else {}),
-                **({"enable_chunked_prefill": False, "max_num_batched_tokens": 4096} if splits == "unchunked" else {}),
                 **({} if events is None else {"kv_events_config": publishing}),
             },
             self_describing_kv_events=events is not None,
@@ -138,9 +137,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True, help="holds models, adapter, live settings and volume")
     parser.add_argument("--config", type=Path, required=True, help="the connector's document")
     parser.add_argument("--adapters", action="store_true", help="take LoRA adapters")
-    parser.add_argument(
-        "--splits", choices=("async", "sync", "unchunked"), default="", help="split hits, with this scheduling"
-    )
+    parser.add_argument("--splits", choices=("async", "sync"), default="", help="split hits, with this scheduling")
     parser.add_argument("--events", type=int, help="port to publish KV events on")
     parser.add_argument("acts", nargs="+", help="see above")
     options = parser.parse_args()

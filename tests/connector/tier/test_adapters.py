@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,8 +145,7 @@ def reported(engines: Engines, adapter: Path, shape: Shape = ONE_ADAPTER) -> Sim
     """Return an engine in which the load of a request was reported, and whose next step computes it."""
     reader = waiting_for_copies(engines, adapter, shape)
     reader.copies.lag = 0
-    side = reader.side
-    reader.run(lambda: "b" not in {*side._loads, *side._ended, *side._ending})
+    reader.run(lambda: not reader.is_loading("b"))
     assert reader.computed["b"] == 0
     return reader
 
@@ -167,9 +167,8 @@ def test_a_request_is_computed_as_a_whole_when_its_adapter_is_replaced_after_its
         reader.lora_manager.set_active_adapters = replace  # type: ignore[method-assign]  # it calls the real one
     else:
         reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
-    reader.is_checking = False
-    reader.step()
-    reader.is_checking = True
+    with reader.expecting_a_step_undone():
+        reader.step()
     reader.run()
     assert reader.computed["b"] == REST + len(PROMPT)
     assert reader.answers["b"] == answer_of(PROMPT, 1, salt="None with second")
@@ -196,11 +195,9 @@ def test_what_is_computed_upon_earlier_contents_is_done_again(engines: Engines, 
     write(adapter, "second")
     reader.scheduler.reset_prefix_cache()
     reader.manager.reset_cache()
-    # The step that reads the new files is undone.
-    reader.is_checking = False
     reader.add("b", PROMPT, lora=request_for(adapter))
-    reader.run()
-    reader.is_checking = True
+    with reader.expecting_a_step_undone():
+        reader.run()
     assert reader.computed["b"] == REST + len(PROMPT)
     assert reader.answers["b"] == answer_of(PROMPT, 1, salt="None with second")
     assert ask(reader, "c", request_for(adapter)) < len(PROMPT), "the GPU has what it computed itself"
@@ -243,9 +240,8 @@ def test_a_loaded_request_whose_adapter_made_room_meanwhile_is_computed_with_the
     assert request_for(adapter).lora_int_id not in reader.lora_manager.list_adapters()
     if is_rewritten:
         write(adapter, "second")
-        # The step that reads the new files is undone.
-        reader.is_checking = False
-    have_copied(reader)
+    with reader.expecting_a_step_undone() if is_rewritten else nullcontext():
+        have_copied(reader)
     assert reader.computed["b"] == REST + (len(PROMPT) if is_rewritten else 0)
     assert reader.answers["b"] == answer_of(PROMPT, 1, salt=f"None with {'second' if is_rewritten else 'first'}")
 

@@ -250,16 +250,6 @@ def test_a_split_hit_is_answered_as_computed_one(tmp_path: Path, engine_host: En
     assert metrics["vllm:num_preemptions"] == 0
 
 
-@pytest.mark.engine
-@pytest.mark.timeout(1200)
-def test_without_chunked_prefill_a_hit_is_loaded_whole(tmp_path: Path, engine_host: EngineHost) -> None:
-    make_model(tmp_path / "model", layers=2)
-    found = run_engine(engine_host, tmp_path, "--splits=unchunked", "base=cold", "blocks", "empty", "base=loaded")
-    assert found["loaded"]["cached_tokens"] == CACHED_TOKENS
-    assert found["cold"]["tokens"] == found["loaded"]["tokens"]
-    assert found["metrics"].get("vllm:kvtier_disk_split_joins", 0) == 0
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(2400)
 def test_on_a_gpu_too_an_engine_reads_from_disk_what_another_one_computed(tmp_path: Path) -> None:

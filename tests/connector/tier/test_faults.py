@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import itertools
@@ -49,32 +48,6 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_the_rest_of_the_job_is_kept(
     fs.open_gate()
 
 
-def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(rigs: Rigs) -> None:
-    # One row: what is stored after the failed load takes the very row that the late read was meant for.
-    rigs.write([key(1)])
-    fs = GatedFs(is_read_of(key(1)))
-    rig = rigs.make(fs=fs, chunks=1, load_deadline_seconds=0.3)
-    assert rig.serve([key(1)], "late").hit_blocks == 0
-    assert fs.waiting == 1
-    holder = rig.begin_offload([key(2)], "other")
-    rig.settle()
-    fs.open_gate()
-    wait_until(lambda: fs.waiting == 0, "the late read returns")
-    rig.tier.shutdown()  # joins the threads, so the late read has done whatever it does
-    assert rig.take_piece(rig.begin_load([key(2)], holder)) == 1
-
-
-def test_a_late_write_never_stores_the_bytes_of_another_block(rigs: Rigs) -> None:
-    fs = GatedFs(lambda call, path: call == "pwritev" and path.endswith("-partial") and "blocks" in path)
-    rig = rigs.make(fs=fs, chunks=1, load_deadline_seconds=0.3)
-    rig.offload([key(1)], "late")
-    assert rig.metric("vllm:kvtier_disk_shed_stores", "deadline") == 1
-    rig.offload([key(2)], "other")
-    fs.open_gate()
-    rig.tier.shutdown()
-    assert rigs.make().serve([key(1)]).hit_blocks == 1
-
-
 @pytest.mark.parametrize("copy", ["out of its row", "into its row"])
 def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch, copy: str
@@ -105,6 +78,8 @@ def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied
     rig.settle()
     if copy == "into its row":
         rig.manager.release_load("r")
+    else:
+        assert rig.metric("vllm:kvtier_disk_shed_stores", "deadline") == 1
     rig.finish(context)
 
 
@@ -165,24 +140,6 @@ def test_when_every_thread_hangs_lookups_are_misses_until_it_ends(rigs: Rigs, mo
     wait_until(lambda: rig.poll() and rig.metric("vllm:kvtier_disk_stuck_threads") == 0, "the threads are free")
     attempts = itertools.count()
     wait_until(lambda: rig.serve(keys(8), f"third {next(attempts)}").hit_blocks == 8, "blocks are served again")
-
-
-@pytest.mark.parametrize("threads", [2, 3])
-def test_writes_that_hang_leave_a_mover_for_loads(rigs: Rigs, threads: int) -> None:
-    rigs.write(keys(4, first=10))
-    fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
-    rig = rigs.make(fs=fs, io_processes=threads)
-    rig.begin_offload(keys(4))
-
-    def are_hanging() -> bool:
-        rig.end_step()
-        rig.poll()
-        return fs.waiting == threads - 1
-
-    wait_until(are_hanging, "the writes hang")
-    assert rig.serve(keys(4, first=10)).hit_blocks == 4
-    assert fs.waiting == threads - 1
-    fs.open_gate()
 
 
 def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs) -> None:
@@ -258,16 +215,6 @@ def test_stores_are_shed_when_too_much_waits_to_be_written(rigs: Rigs) -> None:
     assert rig.metric("vllm:kvtier_disk_queued_store_bytes") == 0
     rig.finish(kept)
     rig.finish(shed)
-
-
-def workers() -> list[int]:
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_child = int((directory / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
-            if is_child and b"kvtier_connector.io_workers.worker" in (directory / "cmdline").read_bytes():
-                found.append(int(directory.name))
-    return found
 
 
 def test_workers_that_die_open_no_breaker_and_come_back(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,8 +14,6 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvtier_connector.janitor import events, vllm_files
 from kvtier_connector.store.fs import LOCAL
-from kvtier_operator.api import parse
-from kvtier_operator.errors import SpecInvalid
 
 STORED = events.BlockStored(
     block_hashes=[b"\x01" * 32],
@@ -54,13 +51,6 @@ def test_a_field_that_vllm_does_not_know_is_not_published() -> None:
         (events.AllBlocksCleared, vllm.AllBlocksCleared),
     ):
         assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
-
-
-def test_events_without_a_janitor_are_refused_by_name() -> None:
-    body: dict[str, Any] = {"model": {"name": "m"}, "cpu": {"size": "8Gi"}, "volume": {"claim": {"size": "20Gi"}}}
-    spec = {**body, "kvEvents": {}, "janitor": {"enabled": False}}
-    with pytest.raises(SpecInvalid, match=r"spec.kvEvents: needs the janitor.*set spec.janitor.enabled to true"):
-        parse({"apiVersion": "kvtier.dev/v1beta1", "kind": "KVCacheTier", "metadata": {"name": "x"}, "spec": spec})
 
 
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B-Instruct", "/models/tiny"])

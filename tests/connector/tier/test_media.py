@@ -40,11 +40,6 @@ def test_another_engine_finds_a_picture_by_its_content(engines: Engines) -> None
     assert computed(engines.make(), "second", CAT) == REST
 
 
-def test_a_picture_called_by_the_hash_of_another_does_not_become_the_other_for_the_fleet(engines: Engines) -> None:
-    assert computed(engines.make(), "liar", DOG_NAMED_CAT) == len(PROMPT)
-    assert computed(engines.make(), "honest", CAT) == len(PROMPT)
-
-
 def test_a_name_seen_with_two_contents_keeps_its_requests_off_the_volume_and_the_cpu_tier(engines: Engines) -> None:
     engine = engines.make()
     assert computed(engine, "liar", DOG_NAMED_CAT) == len(PROMPT)

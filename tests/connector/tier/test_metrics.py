@@ -52,7 +52,6 @@ def test_a_first_token_counts_with_what_was_computed_read_or_kept(engines: Engin
     assert counted(reader, MEMORY) == (1, len(PROMPT))
     assert counted(reader, NOTHING) == (1, len(LATER))
     assert reader.metric(metrics.FIRST_TOKEN_SECONDS.name, DISK) > 0
-    assert not reader.side._first_tokens._waiting
 
 
 def test_what_was_found_first_stays_when_blocks_are_given_again() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from clocks import Clock
-from engine_fleet import Engines
+from engine_fleet import Engines, stored
 from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
 from store_faults import GatedFs
@@ -113,7 +113,10 @@ def test_a_volume_that_won_stays_the_way_however_long_ago_it_was_read(clock: Clo
     assert rates.choose(32_000, unread=32_000, may_split=True) is Way.LOAD
 
 
-def test_a_volume_that_stops_giving_counts_as_hanging_until_it_gives_again(clock: Clock) -> None:
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_volume_that_stops_giving_hangs_until_it_gives_or_its_reads_are_given_up(
+    clock: Clock, *, gives: bool
+) -> None:
     rates = measured(clock, 500_000)
     rates.note_landed(0, is_reading=True)
     clock.seconds += STALLED_SECONDS
@@ -121,17 +124,12 @@ def test_a_volume_that_stops_giving_counts_as_hanging_until_it_gives_again(clock
     rates.note_landed(0, is_reading=True)
     assert rates.is_hanging
     assert rates.choose(100, unread=100, may_split=True) is Way.COMPUTE
-    rates.note_landed(4000, reads=[STALLED_SECONDS], is_reading=True)
+    if gives:
+        rates.note_landed(4000, reads=[STALLED_SECONDS], is_reading=True)
+    else:
+        rates.note_landed(0, is_reading=False)
+        assert rates.choose(100, unread=100) is Way.LOAD
     assert not rates.is_hanging
-
-
-def test_a_volume_whose_reads_were_given_up_is_tried_again(clock: Clock) -> None:
-    rates = measured(clock, 500_000)
-    rates.note_landed(0, is_reading=True)
-    clock.seconds += STALLED_SECONDS
-    rates.note_landed(0, is_reading=True)
-    rates.note_landed(0, is_reading=False)
-    assert rates.choose(100, unread=100) is Way.LOAD
 
 
 def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Clock) -> None:
@@ -239,12 +237,10 @@ def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right
     ],
 )
 def test_a_load_is_given_up_once_the_volume_hangs(
-    seconds: float, rates: tuple[float, float], windows: tuple[int | None, ...], rigs: Rigs, clock: Clock
+    seconds: float, rates: tuple[float, float], windows: tuple[int | None, ...], engines: Engines, clock: Clock
 ) -> None:
-    engines, prompt, shape = Engines(rigs), prompt_of(8), Shape(windows=windows)
-    first = engines.make(shape)
-    first.ask("stores", prompt)
-    first.run()
+    prompt, shape = prompt_of(8), Shape(windows=windows)
+    first = stored(engines, prompt, shape)
     fourth = engines.file_of(first, prompt, 3).name
     fs = GatedFs(lambda call, path: call == "preadv" and fourth in path)
     engine = engines.make(shape, fs=fs, load_deadline_seconds=3600.0)
@@ -262,4 +258,3 @@ def test_a_load_is_given_up_once_the_volume_hangs(
     kept = 3 * TOKENS_PER_BLOCK if len(windows) == 1 else 0
     assert engine.computed["computes the rest"] == len(prompt) - kept
     fs.open_gate()
-    engines.close()

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart
+from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart, stored
 from engine_parts import BLOCK_TOKENS, Shape
 from engine_rig import SimulatedEngine
+from store_faults import flip
 
 from kvtier_connector.vllm_adapter.split_scheduler import AdmittingScheduler
 
@@ -44,12 +45,10 @@ def assert_logged(caplog: pytest.LogCaptureFixture, name: str, expected: Mapping
 
 
 def test_each_place_of_a_prompt_is_logged(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
-    writer = engines.make()
-    writer.ask("writer", PROMPT)
-    finish(writer)
+    stored(engines)
     assert_logged(
         caplog,
-        "writer",
+        "stores",
         {"prompt": len(PROMPT), "gpu": 0, "memory": 0, "volume": 0, "way": "compute", "why_not": "absent"},
     )
     reader = restart(engines)
@@ -97,8 +96,7 @@ def test_a_chunk_that_cannot_be_read_and_one_that_may_not_be_written_are_logged_
 ) -> None:
     live = str(engines.rigs.live_file(needs_permit=True))
     reader = restart(engines, live_file=live)
-    path = engines.file_of(writer, PROMPT, 12)
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    flip(engines.file_of(writer, PROMPT, 12))
     reader.ask("chatcmpl-7", PROMPT)
     reader.ask("chatcmpl-8", LATER, answer=40)
     finish(reader)
@@ -129,9 +127,7 @@ def test_neither_salt_nor_tenant_is_logged_but_marks_are(engines: Engines, caplo
 
 def test_aborted_requests_end_and_windows_count_as_whole(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
     shape = Shape(windows=(2 * BLOCK_TOKENS,))
-    writer = engines.make(shape)
-    writer.ask("writes", PROMPT)
-    finish(writer)
+    stored(engines, shape=shape)
     reader = restart(engines, shape)
     reader.ask("reads", PROMPT)
     reader.add("aborted", LATER, answer=50)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import ROW_BYTES, TOKENS_PER_BLOCK, Rig, Rigs, key, keys, note_positions, wait_until
+from rig import TOKENS_PER_BLOCK, Rig, Rigs, key, keys, note_positions, wait_until
 from store_faults import GatedFs
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_block_hash
 
@@ -21,7 +21,6 @@ from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import NO_LINEAGE, Lineage
 
-BLOCK_BYTES = ROW_BYTES + 4096
 TOKENS = {0: TOKENS_PER_BLOCK, 1: 2 * TOKENS_PER_BLOCK}
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart
+from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart, stored
 from engine_parts import BLOCK_TOKENS, WINDOW_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
-from store_faults import FailingFs, GatedFs
+from store_faults import FailingFs, GatedFs, flip
 from vllm.v1.request import RequestStatus
 
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -37,14 +37,6 @@ def is_read_of(engines: Engines, engine: SimulatedEngine, chunk: int) -> Callabl
     return lambda call, path: call == "preadv" and name in path
 
 
-def test_what_one_engine_computed_another_one_loads(engines: Engines, writer: SimulatedEngine) -> None:
-    reader = restart(engines)
-    assert reader.ask("reader", PROMPT, answer=40) == REST
-    finish(reader)
-    assert reader.metric("vllm:kvtier_disk_read_blocks") == 20
-    assert reader.metric("vllm:kvtier_disk_written_blocks") == 0
-
-
 @pytest.mark.parametrize("late", [12, 19])
 def test_chunks_go_to_the_gpu_while_later_ones_are_read_and_the_request_runs_when_the_last_has_landed(
     engines: Engines, writer: SimulatedEngine, late: int
@@ -61,13 +53,6 @@ def test_chunks_go_to_the_gpu_while_later_ones_are_read_and_the_request_runs_whe
     finish(reader)
     assert sum(blocks for _, blocks in reader.pieces) == 20
     assert reader.computed["r"] == REST
-
-
-def flip(path: Path) -> FileSystem:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    return LOCAL
 
 
 def remove(path: Path) -> FileSystem:
@@ -93,14 +78,17 @@ class PassingFs(FileSystem):
         return self.other.preadv(fd, buffers, offset)
 
 
-DAMAGES = {"corrupt": flip, "missing": remove, "EIO": refuse, "late": hang}
+def corrupt(path: Path) -> FileSystem:
+    flip(path)
+    return LOCAL
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("damage", DAMAGES)
+DAMAGES = {"corrupt": corrupt, "missing": remove, "EIO": refuse, "late": hang}
+
+
+# One damage shows that the policy is set.
+@pytest.mark.parametrize(("damage", "policy"), [*((each, "recompute") for each in DAMAGES), ("corrupt", "fail")])
 def test_a_missing_chunk_costs_a_recompute(engines: Engines, writer: SimulatedEngine, damage: str, policy: str) -> None:
-    if policy == "fail" and damage != "corrupt":
-        pytest.skip("one damage shows that the policy is set")
     gone = engines.keys_of(writer, PROMPT)[12]
     fs = PassingFs()
     deadline = 0.4 if damage == "late" else 20.0
@@ -121,19 +109,17 @@ WINDOWED = Shape(windows=(None, WINDOW_TOKENS))
 
 # As Cohere2 has it, a window may reach back over whole chunks: attention reads the token itself, and those before.
 @pytest.mark.parametrize(
-    ("windows", "stored"),
+    ("windows", "count"),
     [((None, WINDOW_TOKENS), 24), ((None, WINDOW_TOKENS + 1), 24), ((WINDOW_TOKENS,), 4)],
     ids=["beside", "whole chunks", "alone"],
 )
 @pytest.mark.parametrize("is_longer", [False, True])
 def test_windows_are_loaded_with_full_attention_and_their_end_is_found_whatever_comes_behind_it(
-    engines: Engines, windows: tuple[int | None, ...], stored: int, *, is_longer: bool
+    engines: Engines, windows: tuple[int | None, ...], count: int, *, is_longer: bool
 ) -> None:
     shape = Shape(windows=windows)
-    writer = engines.make(shape)
-    assert writer.ask("w", PROMPT) == len(PROMPT)
-    finish(writer)
-    assert engines.assert_volume_holds(writer, PROMPT) == engines.count() == stored
+    writer = stored(engines, shape=shape)
+    assert engines.assert_volume_holds(writer, PROMPT) == engines.count() == count
     reader = restart(engines, shape)
     if is_longer:
         assert reader.ask("longer", [*PROMPT[:-REST], *LATER]) == len(LATER)
@@ -147,9 +133,7 @@ def test_windows_are_loaded_with_full_attention_and_their_end_is_found_whatever_
 def test_with_two_groups_a_chunk_of_either_that_does_not_come_costs_a_recompute_and_the_answer_is_right(
     engines: Engines, damage: str, group: int, chunk: int
 ) -> None:
-    writer = engines.make(WINDOWED)
-    writer.ask("w", PROMPT)
-    finish(writer)
+    writer = stored(engines, shape=WINDOWED)
     fs = PassingFs()
     reader = restart(engines, WINDOWED, fs)
     fs.other = DAMAGES[damage](engines.file_of(writer, PROMPT, chunk, group=group))
@@ -208,9 +192,7 @@ def test_a_preempted_request_finds_its_own_chunks_again(engines: Engines) -> Non
 def test_fifty_requests_that_share_a_prefix_load_it_once(engines: Engines) -> None:
     shape = Shape(gpu_blocks=1000, cpu_chunks=400, blocks_per_chunk=4, most_running=64)
     shared = prompt_of(640, more=0)
-    writer = engines.make(shape)
-    writer.ask("w", shared)
-    finish(writer)
+    stored(engines, shared, shape)
     reader = restart(engines, shape)
     for number in range(50):
         reader.add(f"r{number}", [*shared, *prompt_of(2, seed=number)], answer=4)
@@ -314,8 +296,7 @@ def test_answers_are_stored_too_where_that_is_asked_for(engines: Engines) -> Non
     finish(writer)
     turn = [*prompt, *writer.answers["w"], *prompt_of(1, seed=3)]
     reader = restart(engines, shape)
-    stored = (len(prompt) + 99) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert reader.ask("r", turn) == len(turn) - stored
+    assert reader.ask("r", turn) == len(turn) - (len(prompt) + 99) // BLOCK_TOKENS * BLOCK_TOKENS
     finish(reader)
 
 

@@ -99,26 +99,19 @@ REMEDY = (
 )
 
 
-def test_a_cpu_tier_that_does_not_fit_into_shared_memory_names_the_setting_to_change(rigs: Rigs) -> None:
-    def start() -> None:
-        config = offloading_config(extra_config={**extra_config(rigs), "cpu_bytes_to_use": 2 << 20})
-        with pytest.raises(ConfigInvalid, match=REMEDY):
-            KVTierSpec(config).get_worker(one_tensor())
-        assert list(Path("/dev/shm").iterdir()) == []
-
-    with_little_shared_memory(start)
-
-
-def test_shared_memory_that_somebody_else_takes_meanwhile_names_the_setting_too(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_cpu_tier_that_does_not_fit_into_shared_memory_names_the_setting_to_change(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, *, is_noticed: bool
 ) -> None:
-    # vLLM looks at what is free before it takes it, and so does the other engine of a pod.
-    monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", lambda *_, **__: None)
+    if not is_noticed:
+        # vLLM looks at what is free before it takes it, and so does the other engine of a pod.
+        monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", lambda *_, **__: None)
 
     def start() -> None:
         config = offloading_config(extra_config={**extra_config(rigs), "cpu_bytes_to_use": 2 << 20})
         with pytest.raises(ConfigInvalid, match=REMEDY):
             KVTierSpec(config).get_worker(one_tensor())
+        assert not is_noticed or list(Path("/dev/shm").iterdir()) == []
 
     with_little_shared_memory(start)
 

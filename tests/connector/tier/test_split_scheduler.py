@@ -8,9 +8,8 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from clocks import Clock
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
-from rig import Rigs, keys, wait_until
+from rig import keys, wait_until
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -52,13 +51,10 @@ class PacedFs(FileSystem):
 
 
 @pytest.fixture
-def fs() -> PacedFs:
-    return PacedFs()
-
-
-@pytest.fixture
-def engines(tmp_path: Path) -> Engines:
-    return Engines(Rigs(tmp_path))
+def fs() -> Iterator[PacedFs]:
+    made = PacedFs()
+    yield made
+    made.give_all()
 
 
 def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
@@ -69,7 +65,6 @@ def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
             landed = engine.take_landed()
             fs.permits.release()
             wait_until(lambda landed=landed: engine.take_landed() > landed, "a block has been read")
-    fs.give_all()
 
 
 def second_engine(
@@ -105,7 +100,6 @@ def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(
     joined = re.search(r" loaded=(\d+) computed=(\d+) joined=(\d+)@", end)
     head = second.computed["reads"] - (len(prompt) - CHUNKS * BLOCK_TOKENS)
     assert joined.groups() == (str(CHUNKS * BLOCK_TOKENS - head), str(second.computed["reads"]), str(head))
-    second.close()
 
 
 def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(engines: Engines, fs: PacedFs) -> None:
@@ -117,8 +111,6 @@ def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(engines:
     second.run(lambda: "computes" in second.answers, most_steps=4 * CHUNKS * BLOCK_TOKENS)
     assert second.answers["computes"] == answer_of(prompt, 1)
     assert second.computed["computes"] >= len(prompt) - 2 * BLOCK_TOKENS
-    fs.give_all()
-    second.close()
 
 
 def test_users_see_the_tail_as_cached_and_no_preemption(engines: Engines, fs: PacedFs) -> None:
@@ -142,7 +134,6 @@ def test_users_see_the_tail_as_cached_and_no_preemption(engines: Engines, fs: Pa
     assert seen.num_preempted_reqs == 0
     assert (seen.prompt_token_stats.external_kv_transfer, seen.prompt_token_stats.local_cache_hit) == (cached, 0)
     assert sources == {CacheHitSource.DISK: cached}
-    second.close()
 
 
 def test_requests_that_share_a_prefix_share_one_split(engines: Engines, fs: PacedFs) -> None:
@@ -156,7 +147,6 @@ def test_requests_that_share_a_prefix_share_one_split(engines: Engines, fs: Pace
     run_paced(second, fs, "splits", *others)
     assert all(second.answers[name] == answer_of(each, 1) for name, each in others.items())
     assert second.computed["shares all"] < len(prompt) - second.computed["splits"] + BLOCK_TOKENS
-    second.close()
 
 
 def test_a_request_waits_for_the_chunks_of_a_split_that_it_shares_and_for_no_others() -> None:
@@ -226,7 +216,6 @@ def test_a_prompt_that_is_taken_back_goes_on_without_its_split(engines: Engines,
     assert second.answers["reset"] == answer_of(prompt_of(CHUNKS, more=7), 1)
     second.run()
     second.assert_nothing_is_left()
-    second.close()
 
 
 @pytest.mark.timeout(120)
@@ -246,7 +235,6 @@ def test_long_prompts_that_do_not_fit_together_are_served_one_after_the_other(en
     assert all(second.answers[name] == answer_of(prompt, 1) for name, prompt in prompts.items())
     assert second.preemptions == second.metric("vllm:kvtier_disk_split_joins")
     second.assert_nothing_is_left()
-    second.close()
 
 
 def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs) -> None:
@@ -259,7 +247,6 @@ def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs) 
     second.run()
     second.assert_nothing_is_left()
     assert engines.assert_volume_holds(second, prompt) == CHUNKS
-    second.close()
 
 
 def test_a_head_that_waited_for_room_counts_what_the_gpu_has_when_it_begins(engines: Engines, fs: PacedFs) -> None:
@@ -280,7 +267,6 @@ def test_a_head_that_waited_for_room_counts_what_the_gpu_has_when_it_begins(engi
     fs.give_all()
     second.run()
     second.assert_nothing_is_left()
-    second.close()
 
 
 def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engines: Engines, fs: PacedFs) -> None:
@@ -299,7 +285,6 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engi
     assert "shares" not in second.answers
     assert second.manager.primary_tier.room == SHAPE.cpu_chunks
     second.run()
-    second.close()
 
 
 def test_without_chunked_prefill_a_hit_is_loaded_whole_and_no_prompt_is_computed_in_parts(
@@ -311,7 +296,6 @@ def test_without_chunked_prefill_a_hit_is_loaded_whole_and_no_prompt_is_computed
     run_paced(second, fs, "loads")
     assert second.computed["loads"] == len(prompt) - CHUNKS * BLOCK_TOKENS
     assert second.metric("vllm:kvtier_disk_split_joins") == 0
-    second.close()
 
 
 def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> None:
@@ -329,7 +313,6 @@ def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> 
     assert second.computed["waits for room"] > 0
     fs.give_all()
     second.run()
-    second.close()
 
 
 def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> None:
@@ -345,7 +328,6 @@ def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> N
     fs.give_all()
     second.run(lambda: "waits for a seat" in second.answers)
     second.run()
-    second.close()
 
 
 def ready_to_load(engines: Engines, most_wait: float, *, more: int = 5) -> tuple[SimulatedEngine, list[int]]:
@@ -397,7 +379,6 @@ def test_a_request_computes_before_its_load_is_reported(
     assert engine.answers["reads"] == answer_of(prompt, BLOCK_TOKENS)
     assert engine.computed["reads"] < BLOCK_TOKENS * 2
     engine.assert_nothing_is_left()
-    engine.close()
 
 
 @pytest.mark.parametrize("most_wait", [1.0, -1.0], ids=["at once", "a step later"])

@@ -71,8 +71,7 @@ def test_a_load_under_way_while_weights_are_replaced_is_computed(engines: Engine
     engine.copies.lag = float("inf")
     engine.add("a", prompts.PROMPT)
     engine.run(lambda: engine.copies.waiting > 0)
-    with torch.no_grad():
-        engine.model.weight.fill_(7)
+    engine.fill_weights(7)
     engine.copies.lag = 0
     engine.run()
     assert engine.computed["a"] == len(prompts.PROMPT)
@@ -82,16 +81,13 @@ def test_a_request_whose_load_was_reported_gets_the_new_weights(engines: Engines
     fs = GatedFs(lambda call, path: call == "open" and path.endswith(".kvb"))
     engine = prompts.restart(engines, fs=fs)
     engine.add("a", prompts.PROMPT)
-    side = engine.side
-    engine.run(lambda: bool(side._loads or side._ending))
+    engine.run(lambda: engine.is_loading("a"))
     fs.open_gate()
-    engine.run(lambda: "a" not in {*side._loads, *side._ended, *side._ending})
+    engine.run(lambda: not engine.is_loading("a"))
     assert engine.computed["a"] == 0
-    with torch.no_grad():
-        engine.model.weight.fill_(7)
-    engine.is_checking = False
-    engine.step()
-    engine.is_checking = True
+    engine.fill_weights(7)
+    with engine.expecting_a_step_undone():
+        engine.step()
     engine.run()
     assert engine.computed["a"] == prompts.REST + len(prompts.PROMPT)
     assert engine.answers["a"] == answer_of(prompts.PROMPT, 1, salt=engine.source_of(None, None))
@@ -108,12 +104,10 @@ def test_a_request_that_computes_before_its_load_is_reported_gets_the_new_weight
     engine.add("b", PROMPT)
     for _ in range(steps):
         engine.step()
-    with torch.no_grad():
-        engine.model.weight.fill_(7)
-    engine.is_checking = False
-    engine.step()
+    engine.fill_weights(7)
+    with engine.expecting_a_step_undone():
+        engine.step()
     assert engine.computed["b"] == len(PROMPT) - HITS
-    engine.is_checking = True
     engine.run()
     assert engine.computed["b"] == 2 * len(PROMPT) - HITS
     assert engine.answers["b"] == answer_of(PROMPT, 1, salt=engine.source_of(None, None))
@@ -140,8 +134,7 @@ def test_an_engine_stays_away_while_caches_may_hold_other_blocks(engines: Engine
     assert ask(engine, "a") == len(PROMPT)
     engine.update_weights(7, resets_connector=False)
     assert ask(engine, "b", OTHER) == len(OTHER)
-    with torch.no_grad():
-        engine.model.weight.fill_(0)
+    engine.fill_weights(0)
     for _ in resets:
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     ask(engine, "c", prompt_of(5, seed=4))
@@ -155,8 +148,7 @@ def test_a_full_reset_under_a_running_request_brings_no_engine_back(engines: Eng
     engine.add("runs on", PROMPT, answer=40)
     engine.run(lambda: engine.computed["runs on"] == len(PROMPT))
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "the GPU holds its blocks"
-    with torch.no_grad():
-        engine.model.weight.fill_(0)
+    engine.fill_weights(0)
     engine.abort("runs on")
     ask(engine, "a", OTHER)
     assert is_away(engine)
