@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
-import functools
 import importlib.util
 import os
 import shutil
@@ -18,9 +17,7 @@ import pytest
 from waiting import until
 
 PASS_THROUGH = Path(__file__).parent / "passthrough.py"
-WAIT_SECONDS = 120.0
 END_SECONDS = 5.0
-wait_for = functools.partial(until, seconds=WAIT_SECONDS)
 
 
 class FaultyVolume:
@@ -78,7 +75,7 @@ def mounted(place: Path) -> Iterator[FaultyVolume]:
         )
         volume = FaultyVolume(mountpoint, control)
         try:
-            wait_for(lambda: os.path.ismount(mountpoint) or process.poll() is not None, "the mount")
+            until(lambda: os.path.ismount(mountpoint) or process.poll() is not None, "the mount")
             if process.poll() is not None:
                 log.seek(0)
                 pytest.skip(f"FUSE does not work here: {log.read()[-500:]}")

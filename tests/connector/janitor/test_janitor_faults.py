@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from checks import check
-from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, WatchedFs, plant
+from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, HookedFs, WatchedFs, plant
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
@@ -89,24 +89,17 @@ def test_the_beginning_of_a_prefix_stays_as_long_as_its_end_does(rig: Rig, engin
     assert engine.there(range(100, 110)) == []
 
 
-class RewritesBeforeTheFirstRemoval(WatchedFs):
-    """Another engine writes a block just before the janitor removes any."""
-
-    def __init__(self, path: Path, *, written_ns: int) -> None:
-        self.path, self.written_ns = path, written_ns
-
-    def unlink(self, path: str) -> None:
-        if self.written_ns:
-            os.utime(self.path, ns=(self.written_ns, self.written_ns))
-            self.written_ns = 0
-        super().unlink(path)
-
-
 def test_what_was_written_anew_keeps_all_before_it(rig: Rig, engine: Engine) -> None:
     engine.put_chain(*range(5))
     rig.clock.move(60)
-    fs = RewritesBeforeTheFirstRemoval(engine.root / block_path(key(3)), written_ns=rig.clock.ns - 1)
-    sweeper = rig.sweeper(fs, max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
+    file, times = engine.root / block_path(key(3)), [rig.clock.ns - 1]
+
+    def rewrite(call: str, _: str) -> None:
+        """Write a block as another engine does just before the janitor removes any."""
+        if call == "unlink" and times:
+            os.utime(file, ns=(times[0], times.pop()))
+
+    sweeper = rig.sweeper(HookedFs(rewrite), max_bytes=5 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
     while sweeper.step() == 0.0:
         pass
     assert engine.there(range(5)) == list(range(4))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import urllib.error
 import urllib.request
@@ -28,7 +27,6 @@ from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_localcluster.apiserver import ApiServerThread
 
 DEADLINE_SECONDS = 120.0
-wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 
 @contextmanager
@@ -48,18 +46,18 @@ def test_other_settings_are_followed_while_it_runs(rig: Rig, engine: Engine, tmp
     file = tmp_path / "janitor.json"
     file.write_text(encode(rig.config))
     with running(Loop(rig.config, config_file=file, tick_seconds=0.05)) as loop:
-        wait_for(lambda: loop.report().usage.blocks == 10, "the count")
+        until(lambda: loop.report().usage.blocks == 10, "the count")
         file.write_text(encode(replace(rig.config, max_bytes=4 * BLOCK_BYTES)))
-        wait_for(lambda: loop.report().usage.blocks == 3, "the eviction")
+        until(lambda: loop.report().usage.blocks == 3, "the eviction")
 
 
 def test_settings_that_cannot_be_used_are_stated_and_the_old_ones_stay(rig: Rig, tmp_path: Path) -> None:
     file = tmp_path / "janitor.json"
     file.write_text("{}")
     with running(Loop(rig.config, config_file=file, tick_seconds=0.05)) as loop:
-        wait_for(lambda: "settings" in loop.report().problems, "the problem")
+        until(lambda: "settings" in loop.report().problems, "the problem")
         file.write_text(encode(rig.config))
-        wait_for(lambda: "settings" not in loop.report().problems, "its end")
+        until(lambda: "settings" not in loop.report().problems, "its end")
 
 
 def test_settings_that_need_a_new_process_end_this_one(rig: Rig, tmp_path: Path) -> None:
@@ -78,8 +76,8 @@ def test_only_the_elected_one_acts(rig: Rig, engine: Engine) -> None:
         assert not loop.report().usage.is_active
         assert engine.there(range(10)) == list(range(10))
         leads.set()
-        wait_for(lambda: len(engine.there(range(10))) == 3, "the eviction")
-        wait_for(lambda: loop.report().usage.is_active, "the report")
+        until(lambda: len(engine.there(range(10))) == 3, "the eviction")
+        until(lambda: loop.report().usage.is_active, "the report")
         leads.clear()
         assert not loop.report().usage.is_active
 
@@ -94,10 +92,10 @@ def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -
         tick_seconds=0.05,
     )
     with running(loop):
-        wait_for(lambda: "hang" in loop.report().problems, "the problem")
+        until(lambda: "hang" in loop.report().problems, "the problem")
         assert loop.health() == ""
         fs.open_gate()
-        wait_for(lambda: loop.report().usage.is_counted and not loop.report().problems, "its end")
+        until(lambda: loop.report().usage.is_counted and not loop.report().problems, "its end")
 
 
 def test_a_loop_that_does_not_turn_is_unhealthy(rig: Rig) -> None:
@@ -124,7 +122,7 @@ def test_a_keeper_that_fails_unexpectedly_is_stated_and_begins_anew(rig: Rig) ->
 
     config = replace(rig.config, sweep_seconds=0.05)
     with running(Loop(config, make=make, tick_seconds=0.05)) as loop:
-        wait_for(lambda: loop.report().usage.is_counted, "the second one")
+        until(lambda: loop.report().usage.is_counted, "the second one")
         assert loop.health() == ""
 
 
@@ -144,7 +142,7 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
     server.start()
     try:
         with running(loop):
-            wait_for(lambda: loop.report().usage.is_counted, "the count")
+            until(lambda: loop.report().usage.is_counted, "the count")
             assert get(server.port, "/healthz") == (200, "ok\n")
             usage = decode(get(server.port, "/usage")[1])
             assert (usage.blocks, usage.tenants[0].tenant) == (2, "alice")
@@ -188,12 +186,12 @@ def test_one_of_two_leads_and_then_the_other(rig: Rig, tmp_path: Path, monkeypat
         assert second is not None
         try:
             first.start()
-            until(first.is_leader, seconds=DEADLINE_SECONDS)
+            until(first.is_leader)
             second.start()
             assert not second.is_leader()
             first.close()
             assert not first.is_leader()
-            until(second.is_leader, seconds=DEADLINE_SECONDS)
+            until(second.is_leader)
         finally:
             first.close()
             second.close()

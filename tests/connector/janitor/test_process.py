@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import signal
 import subprocess
@@ -27,7 +26,6 @@ from kvtier_localcluster.ports import free_port
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 DEADLINE_SECONDS = 120.0
-wait_for = functools.partial(until, seconds=DEADLINE_SECONDS)
 
 RUN = """
 import kvtier_connector.janitor.commands
@@ -75,7 +73,6 @@ def test_it_runs_with_the_packages_of_its_lock_and_ends_when_told(rig: Rig, engi
         until(
             lambda: "serving on port" in log.read_text() or process.poll() is not None,
             log.read_text,
-            seconds=DEADLINE_SECONDS,
         )
         found = re.search(r"serving on port (\d+)", log.read_text())
         assert found is not None, log.read_text()
@@ -85,7 +82,7 @@ def test_it_runs_with_the_packages_of_its_lock_and_ends_when_told(rig: Rig, engi
             with urlopen(f"{base}/usage", timeout=DEADLINE_SECONDS) as answer:
                 return decode(answer.read()).used_bytes
 
-        wait_for(lambda: usage() == 10 * BLOCK_BYTES, log.read_text)
+        until(lambda: usage() == 10 * BLOCK_BYTES, log.read_text)
         assert stored_events(port) == 10
     finally:
         process.send_signal(signal.SIGTERM)

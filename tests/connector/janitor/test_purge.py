@@ -103,25 +103,17 @@ def test_what_does_not_match_is_stored_all_the_same(rig: Rig, engine: Engine, ca
     assert len(engine.there(range(400), tenant="bob")) == 400
 
 
-class PurgesBeforeTheRename(FileSystem):
-    """A purge of all runs when a writer has looked at the marks, and is about to rename."""
-
-    def __init__(self, tier: Path) -> None:
-        self.tier, self.purged = tier, 0
-
-    def rename(self, source: str, target: str) -> None:
-        if source.endswith("-partial") and not self.purged:
-            self.purged = purge_blocks(self.tier, ALL, is_dry=False)[0].partials
-        super().rename(source, target)
-
-
 def test_a_purge_between_the_look_and_the_rename_takes_the_partial_file(rig: Rig, engine: Engine) -> None:
-    fs = PurgesBeforeTheRename(rig.dir)
-    assert (
-        BlockStore(engine.root, fs=fs, direct=False).put(key(1), payload(1), queued=time.monotonic())
-        is StoreFault.PURGED
-    )
-    assert fs.purged == 1
+    purged: list[int] = []
+
+    def purge(call: str, path: str) -> None:
+        """Purge all when a writer has looked at the marks, and is about to rename."""
+        if call == "rename" and path.endswith("-partial") and not purged:
+            purged.append(purge_blocks(rig.dir, ALL, is_dry=False)[0].partials)
+
+    store = BlockStore(engine.root, fs=HookedFs(purge), direct=False)
+    assert store.put(key(1), payload(1), queued=time.monotonic()) is StoreFault.PURGED
+    assert purged == [1]
     assert list(engine.root.rglob("*.kvb*")) == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_faults import WatchedFs, flip
+from store_faults import HookedFs, flip
 from tier_dir import BLOCK_BYTES, Engine, Rig, key
 
 from kvtier_connector.janitor.sweep import Sweeper
@@ -120,29 +120,19 @@ def test_what_vanished_without_a_word_is_forgotten_by_the_next_walk(rig: Rig, en
     assert sweeper.report.usage.blocks == 0
 
 
-class Listed(WatchedFs):
-    """Counts the directories of blocks that were listed."""
-
-    def __init__(self) -> None:
-        self.directories = 0
-
-    def before(self, call: str, path: str | None) -> None:
-        self.directories += call == "scandir" and path is not None and "/blocks/" in path
-
-
 def test_a_later_walk_lists_one_directory_at_a_time_and_gets_through(rig: Rig, engine: Engine) -> None:
     engine.put(1)
     for number in range(256):
         (engine.root / "blocks" / f"a{number:02x}").mkdir(parents=True, exist_ok=True)
-    fs = Listed()
+    seen: list[bool] = []
+    fs = HookedFs(lambda call, path: seen.append(call == "scandir" and "/blocks/" in path))
     sweeper = rig.swept(fs, verify_seconds=1000.0)
-    fs.directories = 0
     listed = []
     for _ in range(1100):
         rig.clock.move(1)
-        before = fs.directories
+        seen.clear()
         sweeper.step()
-        listed.append(fs.directories - before)
+        listed.append(sum(seen))
     assert max(listed) == 1
     assert sum(listed) >= 256
 

@@ -18,8 +18,6 @@ from kvtier_connector.store.identity import claim
 from kvtier_netfs.volume import SharedVolume, UnavailableError
 
 PATIENCE_SECONDS = 120.0
-wait_until = functools.partial(until, seconds=PATIENCE_SECONDS)
-
 
 QUICKEST = "glusterfs-distribute"
 """It is there within a second, so it is part of every run; the others are for `make test-netfs`."""
@@ -54,9 +52,9 @@ def nodes_on(volume: SharedVolume, name: str) -> Iterator[Nodes]:
     """Make a directory of a tier; nothing is wrong in it at the end, whichever node looks."""
     nodes = Nodes(volume.a / name / "ns.llama/aa", volume.b / name / "ns.llama/aa", volume)
     claim(nodes.a, {"model": "test"}, "aa")
-    wait_until(nodes.b.exists, "the other node sees the directory")
+    until(nodes.b.exists, "the other node sees the directory")
     yield nodes
     for root in nodes.both():
         # A client of a server that was away may still be on its way back.
         look = functools.partial(check, root, partial_age_seconds=0)
-        wait_until(lambda look=look: not look(), lambda look=look: str(look()))
+        until(lambda look=look: not look(), lambda look=look: str(look()))

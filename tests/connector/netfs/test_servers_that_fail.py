@@ -15,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from checks import check
 from e2e.bench.stress import stress
-from nodes import Nodes, mounted, nodes_on, wait_until
+from nodes import Nodes, mounted, nodes_on
 from pools import ROW_BYTES, ROWS, PoolUnderTest
 from pools import payload as row_of
 from store_contract import key, pages, payload, read, remove
+from waiting import until
 
 from kvtier_connector.io_workers.pool import BREAKER, STUCK
 from kvtier_connector.io_workers.tasks import Ending
@@ -87,7 +88,7 @@ def test_servers_that_stop_for_a_while_cost_late_reads_and_are_used_again(
             assert load_all() <= {HIT, Ending.LATE, BREAKER, STUCK, Fault.IO}
     finally:
         servers.resume(*nodes.volume.serving)
-    wait_until(lambda: load_all() == {HIT}, "the volume is used again")
+    until(lambda: load_all() == {HIT}, "the volume is used again")
     assert all(pool.row(index) == row_of(index) for index in range(rows))
 
 
@@ -134,8 +135,8 @@ def test_a_brick_that_is_killed_costs_its_blocks_until_it_is_back(distributed: S
         stored = [writer.put(key(number), payload(number)) for number in range(BLOCKS, 2 * BLOCKS)]
         assert {type(each) for each in stored} <= {Stored, StoreFault}
         distributed.servers.start("brick1")
-        wait_until(lambda: is_all_there(reader), "all blocks are read again")
-        wait_until(
+        until(lambda: is_all_there(reader), "all blocks are read again")
+        until(
             lambda: all(
                 isinstance(writer.put(key(number), payload(number)), Stored | Present)
                 for number in range(BLOCKS, 2 * BLOCKS)
@@ -150,13 +151,13 @@ def test_a_replica_goes_on_without_a_brick_and_the_brick_catches_up(replicated: 
         writer, reader = BlockStore(nodes.a), BlockStore(nodes.b)
         replicated.servers.kill("brick0")
         for number in range(BLOCKS):
-            wait_until(
+            until(
                 lambda number=number: isinstance(writer.put(key(number), payload(number)), Stored | Present),
                 "it is stored on the other brick",
             )
         assert is_all_there(reader)
         replicated.servers.start("brick0")
-        wait_until(lambda: is_all_there(reader) and is_all_there(writer), "all blocks are read")
+        until(lambda: is_all_there(reader) and is_all_there(writer), "all blocks are read")
 
 
 def test_copies_that_parted_are_never_served_wrongly_and_cost_no_other_block(replicated: SharedVolume) -> None:
@@ -167,13 +168,13 @@ def test_copies_that_parted_are_never_served_wrongly_and_cost_no_other_block(rep
         replicated.servers.kill(down)
         root = (replicated.a, replicated.b)[number] / "ns.llama/aa"
         store = BlockStore(root)
-        wait_until(lambda store=store: isinstance(store.put(key(0), payload(0)), Stored | Present), "it is stored")
+        until(lambda store=store: isinstance(store.put(key(0), payload(0)), Stored | Present), "it is stored")
         assert isinstance(store.put(key(1 + number), payload(1 + number)), Stored | Present | StoreFault)
     replicated.servers.start("brick1")
     for root in (replicated.a / "ns.llama/aa", replicated.b / "ns.llama/aa"):
         store = BlockStore(root)
         assert {type(found) for found in outcomes(store, range(4))} <= {Hit, Miss, Fault}
-        wait_until(lambda store=store: isinstance(store.put(key(9), payload(9)), Stored | Present), "others are stored")
+        until(lambda store=store: isinstance(store.put(key(9), payload(9)), Stored | Present), "others are stored")
         assert isinstance(store.get(key(9), pages()), Hit)
 
 
@@ -198,7 +199,7 @@ def assert_kept(nodes: Nodes, stored: list[int]) -> None:
     writer = BlockStore(nodes.a)
     for number in stored[: len(stored) // 2]:
         remove(nodes.a, key(number))
-    wait_until(lambda: isinstance(writer.put(key(5000), payload(5000, MIB)), Stored | Present), "there is room again")
+    until(lambda: isinstance(writer.put(key(5000), payload(5000, MIB)), Stored | Present), "there is room again")
 
 
 def test_a_volume_that_says_only_at_the_close_that_it_is_full_keeps_what_it_took(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from nodes import PATIENCE_SECONDS, Nodes, wait_until
+from nodes import PATIENCE_SECONDS, Nodes
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, read, remove
+from waiting import until
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.follow import JournalFollower
@@ -53,7 +54,7 @@ def test_what_one_node_stores_the_other_knows_and_reads(nodes: Nodes) -> None:
     def is_known() -> bool:
         return all(isinstance(reader.get(key(number), pages()), Hit) for number in range(10))
 
-    wait_until(is_known, "the other node knows the blocks")
+    until(is_known, "the other node knows the blocks")
     for number in range(10):
         assert read(reader, key(number)) == (Hit(BLOCK_BYTES), bytes(payload(number)))
         assert reader.put(key(number), payload(number)) == Present()
@@ -115,7 +116,7 @@ def test_what_is_appended_is_read_once_each_and_in_order_by_the_other_node(nodes
         read()
         return len(heard) >= 50
 
-    wait_until(is_heard, "all is heard")
+    until(is_heard, "all is heard")
     assert heard == [key(number).hash for number in range(50)]
     assert reader.damaged == 0
 
@@ -158,8 +159,8 @@ def test_two_engines_and_a_janitor_on_different_nodes_keep_the_budget_and_serve_
             seen = set[object]().union(*pool.map(work, nodes.both(), (0, 50)))
         assert {Stored, Hit} <= seen
         # What the janitor reports is what it has counted, and may be older than the last blocks.
-        wait_until(lambda: 0 < stored_bytes(nodes.a) <= most, "what is stored is within the budget")
-        wait_until(lambda: 0 < loop.report().usage.used_bytes <= most, "the janitor has counted what is left")
+        until(lambda: 0 < stored_bytes(nodes.a) <= most, "what is stored is within the budget")
+        until(lambda: 0 < loop.report().usage.used_bytes <= most, "the janitor has counted what is left")
         assert not loop.report().problems
     finally:
         loop.stop()

@@ -189,7 +189,6 @@ class ShortFs(FileSystem):
 
 
 def flip(path: Path, place: int = -1) -> None:
-    """Flip a bit of a byte of a file."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)

@@ -31,7 +31,6 @@ def note(writer: JournalWriter, *numbers: int, op: Op = Op.STORED) -> None:
 
 
 def records_of(root: Path) -> list[Record]:
-    """Return all records of all journals, segment by segment."""
     found = []
     for path in sorted((root / "journal").glob("*.kvj")):
         content = path.read_bytes()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -19,7 +20,6 @@ from store_faults import FailingFs, HookedFs
 from kvtier_cli.app import main
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import BlockStore
-from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.fsck import check_all
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim, find_generations
@@ -129,18 +129,10 @@ def test_a_directory_that_is_no_tier_is_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("step", range(1, 6))
 def test_a_directory_that_was_replaced_on_the_server_is_listed_again(root: Path, step: int, threads: int) -> None:
-    class StaleOnce(FileSystem):
-        listed = 0
-
-        def scandir(self, path: str) -> list[os.DirEntry[str]]:
-            self.listed += 1
-            if self.listed == step:
-                raise OSError(errno.ESTALE, "Stale file handle")
-            return super().scandir(path)
-
-    fs = StaleOnce()
-    found = {entry.path for entry in scan(root, fs=fs, threads=threads)}
-    assert fs.listed >= step
+    numbers = itertools.count(1)
+    stale = FailingFs(OSError(errno.ESTALE, "stale"), lambda call, _: call == "scandir" and next(numbers) == step)
+    found = {entry.path for entry in scan(root, fs=stale, threads=threads)}
+    assert next(numbers) > step
     assert found == {block_path(key(number)) for number in range(3)}
 
 
