@@ -179,7 +179,6 @@ class Pools:
         self._made: list[PoolUnderTest] = []
 
     def make(self, **options: Any) -> PoolUnderTest:
-        """Start a pool; the options are those of `PoolUnderTest`."""
         pool = PoolUnderTest(self.directory / "volume", **options)
         self._made.append(pool)
         return pool

@@ -216,7 +216,6 @@ class Rig:
         return found
 
     def poll(self) -> bool:
-        """Take in what has landed; true, for use in a condition."""
         self.manager.poll()
         return True
 

@@ -120,21 +120,18 @@ def test_each_signal_reaches_vllm_and_the_first_one_alone_begins_the_drain(heard
     assert signal.getsignal(signal.SIGTERM) is of_vllm
 
 
+@pytest.mark.parametrize("is_watching", [True, False])
 @pytest.mark.usefixtures("heard")
-def test_a_handler_that_vllm_sets_afterwards_stays() -> None:
+def test_signals_stay_as_vllm_has_them_where_it_listens_to_none_or_later_otherwise(*, is_watching: bool) -> None:
     made = Drain(60, metrics.Stats(), name="ns/tier")
-    made.watch()
+    if is_watching:
+        made.watch()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    made.close()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("heard")
-def test_the_signals_of_a_process_in_which_vllm_listens_to_none_are_left_alone() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    made = Drain(60, metrics.Stats(), name="ns/tier")
-    made.watch()
-    in_a_thread(made.watch)
+    if is_watching:
+        made.close()
+    else:
+        made.watch()
+        in_a_thread(made.watch)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -256,8 +256,6 @@ TRIED: Counter[str] = Counter()
 
 
 class Machine(EngineMachine):
-    """Random operations on two engines, one at a time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[Wanted] = []

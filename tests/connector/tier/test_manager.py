@@ -78,15 +78,6 @@ def test_an_engine_says_how_large_its_kv_is(rigs: Rigs) -> None:
     assert engine.metric("vllm:kvtier_token_bytes") == ROW_BYTES / 16 + ROW_BYTES / 64
 
 
-@pytest.mark.parametrize(("chunks", "blocks"), [(1, 5), (10, 9), (10, 10), (10, 11), (10, 20), (10, 40)])
-def test_a_prefix_longer_than_the_cpu_tier_streams_through_it_whole(rigs: Rigs, chunks: int, blocks: int) -> None:
-    rigs.write(keys(blocks))
-    rig = rigs.make(chunks=chunks)
-    assert rig.serve(keys(blocks)).hit_blocks == blocks
-    assert rig.metric("vllm:kvtier_disk_read_blocks") == blocks
-    assert rig.metric("vllm:kvtier_disk_misses", "budget") == 0
-
-
 def test_a_part_of_the_prefix_that_is_in_the_cpu_tier_does_not_keep_the_rest_out(rigs: Rigs) -> None:
     rigs.write(keys(30))
     rig = rigs.make(chunks=10)
@@ -133,7 +124,10 @@ def prefixes(rigs: Rigs, requests: int, blocks: int) -> dict[str, list[OffloadKe
     return wanted
 
 
-@pytest.mark.parametrize(("requests", "blocks", "chunks"), [(2, 30, 10), (8, 16, 40)])
+ALONE = [(1, 5, 1), *((1, blocks, 10) for blocks in (9, 10, 11, 20, 40))]
+
+
+@pytest.mark.parametrize(("requests", "blocks", "chunks"), [*ALONE, (2, 30, 10), (8, 16, 40)])
 def test_requests_that_want_too_much_are_all_served_whole(rigs: Rigs, requests: int, blocks: int, chunks: int) -> None:
     wanted = prefixes(rigs, requests, blocks)
     rig = rigs.make(chunks=chunks)

@@ -16,17 +16,15 @@ K1, K2 = bytes(range(32)), bytes(range(1, 33))
 
 
 class Cluster:
-    """What Kubernetes mounts: the keys and the live settings."""
-
     def __init__(self, directory: Path) -> None:
         self.keys = directory / "keys"
         self.keys.mkdir()
         self.live = directory / "live.json"
         self.say()
 
-    def say(self, mode: str = "ReadWrite", *, active_key: str = "", needs_permit: bool = False) -> None:
+    def say(self, active_key: str = "") -> None:
         fresh = self.live.with_suffix(".new")
-        fresh.write_text(encode_live(mode, active_key=active_key, needs_permit=needs_permit))
+        fresh.write_text(encode_live("ReadWrite", active_key=active_key))
         fresh.replace(self.live)
 
 
@@ -64,7 +62,7 @@ def test_without_an_active_key_nothing_is_stored_and_it_shows(rigs: Rigs, cluste
 def test_a_key_is_rotated_under_load_and_costs_no_block(rigs: Rigs, cluster: Cluster, processes: int) -> None:
     for name, content in (("k1", K1), ("k2", K2)):
         (cluster.keys / name).write_bytes(content)
-    cluster.say(active_key="k1")
+    cluster.say("k1")
     writer, reader = (encrypted(rigs, cluster, processes) for _ in range(2))
     used: set[str] = set()
     numbers = itertools.count()
@@ -73,7 +71,7 @@ def test_a_key_is_rotated_under_load_and_costs_no_block(rigs: Rigs, cluster: Clu
         """Store while the settings change, and read on another engine what was stored before, and then this."""
         number = next(numbers)
         context = writer.begin_offload(keys(8, first=8 * number), f"writer {number}")
-        cluster.say(active_key=("k1", "k2")[number // 4 % 2])
+        cluster.say(("k1", "k2")[number // 4 % 2])
         if number:
             assert reader.serve(keys(8, first=8 * number - 8), f"before {number}").hit_blocks == 8
         writer.settle()

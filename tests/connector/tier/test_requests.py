@@ -34,15 +34,6 @@ def request_of(*prefix: OffloadKey) -> tuple[ReqContext, TierRequest]:
     return context, TierRequest(context, TOKENS)
 
 
-def test_each_chunk_that_vllm_noted_has_its_number_and_the_one_before_it_as_parent() -> None:
-    context, request = request_of(*keys(2))
-    assert request.lineage(key(0)) == NO_LINEAGE
-    assert request.lineage(key(1)) == Lineage(hash_of(0), 1)
-    assert request.lineage(key(2)) == NO_LINEAGE
-    context.set_offload_key_position(key(2), 3 * TOKENS_PER_BLOCK)
-    assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
-
-
 class WalkedDict(dict[OffloadKey, int]):
     walked = 0
 

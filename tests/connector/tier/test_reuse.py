@@ -82,7 +82,6 @@ def test_chunks_of_a_request_that_is_kept_off_the_volume_stay_off_it_when_others
 
 
 def asked(stats: metrics.Stats) -> dict[str, float]:
-    """Return how many blocks were asked for since the last call, by how often before."""
     values = stats.take().data["data"].get(metrics.ASKED_BLOCKS.name, {})
     return {before: count for (before,), count in values.items()}
 

@@ -71,8 +71,6 @@ class MoodyFs(FileSystem):
 
 
 class Machine(EngineMachine):
-    """Random operations on one engine at a time, which share a volume."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fs = MoodyFs()

@@ -45,7 +45,6 @@ class PacedFs(FileSystem):
         return super().preadv(fd, buffers, offset)
 
     def give_all(self) -> None:
-        """Give all blocks."""
         self.is_paced = False
         self.permits.release(1000)
 
@@ -113,9 +112,12 @@ def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(engines:
     assert second.computed["computes"] >= len(prompt) - 2 * BLOCK_TOKENS
 
 
-def test_users_see_the_tail_as_cached_and_no_preemption(engines: Engines, fs: PacedFs) -> None:
+@pytest.mark.parametrize("is_splitting", [True, False])
+def test_users_see_what_is_read_as_cached_and_no_preemption(
+    engines: Engines, fs: PacedFs, *, is_splitting: bool
+) -> None:
     prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt, replace(SHAPE, log_stats=True))
+    second = second_engine(engines, fs, prompt, replace(SHAPE, log_stats=True, is_splitting=is_splitting))
     second.add("reads", prompt)
     run_paced(second, fs, "reads")
     cached = len(prompt) - second.computed["reads"]

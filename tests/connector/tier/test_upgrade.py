@@ -51,7 +51,6 @@ class Upgrade:
         return volume.parent / "engine.log"
 
     def store(self, kv: str) -> tuple[Path, dict[str, Any]]:
-        """Have the first release answer four prompts, and store their blocks."""
         volume = self.directory / kv / "volume"
         volume.mkdir(parents=True)
         return volume, self.run(volume, f"--kv={kv}", "a", "b", "c", "d", "stored", is_newer=False)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from engine_fleet import Engines
 from engine_parts import Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
 from rig import wait_until
-from store_faults import GatedFs
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -66,30 +66,24 @@ def test_replaced_weights_neither_read_old_blocks_nor_store_under_their_names(
     engine.assert_nothing_is_left()
 
 
-def test_a_load_under_way_while_weights_are_replaced_is_computed(engines: Engines, writer: SimulatedEngine) -> None:
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_request_gets_the_new_weights_whether_or_not_its_load_was_reported(
+    engines: Engines, writer: SimulatedEngine, *, is_reported: bool
+) -> None:
     engine = prompts.restart(engines)
     engine.copies.lag = float("inf")
     engine.add("a", prompts.PROMPT)
     engine.run(lambda: engine.copies.waiting > 0)
-    engine.fill_weights(7)
-    engine.copies.lag = 0
-    engine.run()
-    assert engine.computed["a"] == len(prompts.PROMPT)
-
-
-def test_a_request_whose_load_was_reported_gets_the_new_weights(engines: Engines, writer: SimulatedEngine) -> None:
-    fs = GatedFs(lambda call, path: call == "open" and path.endswith(".kvb"))
-    engine = prompts.restart(engines, fs=fs)
-    engine.add("a", prompts.PROMPT)
-    engine.run(lambda: engine.is_loading("a"))
-    fs.open_gate()
-    engine.run(lambda: not engine.is_loading("a"))
+    if is_reported:
+        engine.copies.lag = 0
+        engine.run(lambda: not engine.is_loading("a"))
     assert engine.computed["a"] == 0
     engine.fill_weights(7)
-    with engine.expecting_a_step_undone():
+    engine.copies.lag = 0
+    with engine.expecting_a_step_undone() if is_reported else nullcontext():
         engine.step()
     engine.run()
-    assert engine.computed["a"] == prompts.REST + len(prompts.PROMPT)
+    assert engine.computed["a"] == prompts.REST * is_reported + len(prompts.PROMPT)
     assert engine.answers["a"] == answer_of(prompts.PROMPT, 1, salt=engine.source_of(None, None))
 
 
