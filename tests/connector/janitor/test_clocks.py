@@ -119,9 +119,7 @@ def test_a_host_of_another_time_removes_nothing_that_is_young(rig: Rig, engine: 
 def test_a_volume_that_does_not_say_what_time_it_is_loses_nothing_by_age(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
     rig.clock.move(400 * DAY)
-    sweeper = rig.sweeper(ttl_seconds=DAY)
-    silent = Sweeper(sweeper.config, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds, ask_volume=lambda: None)
-    silent.open()
+    silent = rig.sweeper(parts={"ask_volume": lambda: None}, ttl_seconds=DAY)
     look_on(rig, silent, 2 * HOUR)
     assert len(engine.there(range(5))) == 5
     assert "does not tell its time" in problems(silent)

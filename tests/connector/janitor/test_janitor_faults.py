@@ -9,16 +9,14 @@ import os
 import shutil
 import struct
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checks import check
-from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, HookedFs, WatchedFs, plant
+from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, HookedFs, plant
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
-from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
@@ -105,32 +103,13 @@ def test_what_was_written_anew_keeps_all_before_it(rig: Rig, engine: Engine) -> 
     assert engine.there(range(5)) == list(range(4))
 
 
-class LosesTheLease(WatchedFs):
-    """Another janitor becomes the active one after some removals."""
-
-    def __init__(self, after: int) -> None:
-        self.after, self.removed = after, 0
-
-    def may_act(self) -> bool:
-        return self.removed < self.after
-
-    def unlink(self, path: str) -> None:
-        self.removed += 1
-        super().unlink(path)
-
-
 def test_a_janitor_that_loses_the_lease_in_the_middle_of_a_batch_removes_no_more(rig: Rig, engine: Engine) -> None:
     engine.put(*range(200))
-    fs = LosesTheLease(after=10)
-    sweeper = Sweeper(
-        replace(rig.config, max_bytes=200 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1),
-        fs=fs,
-        clock=lambda: rig.clock.ns,
-        now=lambda: rig.clock.seconds,
-        ask_volume=rig.volume_ns,
-        may_act=fs.may_act,
-    )
-    sweeper.open()
+    removed: list[str] = []
+    fs = HookedFs(lambda call, path: call == "unlink" and removed.append(path))
+    # Another janitor becomes the active one after some removals.
+    lease = {"may_act": lambda: len(removed) < 10}
+    sweeper = rig.sweeper(fs, parts=lease, max_bytes=200 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
     rig.work(sweeper, 20)
     # Each of the threads may be in the middle of one.
     assert 200 - len(engine.there(range(200))) <= 10 + rig.config.threads - 1

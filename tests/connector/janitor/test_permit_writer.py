@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
 
 import pytest
 from store_faults import FailingFs
@@ -12,7 +11,6 @@ from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig
 
 from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, share_of
 from kvtier_connector.janitor.policy import Room
-from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.fs import new_token
 from kvtier_connector.store.journal import encode_head
@@ -210,10 +208,7 @@ def test_an_early_permit_waits_until_idle_journals_were_read(rig: Rig) -> None:
 
 def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_permit(rig: Rig) -> None:
     rig.engine().put(1)
-    config = replace(rig.config, max_bytes=100 * BLOCK_BYTES)
-    waiting = Sweeper(config, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds, may_act=lambda: False)
-    waiting.open()
-    rig.sweep(waiting)
+    rig.sweep(rig.sweeper(parts={"may_act": lambda: False}, max_bytes=100 * BLOCK_BYTES))
     uncounted = rig.sweeper(Refusing("/blocks", "scandir"), max_bytes=100 * BLOCK_BYTES)
     rig.work(uncounted, 5)
     assert not (rig.dir / PERMIT_FILE).exists()

@@ -6,9 +6,10 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from checks import check
@@ -132,15 +133,13 @@ class Rig:
     def volume_ns(self) -> int:
         return self.clock.ns - self.ahead_ns
 
-    def sweeper(self, fs: FileSystem | None = None, **changes: Any) -> Sweeper:
-        sweeper = Sweeper(
-            replace(self.config, **changes),
-            fs=fs or FileSystem(),
-            clock=lambda: self.clock.ns,
-            now=lambda: self.clock.seconds,
-            # The files have the real time.
-            ask_volume=self.volume_ns,
-        )
+    def sweeper(
+        self, fs: FileSystem | None = None, *, parts: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+    ) -> Sweeper:
+        """Return a janitor with other settings, and with other clocks or another lease if they are given."""
+        # The files have the real time.
+        clocks = {"clock": lambda: self.clock.ns, "now": lambda: self.clock.seconds, "ask_volume": self.volume_ns}
+        sweeper = Sweeper(replace(self.config, **changes), fs=fs or FileSystem(), **{**clocks, **parts})
         sweeper.open()
         return sweeper
 
