@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def root(tmp_path: Path) -> Iterator[Path]:
     claim(root, {"model": "test"}, "d1gest")
     yield root
     assert check(root, partial_age_seconds=0) == []
+
+
+@pytest.fixture(params=["memory", "disk"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+            yield Path(made)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from pools import (
@@ -37,6 +38,18 @@ from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import CircuitState, Direction
 
 HIT = Hit(HEADER_BYTES + ROW_BYTES)
+
+
+def reading(
+    pools: Pools, *blocks: int, task: int = 1, row: int = 0, file_system: str = "GatedFs"
+) -> tuple[PoolUnderTest, Path]:
+    """Return a pool whose only worker reads the first of some blocks until a file is removed, and this file."""
+    gate = shut(pools)
+    pool = pools.make(workers=1, file_system=f"worker_fs:{file_system}")
+    pool.write(*blocks)
+    pool.load(task, blocks[0], first_row=row)
+    wait_until(lambda: is_waiting(pools), "the only worker reads")
+    return pool, gate
 
 
 @pytest.mark.parametrize("compression", ["Off", "Always"])
@@ -78,12 +91,8 @@ def test_more_tasks_than_a_lane_of_the_table_takes_all_end_once(pools: Pools, mo
 
 
 def test_loads_go_before_what_is_stored_and_prefetched_and_what_is_promoted_goes_with_them(pools: Pools) -> None:
-    gate = shut(pools)
-    pool = pools.make(workers=1, file_system="worker_fs:GatedFs")
-    pool.write(*range(20))
+    pool, gate = reading(pools, *range(20), task=0)
     order: list[int] = []
-    pool.load(0, 0)
-    wait_until(lambda: is_waiting(pools), "the only worker reads")
     pool.save(100, 100, row=10)
     pool.load(200, *range(1, 9), first_row=1, lane=Lane.PREFETCH)
     pool.load(300, *range(9, 11), first_row=11)
@@ -100,11 +109,7 @@ def test_loads_go_before_what_is_stored_and_prefetched_and_what_is_promoted_goes
 
 
 def test_a_load_does_not_wait_for_what_fills_the_table_with_stores(pools: Pools) -> None:
-    gate = shut(pools)
-    pool = pools.make(workers=1, file_system="worker_fs:GatedFs")
-    pool.write(1)
-    pool.load(0, 1)
-    wait_until(lambda: is_waiting(pools), "the only worker reads")
+    pool, gate = reading(pools, 1, task=0)
     stores = ENTRIES // 8 + 40
     for number in range(stores):
         pool.save(1000 + number, 1000 + number % 7, row=9)
@@ -138,11 +143,7 @@ def test_a_cancelled_task_that_nobody_began_ends_as_withdrawn(pools: Pools, on_t
 
 
 def test_a_late_read_never_lands_in_a_row_that_was_given_to_another_block(pools: Pools) -> None:
-    gate = shut(pools)
-    pool = pools.make(workers=1, file_system="worker_fs:GatedFs")
-    pool.write(1, 2)
-    pool.load(1, 1, first_row=5)
-    wait_until(lambda: is_waiting(pools), "the read hangs")
+    pool, gate = reading(pools, 1, 2, row=5)
     pool.cancel(1)
     assert pool.outcome(1) is Ending.CANCELLED
     pool.set_row(5, payload(7))
@@ -180,11 +181,8 @@ def test_a_prefetch_promoted_while_it_is_recalled_is_loaded_once(pools: Pools, m
 
 
 def test_a_task_does_not_end_while_its_row_is_being_copied(pools: Pools) -> None:
-    gate = shut(pools)
-    pool = pools.make(workers=1, file_system="worker_fs:HoldingFs")
-    pool.write(1)
-    pool.load(1, 1)
-    wait_until(lambda: is_waiting(pools), "the worker holds its lock")
+    # It holds its lock.
+    pool, gate = reading(pools, 1, file_system="HoldingFs")
     pool.workers.cancel([1])
     pool.collect()
     assert not pool.ended
@@ -197,11 +195,8 @@ def test_a_task_does_not_end_while_its_row_is_being_copied(pools: Pools) -> None
 
 
 def test_a_worker_that_never_ends_its_copy_is_killed_and_then_the_row_is_free(pools: Pools) -> None:
-    gate = shut(pools)
-    pool = pools.make(workers=1, file_system="worker_fs:HoldingFs")
-    pool.write(1)
-    pool.load(1, 1)
-    wait_until(lambda: is_waiting(pools), "the worker holds its lock")
+    # It holds its lock.
+    pool, gate = reading(pools, 1, file_system="HoldingFs")
     pool.cancel(1)
     assert pool.outcome(1) is Ending.CANCELLED
     wait_until(lambda: not is_alive(pool.processes[0]), "the worker is dead")
@@ -270,12 +265,7 @@ def test_a_breaker_that_opens_refuses_what_waits_in_line(pools: Pools) -> None:
 
 
 def test_closing_ends_idle_workers_and_those_that_hang_and_every_task(pools: Pools) -> None:
-    shut(pools)
-    idle: PoolUnderTest = pools.make(workers=2)
-    hanging = pools.make(workers=1, file_system="worker_fs:GatedFs")
-    hanging.write(1)
-    hanging.load(1, 1)
-    wait_until(lambda: is_waiting(pools), "the read hangs")
+    idle, (hanging, _) = pools.make(workers=2), reading(pools, 1)
     assert idle.workers.close(20.0)
     assert hanging.workers.close(0.2)
     assert not any(is_alive(process) for process in (*idle.processes, *hanging.processes))

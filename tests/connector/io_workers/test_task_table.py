@@ -8,10 +8,8 @@ import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -232,25 +230,16 @@ KEY = BlockKey(b"k" * 32, 0)
 SIZE, TURNS = 3 << 20, 20
 
 
-@pytest.fixture(params=["memory", "disk"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    if request.param == "disk":
-        yield tmp_path
-    else:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-            yield Path(directory)
-
-
-def test_a_file_that_was_cut_short_is_a_fault_and_no_signal(root: Path) -> None:
-    store, read = BlockStore(root, fs=WorkerFileSystem()), memoryview(bytearray(SIZE))
+def test_a_file_that_was_cut_short_is_a_fault_and_no_signal(directory: Path) -> None:
+    store, read = BlockStore(directory, fs=WorkerFileSystem()), memoryview(bytearray(SIZE))
     store.put(KEY, read)
-    os.truncate(root / block_path(KEY), SIZE // 2)
+    os.truncate(directory / block_path(KEY), SIZE // 2)
     assert store.stream(KEY, read, lambda _offset, _piece: True) is Fault.TRUNCATED
 
 
-def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_error(root: Path) -> None:
-    store = BlockStore(root, fs=WorkerFileSystem())
-    path = root / block_path(KEY)
+def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_error(directory: Path) -> None:
+    store = BlockStore(directory, fs=WorkerFileSystem())
+    path = directory / block_path(KEY)
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
         file.truncate(8 << 40)
@@ -259,17 +248,17 @@ def test_a_file_without_bytes_that_is_longer_than_memory_is_a_fault_and_not_an_e
     assert store.stream(KEY, read, lambda _offset, _piece: True) == Miss()
 
 
-def test_neither_descriptor_nor_mapping_is_left(root: Path) -> None:
-    store = BlockStore(root, fs=WorkerFileSystem())
+def test_neither_descriptor_nor_mapping_is_left(directory: Path) -> None:
+    store = BlockStore(directory, fs=WorkerFileSystem())
     store.put(KEY, memoryview(bytearray(SIZE)))
     read = memoryview(bytearray(SIZE))
-    before, mappings = len(list(Path("/proc/self/fd").iterdir())), mapped(root)
+    before, mappings = len(list(Path("/proc/self/fd").iterdir())), mapped(directory)
     for _ in range(TURNS):
         assert isinstance(store.stream(KEY, read, lambda _offset, _piece: True), Hit)
     # Other threads of this process may open some meanwhile; a leak would be one in each turn.
     assert len(list(Path("/proc/self/fd").iterdir())) - before < TURNS
-    assert mapped(root) == mappings
+    assert mapped(directory) == mappings
 
 
-def mapped(root: Path) -> int:
-    return sum(str(root) in line for line in Path("/proc/self/maps").read_text().splitlines())
+def mapped(directory: Path) -> int:
+    return sum(str(directory) in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -53,15 +53,6 @@ def holding(path: Path, how: str, user: int | None = None) -> Iterator[subproces
         process.communicate()
 
 
-@pytest.fixture(params=["shared memory", "disk"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    if request.param == "disk":
-        yield tmp_path
-    else:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-            yield Path(made)
-
-
 def region(directory: Path, name: str = "dead") -> Path:
     path = directory / f"vllm_offload_{name}.mmap"
     path.write_bytes(bytes(4096))
