@@ -131,11 +131,12 @@ class PoolUnderTest:
     def save(self, task: int, number: int, row: int) -> None:
         self.workers.submit([(task, Task(Lane.STORE, key(number), row))])
 
-    def keep_busy(self) -> None:
-        """Have one load of a block that is not there under way."""
+    def step(self) -> None:
+        """Have one load of a block that is not there under way: only a pool with something to do is looked after."""
         if self._last_load in self.ended or self._last_load == FIRST_LOAD:
             self._last_load += 1
             self.load(self._last_load, FIRST_LOAD, first_row=ROWS // 2 - 1)
+        self.collect()
 
     def collect(self) -> None:
         for done in self.workers.collect():
@@ -143,11 +144,7 @@ class PoolUnderTest:
             self.ended[done.task] = done
 
     def wait_for(self, count: int) -> None:
-        def is_reached() -> bool:
-            self.collect()
-            return len(self.ended) >= count
-
-        wait_until(is_reached, f"{count} tasks have ended")
+        wait_until(lambda: self.collect() or len(self.ended) >= count, f"{count} tasks have ended")
 
     def outcome(self, task: int) -> object:
         return self.ended[task].outcome
@@ -155,12 +152,7 @@ class PoolUnderTest:
     def cancel(self, *tasks: int) -> None:
         """Give tasks up, and step until all of them have ended."""
         self.workers.cancel(tasks)
-
-        def is_over() -> bool:
-            self.collect()
-            return all(task in self.ended for task in tasks)
-
-        wait_until(is_over, "the tasks are cancelled")
+        wait_until(lambda: self.collect() or self.ended.keys() >= set(tasks), "the tasks are cancelled")
 
     @property
     def has_processes(self) -> bool:

@@ -123,12 +123,7 @@ def lookups(tmp_path: Path) -> Iterator[Lookups]:
 
 def end_of(worker: LookupWorker, number: int) -> Answer:
     ended: list[Answer] = []
-
-    def has_ended() -> bool:
-        ended.extend(worker.collect())
-        return bool(ended)
-
-    wait_until(has_ended, "the lookup has ended")
+    wait_until(lambda: ended.extend(worker.collect()) or bool(ended), "the lookup has ended")
     (answer,) = ended
     assert answer.number == number
     return answer

@@ -98,12 +98,7 @@ def test_loads_go_before_what_is_stored_and_prefetched_and_what_is_promoted_goes
     pool.load(300, *range(9, 11), first_row=11)
     pool.workers.promote([204, 205, 999])
     gate.unlink()
-
-    def is_over() -> bool:
-        order.extend(done.task for done in pool.workers.collect())
-        return len(order) == 12
-
-    wait_until(is_over, "all have ended")
+    wait_until(lambda: order.extend(done.task for done in pool.workers.collect()) or len(order) == 12, "all end")
     assert order == [0, 300, 301, 204, 205, 200, 201, 202, 203, 206, 207, 100]
     assert pool.row(5) == payload(5)
 
@@ -290,13 +285,7 @@ def test_a_volume_that_was_found_to_answer_slowly_gets_workers_before_the_first_
     pool = pools.make(workers=4, first=1)
     assert len(pool.processes) == 1
     pool.workers.round_trip_seconds = 1.0
-
-    def is_larger() -> bool:
-        pool.keep_busy()
-        pool.collect()
-        return pool.workers.counts().processes == 4
-
-    wait_until(is_larger, "there are more")
+    wait_until(lambda: pool.step() or pool.workers.counts().processes == 4, "there are more")
 
 
 @pytest.mark.parametrize(("wait_share", "is_growing"), [(0.1, True), (0.5, False)])
@@ -336,12 +325,7 @@ def test_a_load_finds_a_worker_that_is_free_while_the_volume_holds_up_all_that_s
     gate = shut(pools)
     for number in range(10, 20):
         pool.save(number, number, row=number)
-
-    def is_held_up() -> bool:
-        pool.collect()
-        return count_waited(pools) == 3
-
-    wait_until(is_held_up, "three of four workers store")
+    wait_until(lambda: pool.collect() or count_waited(pools) == 3, "three of four workers store")
     pool.load(1, 1)
     pool.wait_for(1)
     assert pool.outcome(1) == HIT

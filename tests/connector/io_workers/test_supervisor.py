@@ -46,13 +46,8 @@ def test_a_worker_killed_before_it_says_what_it_took_costs_no_block(pools: Pools
 
 
 def step_until(pool: PoolUnderTest, has_processes: bool) -> None:
-    def is_reached() -> bool:
-        # Only a pool with something to do is looked after at once.
-        pool.keep_busy()
-        pool.collect()
-        return pool.has_processes == has_processes
-
-    wait_until(is_reached, f"there are {'' if has_processes else 'no '}processes")
+    what = f"there are {'' if has_processes else 'no '}processes"
+    wait_until(lambda: pool.step() or pool.has_processes == has_processes, what)
 
 
 def test_workers_given_up_are_tried_until_they_work_and_that_is_said_once(

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import store_contract
 from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_contract import HOME, NOW_NS, key, pages
+from store_contract import HOME, NOW_NS, key, pages, read, stream
 
 from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.janitor import commands
@@ -94,15 +93,8 @@ def header_of(root: Path, number: int) -> Header:
     return header
 
 
-def get(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes]:
-    return store_contract.read(store, key(number), size)
-
-
-def stream(store: BlockStore, number: int, size: int = SIZE) -> tuple[object, bytes]:
-    return store_contract.stream(store, key(number), size)
-
-
-READS = [get, stream]
+Reader = Callable[..., tuple[object, bytes]]
+READS: list[Reader] = [read, stream]
 
 
 @pytest.mark.parametrize("read", READS)
@@ -113,7 +105,7 @@ READS = [get, stream]
 def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - what is combined
     root: Path,
     keys_dir: Path,
-    read: Callable[..., tuple[object, bytes]],
+    read: Reader,
     is_encrypted: bool,
     direct: bool | None,
     fs: FileSystem,
@@ -126,16 +118,16 @@ def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - wh
     assert stored == Stored(size)
     assert size < HEADER_BYTES + 0.8 * SIZE
     # Whoever writes none reads them all the same.
-    assert read(make(root, "Off", keys_dir=keys, direct=direct, fs=fs), 1) == (Hit(size), bytes(block))
+    assert read(make(root, "Off", keys_dir=keys, direct=direct, fs=fs), key(1), SIZE) == (Hit(size), bytes(block))
     assert check(root) == []
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_block_that_gets_no_smaller_is_written_as_is(root: Path, read: Callable[..., tuple[object, bytes]]) -> None:
+def test_a_block_that_gets_no_smaller_is_written_as_is(root: Path, read: Reader) -> None:
     store = make(root)
     assert store.put(key(1), noise(1)) == Stored(HEADER_BYTES + SIZE)
     assert header_of(root, 1).flags == 0
-    assert read(store, 1) == (Hit(HEADER_BYTES + SIZE), bytes(noise(1)))
+    assert read(store, key(1), SIZE) == (Hit(HEADER_BYTES + SIZE), bytes(noise(1)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -197,24 +189,22 @@ def bomb(planes: bytes, block_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_payload_that_grows_beyond_the_block_is_damage(root: Path, read: Callable[..., tuple[object, bytes]]) -> None:
+def test_a_payload_that_grows_beyond_the_block_is_damage(root: Path, read: Reader) -> None:
     plant(root, 1, bomb(bytes(PIECE_BYTES), 65536), Packing(Method.ZSTD_PLANES, 65536, 1))
-    outcome, _ = read(make(root), 1, 65536)
+    outcome, _ = read(make(root), key(1), 65536)
     assert outcome is Fault.PACKING
-    assert read(make(root), 1, 65536)[0] == Miss()
+    assert read(make(root), key(1), 65536)[0] == Miss()
 
 
 @pytest.mark.parametrize("block_bytes", [65536 - 4096, 65536 + 4096, 1 << 40])
 def test_a_block_of_another_length_is_never_unpacked(root: Path, block_bytes: int) -> None:
     plant(root, 1, bomb(bytes(PIECE_BYTES), 65536), Packing(Method.ZSTD_PLANES, block_bytes, 2))
-    assert get(make(root), 1, 65536)[0] is Fault.LENGTH
+    assert read(make(root), key(1), 65536)[0] is Fault.LENGTH
 
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_flip_is_noticed(
-    root: Path, keys_dir: Path, read: Callable[..., tuple[object, bytes]], is_encrypted: bool
-) -> None:
+def test_a_flip_is_noticed(root: Path, keys_dir: Path, read: Reader, is_encrypted: bool) -> None:
     keys = keys_dir if is_encrypted else None
     store = make(root, keys_dir=keys)
     draw = random.Random(7)
@@ -225,30 +215,30 @@ def test_a_flip_is_noticed(
         place = draw.choice([draw.randrange(412), draw.randrange(HEADER_BYTES, len(content))])
         content[place] ^= 1 << draw.randrange(8)
         path.write_bytes(content)
-        assert isinstance(read(store, 1)[0], Fault)
+        assert isinstance(read(store, key(1), SIZE)[0], Fault)
 
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("kept", [0, 100, HEADER_BYTES, HEADER_BYTES + 5000, -1, -4096])
-def test_a_file_that_was_cut_short_is_damage(root: Path, kept: int, read: Callable[..., tuple[object, bytes]]) -> None:
+def test_a_file_that_was_cut_short_is_damage(root: Path, kept: int, read: Reader) -> None:
     store = make(root)
     store.put(key(1), numbers(1))
     path = root / block_path(key(1))
     path.write_bytes(path.read_bytes()[: kept if kept >= 0 else len(path.read_bytes()) + kept])
-    assert read(store, 1)[0] in {Fault.TRUNCATED, Fault.EMPTY}
+    assert read(store, key(1), SIZE)[0] in {Fault.TRUNCATED, Fault.EMPTY}
 
 
 @pytest.mark.parametrize("read", READS)
 def test_who_cannot_decompress_misses_the_block_leaves_it_and_may_write_it_anew(
-    root: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[..., tuple[object, bytes]]
+    root: Path, monkeypatch: pytest.MonkeyPatch, read: Reader
 ) -> None:
     make(root).put(key(1), numbers(1))
     monkeypatch.setattr(codec, "_library", lambda: None)
     store = make(root)
-    assert read(store, 1)[0] is Fault.ALGORITHM
+    assert read(store, key(1), SIZE)[0] is Fault.ALGORITHM
     assert header_of(root, 1).packing.method == Method.ZSTD_PLANES
     assert store.put(key(1), numbers(1)) == Stored(HEADER_BYTES + SIZE)
-    assert read(store, 1) == (Hit(HEADER_BYTES + SIZE), bytes(numbers(1)))
+    assert read(store, key(1), SIZE) == (Hit(HEADER_BYTES + SIZE), bytes(numbers(1)))
 
 
 @pytest.mark.parametrize(("before", "after"), [("Always", "Off"), ("Off", "Always")])
@@ -311,9 +301,9 @@ FROZEN = Path(__file__).parents[1] / "data" / "block_v4_zstd.kvb"
 FROZEN_BLOCK = bytes(index * 7 % 256 if index % 2 == 0 else 60 + index % 3 for index in range(16384))
 
 
-def test_a_compressed_block_that_was_frozen_is_still_read(root: Path) -> None:
+@pytest.mark.parametrize("read", READS)
+def test_a_compressed_block_that_was_frozen_is_still_read(root: Path, read: Reader) -> None:
     path = root / block_path(key(1))
     path.parent.mkdir(parents=True)
     path.write_bytes(FROZEN.read_bytes())
-    for read in READS:
-        assert read(make(root), 1, len(FROZEN_BLOCK)) == (Hit(FROZEN.stat().st_size), FROZEN_BLOCK)
+    assert read(make(root), key(1), len(FROZEN_BLOCK)) == (Hit(FROZEN.stat().st_size), FROZEN_BLOCK)

@@ -293,9 +293,15 @@ def test_two_keys_of_one_name_have_different_checks_and_one_key_always_the_same(
     assert one.check.hex() == "6bf495a1b2f22956", "another value makes every block unreadable that is there"
 
 
-def test_the_active_key_is_found_in_a_mounted_secret(mount: KubeletMount) -> None:
-    mount.put(k1=SECRET, k2=OTHER.hex().encode())
+def ring_of(mount: KubeletMount, active: str = "", **keys: bytes) -> Keyring:
+    mount.put(**keys)
     ring = Keyring(str(mount.path), seconds=0)
+    ring.active_name = active
+    return ring
+
+
+def test_the_active_key_is_found_in_a_mounted_secret(mount: KubeletMount) -> None:
+    ring = ring_of(mount, k1=SECRET, k2=OTHER.hex().encode())
     assert ring.active() is None
     ring.active_name = "k2"
     key = ring.active()
@@ -322,9 +328,7 @@ def test_the_directory_is_looked_at_now_and_then_only(mount: KubeletMount) -> No
 
 
 def test_keys_stay_good_while_the_directory_cannot_be_read(mount: KubeletMount) -> None:
-    mount.put(k1=SECRET)
-    ring = Keyring(str(mount.path), seconds=0)
-    ring.active_name = "k1"
+    ring = ring_of(mount, "k1", k1=SECRET)
     assert ring.active() is not None
     shutil.rmtree(mount.path)
     assert ring.active() is not None
@@ -336,8 +340,7 @@ def test_keys_stay_good_while_the_directory_cannot_be_read(mount: KubeletMount) 
 
 
 def test_what_is_wrong_is_said_with_a_remedy(mount: KubeletMount) -> None:
-    mount.put(k1=SECRET[:16], k2=OTHER)
-    ring = Keyring(str(mount.path), seconds=0)
+    ring = ring_of(mount, k1=SECRET[:16], k2=OTHER)
     assert "spec.disk.encryption.activeKey" in ring.problem
     ring.active_name = "k1"
     assert ring.active() is None
@@ -350,9 +353,7 @@ def test_what_is_wrong_is_said_with_a_remedy(mount: KubeletMount) -> None:
 
 
 def test_no_key_is_ever_shown(mount: KubeletMount) -> None:
-    mount.put(k1=SECRET, broken=SECRET[:20])
-    ring = Keyring(str(mount.path), seconds=0)
-    ring.active_name = "k1"
+    ring = ring_of(mount, "k1", k1=SECRET, broken=SECRET[:20])
     key = ring.active()
     shown = f"{key!r} {key} {ring!r} {ring.problem} {[key]}"
     for form in (SECRET.hex(), repr(SECRET)[2:-1], base64.b64encode(SECRET).decode(), SECRET[:20].hex()):

@@ -121,6 +121,13 @@ CHUNKS = 12
 PAGES = (96, 160)
 
 
+def region_of(chunk_bytes: int = 4096, *, name: str = "", rank: int = 0) -> SharedOffloadRegion:
+    name = name or f"test-{uuid.uuid4().hex}"
+    return SharedOffloadRegion(
+        engine_id=name, num_chunks=CHUNKS, rank=rank, kv_bytes_per_chunk=4096, cpu_page_size=chunk_bytes
+    )
+
+
 @dataclass
 class Bench:
     """A worker between an engine's tensors and a region, and a plain copy of both to compare with."""
@@ -146,13 +153,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         [CanonicalKVCacheRef(0, PAGES[0]), CanonicalKVCacheRef(1, PAGES[1] - 32)],
         [CanonicalKVCacheRef(1, PAGES[1])],
     ]
-    region = SharedOffloadRegion(
-        engine_id=f"test-{uuid.uuid4().hex}",
-        num_chunks=CHUNKS,
-        rank=0,
-        kv_bytes_per_chunk=4096,
-        cpu_page_size=sum(PAGES) * blocks_per_chunk,
-    )
+    region = region_of(sum(PAGES) * blocks_per_chunk)
     worker = CpuCopyWorker(
         CanonicalKVCaches([CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, PAGES, strict=True)], refs),
         blocks_per_chunk=blocks_per_chunk,
@@ -237,9 +238,7 @@ def engine(ranks: int, name: str) -> list[tuple[CpuCopyWorker, torch.Tensor]]:
     for rank in range(ranks):
         mapping = page_of_rank(rank, ranks)
         size = mapping.local_page_size_bytes
-        region = SharedOffloadRegion(
-            engine_id=name, num_chunks=CHUNKS, rank=rank, kv_bytes_per_chunk=4096, cpu_page_size=4096 // ranks
-        )
+        region = region_of(4096 // ranks, name=name, rank=rank)
         memory = torch.zeros((ENGINE_BLOCKS, size), dtype=torch.int8)
         refs = [[CanonicalKVCacheRef(0, size, mapping)]]
         caches = CanonicalKVCaches([CanonicalKVCacheTensor(memory, size)], refs)
@@ -278,9 +277,7 @@ def test_what_some_ranks_store_in_the_canonical_layout_any_other_number_of_ranks
 def test_a_layer_without_a_canonical_page_is_refused() -> None:
     memory = torch.zeros((2, 64), dtype=torch.int8)
     for mapping in (None, CanonicalPageMapping(64, 64, (), 1, 0, parallelism_agnostic=False)):
-        region = SharedOffloadRegion(
-            engine_id=f"test-{uuid.uuid4().hex}", num_chunks=2, rank=0, kv_bytes_per_chunk=4096, cpu_page_size=4096
-        )
+        region = region_of()
         caches = CanonicalKVCaches([CanonicalKVCacheTensor(memory, 64)], [[CanonicalKVCacheRef(0, 64, mapping)]])
         with pytest.raises(ConfigInvalid, match="canonicalLayout"):
             CpuCopyWorker(caches, blocks_per_chunk=1, region=region, is_canonical=True, must_be_portable=True)
