@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from checks import check
+from clocks import Clock
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / name) for name in ("tier", "faults", "io_workers", "janitor", "netfs", "store")]
@@ -36,6 +37,11 @@ def root(tmp_path: Path) -> Iterator[Path]:
     claim(root, {"model": "test"}, "d1gest")
     yield root
     assert check(root, partial_age_seconds=0) == []
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(1000.0)
 
 
 @pytest.fixture(params=["memory", "disk"])

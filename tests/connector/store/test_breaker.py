@@ -15,11 +15,6 @@ CLOSED, OPEN, HALF_OPEN = CircuitState.CLOSED, CircuitState.OPEN, CircuitState.H
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock(1000.0)
-
-
-@pytest.fixture
 def breaker(clock: Clock) -> Breaker:
     limits = BreakerLimits(bad_in_a_row=3, first_backoff_seconds=2, longest_backoff_seconds=10, attempt_seconds=30)
     return Breaker(limits=limits, now=clock)

@@ -178,11 +178,7 @@ class Rig:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=set(new), preempted_req_ids=set()))
 
     def settle(self) -> None:
-        def is_idle() -> bool:
-            self.end_step()
-            return not self.manager.has_pending_work()
-
-        wait_until(is_idle, "the engine has no transfer left")
+        wait_until(lambda: self.end_step() or not self.manager.has_pending_work(), "the engine has no transfer left")
 
     def begin_offload(self, wanted: Sequence[OffloadKey], request_id: str = "writer") -> ReqContext:
         """Put blocks into the CPU tier as the GPU would, from where vLLM hands them to the disk tier."""

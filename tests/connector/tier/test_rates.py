@@ -23,11 +23,6 @@ PROMPT_RATE = 8 * TOKENS_PER_BLOCK / PROMPT_SECONDS
 CHUNK_TOKENS = 128
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(1000.0)
-
-
 def read(rates: Rates, clock: Clock, tokens: int, *, seconds: float = 0.1) -> None:
     """Read so many tokens in so many seconds, with more still to come."""
     rates.note_landed(0, is_reading=True)

@@ -43,12 +43,8 @@ def test_chunks_that_two_requests_ask_for_are_written_where_the_cpu_tier_has_the
     rig.settle()
     assert rig.metric("vllm:kvtier_disk_shed_stores", "min_reuse") == 4
     rig.tier.transfers.note_request(keys(4))
-
-    def are_written() -> bool:
-        rig.end_step()
-        return rig.metric("vllm:kvtier_disk_written_blocks") == 4
-
-    wait_until(are_written, "all four are written")
+    written = "vllm:kvtier_disk_written_blocks"
+    wait_until(lambda: rig.end_step() or rig.metric(written) == 4, "all four are written")
     assert rigs.make().serve(keys(4)).hit_blocks == 4
 
 
@@ -71,14 +67,10 @@ def test_chunks_of_a_request_that_is_kept_off_the_volume_stay_off_it_when_others
     rig.tier.transfers.note_request([key(9)])
     rig.offload([key(9)], "unknown")
     rig.tier.transfers.note_request([*keys(3), key(9)])
-
-    def is_written() -> bool:
-        rig.end_step()
-        return rig.metric("vllm:kvtier_disk_written_blocks") > 0
-
-    wait_until(is_written, "what may be written is")
+    written = "vllm:kvtier_disk_written_blocks"
+    wait_until(lambda: rig.end_step() or rig.metric(written) > 0, "what may be written is")
     rig.settle()
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 1
+    assert rig.metric(written) == 1
 
 
 def asked(stats: metrics.Stats) -> dict[str, float]:
@@ -112,11 +104,6 @@ def test_an_engine_reports_the_blocks_that_its_requests_ask_for(rigs: Rigs) -> N
 
 def block(number: int, tenant: str = "", group: int = 0) -> BlockKey:
     return BlockKey(hashlib.sha256(str(number).encode()).digest(), group, tenant)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(1000.0)
 
 
 @pytest.fixture
