@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_faults import FailingFs, HookedFs
 from tier_dir import Refusing
 
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig
@@ -160,17 +162,13 @@ def test_only_what_vllm_names_so_is_touched(volume: Volume) -> None:
 
 def test_a_file_that_was_written_anew_since_it_was_chosen_stays(volume: Volume) -> None:
     path = volume.store(1, age=1000)
+    looks = itertools.count(1)
 
-    class WrittenMeanwhile(FileSystem):
-        looks = 0
+    def write(call: str, path: str) -> None:
+        if call == "stat" and path.endswith(".bin") and next(looks) == 2:
+            os.utime(path)
 
-        def stat(self, path: str) -> os.stat_result:
-            self.looks += path.endswith(".bin")
-            if path.endswith(".bin") and self.looks == 2:
-                os.utime(path)
-            return super().stat(path)
-
-    sweeper = volume.sweeper(max_bytes=SIZE // 2 + 1, fs=WrittenMeanwhile())
+    sweeper = volume.sweeper(max_bytes=SIZE // 2 + 1, fs=HookedFs(write))
     volume.sweep(sweeper)
     assert (path.exists(), sweeper.report.tallies.spared_blocks) == (True, 1)
 
@@ -192,14 +190,9 @@ def test_files_that_cannot_be_removed_keep_no_others_from_going(volume: Volume) 
     files = [volume.store(number, age=1000 - number) for number in range(20)]
     # As a directory of another owner is: more of the oldest than are to go.
     stuck = {path.name for path in files[:12]}
-
-    class Refusing(FileSystem):
-        def unlink(self, path: str) -> None:
-            if Path(path).name in stuck:
-                raise PermissionError(13, "Permission denied", path)
-            super().unlink(path)
-
-    sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7, fs=Refusing())
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    fs = FailingFs(denied, lambda call, path: call == "unlink" and Path(path).name in stuck)
+    sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.7, fs=fs)
     volume.sweep(sweeper)
     assert "Permission denied" in sweeper.report.problems["walk"]
     for _ in range(2):

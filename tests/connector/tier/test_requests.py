@@ -63,8 +63,9 @@ def test_groups_are_chains_of_their_own_with_chunks_of_their_own_length() -> Non
     assert request.lineage(key(3, group=1)) == Lineage(hash_of(1), 1)
 
 
-def test_a_chunk_that_ends_inside_another_is_no_link() -> None:
+def test_a_chunk_is_known_once_it_is_noted_and_is_no_link_where_it_ends_inside_another() -> None:
     context, request = request_of(*keys(2))
+    assert [request.lineage(key(number)) for number in range(3)] == [NO_LINEAGE, Lineage(hash_of(0), 1), NO_LINEAGE]
     context.set_offload_key_position(key(50), 2 * TOKENS_PER_BLOCK + 3)
     context.set_offload_key_position(key(2), 3 * TOKENS_PER_BLOCK)
     assert request.lineage(key(50)) == NO_LINEAGE
