@@ -76,7 +76,7 @@ class PoolUnderTest:
         self.permit = StorePermit(str(path))
         self.permit.is_needed = max_bytes > 0
         for number in ("one", "two") if max_bytes else ():
-            path.write_bytes(encode_permit(Permit(number, 60.0, max_bytes)))
+            path.write_bytes(encode_permit(Permit(number, 3600.0, max_bytes)))
             self.permit.refresh()
         self.breaker = Breaker()
         self._fds = [os.memfd_create("cpu-tier") for _ in range(2)]
@@ -153,6 +153,25 @@ class PoolUnderTest:
         """Give tasks up, and step until all of them have ended."""
         self.workers.cancel(tasks)
         wait_until(lambda: self.collect() or self.ended.keys() >= set(tasks), "the tasks are cancelled")
+
+    def load_until_a_worker_hangs(self, lane: Lane = Lane.LOAD) -> object:
+        """Load block 1 until a worker is found hanging in the read; return how that load ended.
+
+        A worker of a busy machine may come too late to its task, which says nothing of the volume.
+        """
+        asked: list[int] = []
+        seen: set[bool] = set()
+
+        def has_hung() -> bool:
+            if len(asked) == len(self.ended):
+                asked.append(len(asked))
+                self.load(asked[-1], 1, lane=lane)
+            self.collect()
+            seen.add(self.workers.is_stuck(lane))
+            return True in seen and len(asked) == len(self.ended)
+
+        wait_until(has_hung, "a worker hangs")
+        return self.outcome(asked[-1])
 
     @property
     def has_processes(self) -> bool:

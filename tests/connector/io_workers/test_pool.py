@@ -6,9 +6,14 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from clocks import Clock
 from pools import (
     PATIENCE_SECONDS,
     ROW_BYTES,
@@ -26,6 +31,8 @@ from pools import (
 )
 
 from kvtier_connector.io_workers import pool as pool_module
+from kvtier_connector.io_workers import supervisor as supervisor_module
+from kvtier_connector.io_workers import worker as worker_module
 from kvtier_connector.io_workers.pool import workers_for
 from kvtier_connector.io_workers.supervisor import Supervisor
 from kvtier_connector.io_workers.task_table import ENTRIES
@@ -34,6 +41,7 @@ from kvtier_connector.io_workers.tasks import (
     Lane,
 )
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import CircuitState, Direction
 
@@ -120,14 +128,15 @@ def test_a_cancelled_task_that_nobody_began_ends_as_withdrawn(pools: Pools, on_t
     pool = pools.make(workers=2, on_threads=on_threads)
     pool.write(1, 2)
     pool.set_row(0, payload(7))
-    if pool.processes:
-        os.kill(pool.processes[0], signal.SIGSTOP)
+    for process in pool.processes:
+        os.kill(process, signal.SIGSTOP)
     pool.load(1, *[1] * 8, lane=Lane.PREFETCH)
     pool.cancel(*range(1, 9))
     endings = {done.outcome for done in pool.ended.values()}
+    for process in pool.processes:
+        os.kill(process, signal.SIGCONT)
     if pool.processes:
         assert endings == {Ending.CANCELLED}
-        os.kill(pool.processes[0], signal.SIGCONT)
     else:
         assert endings <= {Ending.CANCELLED, HIT}
     pool.load(10, 2, first_row=9)
@@ -206,26 +215,37 @@ def test_a_worker_that_hangs_is_killed_and_replaced_and_its_task_is_late(pools: 
     gate = shut(pools)
     pool = pools.make(workers=1, stuck_seconds=0.2, file_system="worker_fs:GatedFs")
     pool.write(1)
-    pool.load(1, 1, lane=lane)
-    seen: list[bool] = []
-
-    def has_ended() -> bool:
-        pool.collect()
-        seen.append(pool.workers.is_stuck(lane))
-        return bool(pool.ended) and any(seen)
-
-    wait_until(has_ended, "the worker is given up")
+    assert pool.load_until_a_worker_hangs(lane) is Ending.LATE
     gate.unlink()
-    assert pool.outcome(1) is Ending.LATE
     assert pool.breaker.view(Direction.LOAD).cause == "timeout"
 
 
-def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(pools: Pools) -> None:
-    # Each read takes 0.1 s, and now and then half a second on a busy host; all of them take longer than the bound.
-    pool = pools.make(workers=1, stuck_seconds=1.5, file_system="worker_fs:SlowFs")
+class TurnstileFs(FileSystem):
+    """Lets one read through each time that it is told to."""
+
+    def __init__(self) -> None:
+        self.turns = threading.Semaphore(0)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.turns.acquire()
+        return super().preadv(fd, buffers, offset)
+
+
+def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, fs = Clock(100.0), TurnstileFs()
+    for module in (pool_module, worker_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    pool = pools.make(workers=1, stuck_seconds=1.5, fs=fs)
     pool.write(1)
-    pool.load(0, *[1] * 20)
-    pool.wait_for(20)
+    pool.load(0, *[1] * 8)
+    # Each read takes a second, and all of them longer than the bound.
+    for count in range(1, 9):
+        clock.seconds += 1.0
+        pool.collect()
+        fs.turns.release()
+        pool.wait_for(count)
     assert {done.outcome for done in pool.ended.values()} == {HIT}
     assert pool.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
 
@@ -233,6 +253,8 @@ def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(pools: Pool
 def test_what_waits_in_line_is_late_when_no_worker_gets_on_and_they_are_replaced(pools: Pools) -> None:
     pool = pools.make(workers=2, stuck_seconds=1.0)
     pool.write(1)
+    # It closes again at once: a busy machine may let a worker hang in the first read.
+    pool.breaker.admit = lambda _: True  # type: ignore[method-assign]
     pool.load(0, 1)
     pool.wait_for(1)
     for process in pool.processes:
@@ -253,15 +275,19 @@ def test_what_waits_in_line_is_late_when_no_worker_gets_on_and_they_are_replaced
 
 def test_a_breaker_that_opens_refuses_what_waits_in_line(pools: Pools) -> None:
     pool = pools.make()
+    pool.breaker._now = Clock()
     pool.breaker.record_timeout(Direction.LOAD)
     pool.load(0, *range(4))
     pool.wait_for(4)
     assert {done.outcome for done in pool.ended.values()} == {("breaker",)}
 
 
-def test_closing_ends_idle_workers_and_those_that_hang_and_every_task(pools: Pools) -> None:
+def test_closing_ends_idle_workers_and_those_that_hang_and_every_task(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_KILLED_SECONDS", PATIENCE_SECONDS)
     idle, (hanging, _) = pools.make(workers=2), reading(pools, 1)
-    assert idle.workers.close(20.0)
+    assert idle.workers.close(PATIENCE_SECONDS)
     assert hanging.workers.close(0.2)
     assert not any(is_alive(process) for process in (*idle.processes, *hanging.processes))
     hanging.collect()
@@ -295,9 +321,11 @@ def test_workers_get_company_while_more_is_to_be_read_than_they_do_and_no_core_i
     monkeypatch.setattr(Supervisor, "wait_share", lambda _: wait_share)
     pool = pools.make(workers=3, first=1, file_system="worker_fs:SlowFs")
     pool.write(*range(16))
-    for batch in range(2):
-        pool.load(16 * batch, *range(16))
-    pool.wait_for(32)
+    # A worker that starts late leaves the first ones to the others.
+    for batch in range(100 if is_growing else 2):
+        if pool.workers.counts().processes < 3:
+            pool.load(16 * batch, *range(16))
+            pool.wait_for(16 * batch + 16)
     assert pool.workers.counts().processes == (3 if is_growing else 1)
     assert all(type(done.outcome).__name__ == "Hit" for done in pool.ended.values())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import ROW_BYTES, Pools, PoolUnderTest, is_alive, is_waiting, payload, shut, wait_until
+from pools import PATIENCE_SECONDS, ROW_BYTES, Pools, PoolUnderTest, is_alive, is_waiting, payload, shut, wait_until
 
 from kvtier_connector.io_workers.pool import NO_WORKERS
 from kvtier_connector.io_workers.tasks import Lane
@@ -219,7 +219,7 @@ def test_a_signal_to_all_processes_leaves_the_workers_to_their_engine(pools: Poo
     pool.wait_for(40)
     assert all(isinstance(ended.outcome, Hit) for ended in pool.ended.values())
     assert all(is_alive(process) for process in pool.processes)
-    assert pool.workers.close(20.0)
+    assert pool.workers.close(PATIENCE_SECONDS)
     assert not any(is_alive(process) for process in pool.processes)
 
 
