@@ -26,7 +26,7 @@ def at(port: int, path: str = "/", host: str = "127.0.0.1") -> Address:
     return Address(host=host, port=port, path=path)
 
 
-def fetch(asker: HttpClient, address: Address, *, seconds: float = 5.0, most_bytes: int = 4 << 20) -> HttpReply:
+def fetch(asker: HttpClient, address: Address, *, seconds: float = 50.0, most_bytes: int = 4 << 20) -> HttpReply:
     question = HttpRequest(address=address, seconds=seconds, most_bytes=most_bytes)
     return on_loop(asker, lambda: asker.send(question, owner="tier"))
 

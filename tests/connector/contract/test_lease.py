@@ -7,7 +7,7 @@ import copy
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -234,22 +234,23 @@ def test_on_threads_it_leads_hands_over_survives_a_client_that_breaks_and_ends()
             raise error
 
     server.fault = breaks
+    patient = settings("b", duration_seconds=120, deadline_seconds=100, renew_seconds=0.2, retry_seconds=0.1)
     first, second = (
-        Elector(server.api(), replace(fast, identity=name), on_change=heard.append)
-        for name, heard in zip("ab", told, strict=True)
+        Elector(server.api(), each, on_change=heard.append) for each, heard in zip((fast, patient), told, strict=True)
     )
     first.start()
-    until(lambda: told[0] == [True])
+    until(lambda: first.is_leader() and told[0])
     # The loss is told even while a request hangs.
     server.fault = lambda call: hang.wait(60) and None if call == "update" else None
-    until(lambda: told[0] == [True, False])
-    assert not first.is_leader()
+    until(lambda: not first.is_leader() and not told[0][-1])
     server.fault = lambda _call: None
     hang.set()
     until(first.is_leader)
     second.start()
     first.close()
-    assert told[0] == [True, False, True, False]
+    # On a busy machine it is late with a renewal now and then, and loses more than once.
+    assert len(told[0]) >= 4
+    assert told[0] == [True, False] * (len(told[0]) // 2)
     until(lambda: told[1] == [True])
     assert second.is_leader()
     second.close()

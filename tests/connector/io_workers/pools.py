@@ -8,12 +8,18 @@ import functools
 import hashlib
 import mmap
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from waiting import until
 from worker_fs import GATE, WAITING
 
+from kvtier_connector.io_workers import pool as pool_module
+from kvtier_connector.io_workers import worker as worker_module
 from kvtier_connector.io_workers.buffers import Region
 from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.tasks import Done, Lane, Task
@@ -52,6 +58,26 @@ def children(parent: int) -> list[int]:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 found.append(int(stat.parent.name))
     return found
+
+
+def pass_deadlines(monkeypatch: pytest.MonkeyPatch, has_hung: Callable[[], bool], *, open_tasks: int = 1) -> None:
+    """Have deadlines of workers on threads pass once something hangs and so many tasks are open, and not before.
+
+    However busy the machine is, no other task is late then.
+    """
+    ahead: list[float] = []
+    shifted = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead), sleep=time.sleep)
+    for module in (pool_module, worker_module):
+        monkeypatch.setattr(module, "time", shifted)
+    tick = WorkerPool._tick
+
+    def tick_late(self: WorkerPool, now: float) -> None:
+        if not ahead and len(self._open) == open_tasks and has_hung():
+            ahead.append(3600.0)
+            now = shifted.monotonic()
+        tick(self, now)
+
+    monkeypatch.setattr(WorkerPool, "_tick", tick_late)
 
 
 class PoolUnderTest:

@@ -98,7 +98,7 @@ def test_engines_janitor_and_servers_that_are_killed_at_random_lose_double_and_s
     except UnavailableError as error:
         pytest.skip(str(error))
     assert run.problems == []
-    assert (run.stalls, run.pinned_stores > 0, run.compressed_at_end > 0) == (1, True, True)
+    assert (run.stalls, run.retained_stores > 0, run.compressed_at_end > 0) == (1, True, True)
     assert run.engine_kills + run.janitor_kills + run.server_kills > 0
 
 

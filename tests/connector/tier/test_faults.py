@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pools import pass_deadlines
 from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
 from store_faults import GatedFs
 from vllm.v1.kv_offload.base import get_offload_block_hash
@@ -37,10 +38,13 @@ def is_read_of(*hanging: bytes) -> Callable[[str, str], bool]:
     return lambda call, path: call == "preadv" and any(name in path for name in names)
 
 
-def test_a_read_that_hangs_ends_at_its_deadline_and_the_rest_of_the_job_is_kept(rigs: Rigs) -> None:
+def test_a_read_that_hangs_ends_at_its_deadline_and_the_rest_of_the_job_is_kept(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rigs.write(keys(6))
     fs = GatedFs(is_read_of(key(4)))
-    reader = rigs.make(fs=fs, load_deadline_seconds=0.3)
+    pass_deadlines(monkeypatch, lambda: fs.waiting == 1)
+    reader = rigs.make(fs=fs)
     assert reader.serve(keys(6)).hit_blocks == 4
     reader.settle()
     assert reader.metric("vllm:kvtier_disk_misses", "deadline") == 1
@@ -130,7 +134,8 @@ def test_when_every_thread_hangs_lookups_are_misses_until_it_ends(rigs: Rigs, mo
     monkeypatch.setattr("kvtier_connector.cascade.memory.ASIDE_SECONDS", 0.2)
     rigs.write(keys(8))
     fs = GatedFs(lambda call, path: call == "preadv" and "blocks" in path)
-    rig = rigs.make(fs=fs, load_deadline_seconds=0.2)
+    pass_deadlines(monkeypatch, lambda: fs.waiting == IO_THREADS, open_tasks=8)
+    rig = rigs.make(fs=fs)
     assert rig.serve(keys(8), "first").hit_blocks == 0
     wait_until(lambda: rig.metric("vllm:kvtier_disk_stuck_threads") >= IO_THREADS, "every thread counts as stuck")
     rig.end_step()  # the scheduler looks once in each step
@@ -142,10 +147,11 @@ def test_when_every_thread_hangs_lookups_are_misses_until_it_ends(rigs: Rigs, mo
     wait_until(lambda: rig.serve(keys(8), f"third {next(attempts)}").hit_blocks == 8, "blocks are served again")
 
 
-def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs) -> None:
+def test_draining_is_bounded_by_the_deadline_of_the_jobs(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     rigs.write(keys(2))
     fs = GatedFs(is_read_of(key(0), key(1)))
-    rig = rigs.make(fs=fs, load_deadline_seconds=0.5)
+    pass_deadlines(monkeypatch, lambda: fs.waiting == 2, open_tasks=2)
+    rig = rigs.make(fs=fs)
     context = rig.request("r")
     rig.begin_load(keys(2), context)
     wait_until(lambda: fs.waiting == 2, "the reads hang")

@@ -16,6 +16,7 @@ import pytest
 from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart, stored
 from engine_parts import BLOCK_TOKENS, WINDOW_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
+from pools import pass_deadlines
 from rig import wait_until
 from store_faults import FailingFs, GatedFs, flip
 from vllm.v1.request import RequestStatus
@@ -88,11 +89,13 @@ DAMAGES = {"corrupt": corrupt, "missing": remove, "EIO": refuse, "late": hang}
 
 # One damage shows that the policy is set.
 @pytest.mark.parametrize(("damage", "policy"), [*((each, "recompute") for each in DAMAGES), ("corrupt", "fail")])
-def test_a_missing_chunk_costs_a_recompute(engines: Engines, writer: SimulatedEngine, damage: str, policy: str) -> None:
+def test_a_missing_chunk_costs_a_recompute(
+    engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, damage: str, policy: str
+) -> None:
     gone = engines.keys_of(writer, PROMPT)[12]
     fs = PassingFs()
-    deadline = 0.4 if damage == "late" else 20.0
-    reader = restart(engines, Shape(load_failure_policy=policy), fs, load_deadline_seconds=deadline)
+    pass_deadlines(monkeypatch, lambda: isinstance(fs.other, GatedFs) and fs.other.waiting == 1)
+    reader = restart(engines, Shape(load_failure_policy=policy), fs)
     fs.other = DAMAGES[damage](engines.file_of(writer, PROMPT, 12))
     assert reader.ask("r", PROMPT, answer=40) == 8 * BLOCK_TOKENS + REST
     if isinstance(fs.other, GatedFs):

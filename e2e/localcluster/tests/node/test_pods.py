@@ -13,6 +13,7 @@ from pods import Bench, claim, fetch, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
+from kvtier_localcluster.node import pod
 
 ENOUGH_SECONDS = 6
 """For a hook and for a signal, each of which starts Python or finds it busy."""
@@ -232,7 +233,7 @@ def test_a_missing_config_map_is_reported_and_its_arrival_heals(bench: Bench) ->
     assert bench.environment("by-env")["COLOR"] == "blue"
 
 
-def test_no_container_starts_before_the_volumes_of_all_are_there(bench: Bench) -> None:
+def test_no_container_starts_before_the_volumes_of_all_are_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     early = script("print('early')", name="early")
     volumes = [{"name": "files", "secret": {"secretName": "late"}}]
     mounts = [{"name": "files", "mountPath": "/etc/late"}]
@@ -243,11 +244,12 @@ def test_no_container_starts_before_the_volumes_of_all_are_there(bench: Bench) -
     bench.create(kinds.SECRET, {"metadata": {"name": "late"}, "data": {}})
     until(lambda: bench.is_ready("patient"))
     assert bench.log("patient", "early") == "early\n"
+    monkeypatch.setattr(pod, "_MOUNT_RETRY_SECONDS", 600.0)
     never = [{"name": "files", "secret": {"secretName": "never"}}]
     bench.pod("waiting", server(volumeMounts=mounts), volumes=never)
     until(lambda: "FailedMount" in bench.reasons("waiting"))
     bench.delete(kinds.POD, "waiting")
-    until(lambda: bench.get(kinds.POD, "waiting") is None, seconds=4)
+    until(lambda: bench.get(kinds.POD, "waiting") is None)
 
 
 def test_the_log_of_the_container_before_a_restart_is_kept_for_its_pod_alone(bench: Bench) -> None:
