@@ -150,7 +150,7 @@ bench-operator: venv ## an operator where 1,000 and 10,000 tiers, 5,000 pods and
 
 bench-janitor: venv ## the janitor at a million blocks, and under kill -9 for ten minutes
 	PYTHONPATH=. $(RUN) e2e.bench.janitor --out "$(DATA)/bench/janitor-million.json"
-	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.stress --kind local --out "$(DATA)/bench/janitor-stress.json"
+	PYTHONPATH=.:e2e/netfs $(RUN) e2e.bench.stress --kind local > "$(DATA)/bench/janitor-stress.json"
 
 test-models: venv ## classes of models in real engines, about three minutes each: CLASSES="dense mla" DEVICE=cpu SPLIT_HITS=Auto; then `make generate`
 	PYTHONPATH=".:$$PYTHONPATH" $(RUN) e2e.matrix $(CLASSES) --device "$(or $(DEVICE),cpu)" --split-hits "$(or $(SPLIT_HITS),Off)" --data "$(DATA)/matrix"

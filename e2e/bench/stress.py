@@ -221,12 +221,12 @@ class Stress:
     def go_on(self) -> None:
         """Kill one thing or another until the time is over, with a stall of all servers half-way.
 
-        In a local directory it also goes on until blocks have nearly filled the budget.
+        It also goes on until both kinds were killed and, in a local directory, blocks have nearly filled the budget.
         """
         began = time.monotonic()
         half, ends, next_kill = began + self.result.seconds / 2, began + self.result.seconds, began + 3.0
         full_bytes = 0 if self._volume.serving else FULL_SHARE * self.result.max_bytes
-        while (now := time.monotonic()) < ends or (self.result.most_bytes < full_bytes and now < ends + FILL_SECONDS):
+        while (now := time.monotonic()) < ends or (now < ends + FILL_SECONDS and self._is_poor(full_bytes)):
             for name in [name for name, back in self._down.items() if back <= now]:
                 self._volume.servers.start(name)
                 del self._down[name]
@@ -238,12 +238,16 @@ class Stress:
                 self._volume.servers.resume(*self._volume.serving)
                 self.result.stalls += 1
             elif now >= next_kill:
-                next_kill = now + self._source.uniform(0.5, 4.0)
+                # Engines of a busy machine that are killed all the time fill nothing.
+                next_kill = now + self._source.uniform(0.5, 4.0) * (1 if now < ends else 4)
                 self._kill(now)
             self._look_after_engines()
             time.sleep(0.1)
         for name in self._down:
             self._volume.servers.start(name)
+
+    def _is_poor(self, full_bytes: float) -> bool:
+        return self.result.most_bytes < full_bytes or not (self.result.janitor_kills and self.result.engine_kills)
 
     def _kill(self, now: float) -> None:
         draw = self._source.random()
@@ -415,7 +419,6 @@ def main() -> int:
     parser.add_argument("--kind", choices=[LOCAL, *KINDS], default=GlusterDistribute.name)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="file for what is printed")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -425,11 +428,7 @@ def main() -> int:
     except UnavailableError as error:
         print(f"{options.kind}: {error}", file=sys.stderr)
         return 77
-    text = json.dumps({"date": time.strftime("%Y-%m-%d"), **asdict(run)}, indent=2)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    print(json.dumps({"date": time.strftime("%Y-%m-%d"), **asdict(run)}, indent=2))
     return 1 if run.problems else 0
 
 

@@ -30,12 +30,12 @@ LOADED = replace(
 )
 
 
-def rows(**changes: Any) -> list[Row]:
+def rows(*, more: Answer = LOADED, **changes: Any) -> list[Row]:
     answer = replace(LOADED, **changes)
     tokens = (COMPUTED.token_ids,) * 3
     return [
         Row(what="computed", source="", engine="A", answers=(COMPUTED,) * 3, references=()),
-        Row(what="disk hit", source="disk", engine="B", answers=(LOADED, answer, LOADED), references=tokens),
+        Row(what="disk hit", source="disk", engine="B", answers=(more, answer, LOADED), references=tokens),
     ]
 
 
@@ -51,8 +51,13 @@ def test_a_disk_hit_with_the_same_tokens_is_proof() -> None:
         ({"sources": {"device": 2944, "host": 0, "disk": 0}}, "only 0 tokens came from the disk"),
     ],
 )
-def test_anything_less_is_refused(changes: dict[str, object], complaint: str) -> None:
-    assert any(complaint in problem for problem in problems(rows(**changes)))
+def test_anything_less_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    assert any(complaint in problem for problem in problems(rows(more=replace(LOADED, **changes), **changes)))
+
+
+def test_one_prompt_that_is_computed_is_no_refutation_unless_its_tokens_are_others() -> None:
+    assert problems(rows(**vars(COMPUTED))) == []
+    assert len(problems(rows(**{**vars(COMPUTED), "token_ids": (5, 6, 8)}))) == 1
 
 
 def test_a_cold_prompt_that_was_cached_is_refused() -> None:

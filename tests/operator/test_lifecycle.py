@@ -168,12 +168,12 @@ def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
         ended.append(request.path)
         return ApiError(409, "Conflict", "injected")
 
-    with ready(kubectl):
+    with ready(kubectl, resync_seconds=3600):
         api.server.faults.append(end_kopf)
         api.compact()
         api.drop_watches()
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 1}})
-        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1, seconds=20)
+        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1)
     assert ended
 
 

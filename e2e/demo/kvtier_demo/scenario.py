@@ -17,7 +17,7 @@ MODEL = "tiny"
 PROMPT_WORDS = 3000
 SHARED_SEEDS = (1, 2, 3)
 """Seeds of the prompts: each row shows the median of as many answers."""
-_SETTLED_POLLS = 12
+_SETTLED_POLLS = 20
 Tokens = tuple[tuple[int, ...], ...]
 """The tokens of an answer to each of some prompts."""
 
@@ -81,7 +81,9 @@ def problems(rows: Sequence[Row]) -> list[str]:
         where = f"{row.what} on {row.engine}"
         if not row.is_identical:
             found.append(f"{where}: other tokens than the first answer to the same prompt")
-        for answer in row.answers:
+        # An engine computes what comes late from the volume. On a busy machine that may be, but not for most prompts.
+        asked = sorted(row.answers, key=lambda answer: answer.disk_bytes)
+        for answer in asked[row.source == "disk" :]:
             cached = answer.sources[row.source] if row.source else 0
             if not row.source and answer.cached_tokens:
                 found.append(f"{where}: {answer.cached_tokens} tokens were cached already")

@@ -16,6 +16,8 @@ from kvtier_demo.model import make_model
 from kvtier_localcluster.ports import free_port
 
 SHUTDOWN_SECONDS = 20
+"""Of an engine whose volume does not come back: the test waits for as long."""
+HEALING_SECONDS = 100
 START_SECONDS = 300.0
 CHUNK_TOKENS = 128
 PROMPT_TOKENS = 4 * CHUNK_TOKENS + 8
@@ -26,7 +28,7 @@ def make_tokens(seed: int, count: int = PROMPT_TOKENS) -> list[int]:
 
 
 class Server:
-    def __init__(self, host: EngineHost, directory: Path, volume: Path) -> None:
+    def __init__(self, host: EngineHost, directory: Path, volume: Path, *, heals: bool) -> None:
         make_model(directory / "model", layers=2)
         self.config = write_config(directory, volume, io_processes=2, load_deadline_seconds=60.0)
         self.port = free_port()
@@ -37,7 +39,8 @@ class Server:
             "vllm.entrypoints.openai.api_server",
             *(f"--model={directory / 'model'}", "--host=127.0.0.1", f"--port={self.port}", "--skip-tokenizer-init"),
             *("--enforce-eager", "--dtype=float32", "--max-model-len=1024", "--seed=0", "--enable-prefix-caching"),
-            *(f"--shutdown-timeout={SHUTDOWN_SECONDS}", f"--kv-transfer-config={json.dumps(transfer)}"),
+            f"--shutdown-timeout={HEALING_SECONDS if heals else SHUTDOWN_SECONDS}",
+            f"--kv-transfer-config={json.dumps(transfer)}",
         )
 
     def get(self, path: str) -> str:

@@ -110,7 +110,10 @@ def story(tmp_path_factory: pytest.TempPathFactory, engine_host: EngineHost) -> 
         volumes = [] if why_no_fuse() else [stack.enter_context(mounted(place)) for place in places]
         for place in places:
             (place / "volume").mkdir(exist_ok=True)
-        servers = [Server(engine_host, place, place / "volume") for place in places]
+        servers = [
+            Server(engine_host, place, place / "volume", heals=heals)
+            for place, heals in zip(places, (True, False), strict=False)
+        ]
         for server in servers:
             stack.callback(server.process.kill)
         for server in servers:

@@ -106,7 +106,7 @@ def test_settings_that_cannot_be_used_end_it_with_a_message(tmp_path: Path) -> N
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_under_random_kills_no_byte_is_wrong_and_the_budget_holds() -> None:
     run = stress("local", seconds=9, seed=7)
     assert run.problems == []
