@@ -244,7 +244,7 @@ def test_our_own_definition_is_accepted_and_prints_its_columns(http: Http, kubec
     is_there = http("GET", f"{CRDS}/{name}")[0] == 200
     code, answer = http("POST", CRDS, ours, dryRun="All") if is_there else http("POST", CRDS, ours)
     assert code in (201, 409), answer
-    kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=240s")
     try:
         kubectl("create", "-f", "-", stdin=(OURS.parent / "samples" / "minimal.yaml").read_text())
         shown = kubectl("get", "kvt").splitlines()[0].split()

@@ -102,8 +102,8 @@ def test_the_columns_of_a_definition_are_printed_and_waited_for(kubectl: Kubectl
     assert "timed out" in kubectl.fails("wait", "--for=condition=Ready", "widget/a", "--timeout=1s")
     change = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     kubectl("patch", "widget", "a", "--subresource=status", "--type=merge", "-p", json.dumps(change))
-    assert "condition met" in kubectl("wait", "--for=condition=Ready", "widget/a", "--timeout=60s")
-    assert "condition met" in kubectl("wait", "--for=jsonpath={.spec.size}=3", "widget/a", "--timeout=60s")
+    assert "condition met" in kubectl("wait", "--for=condition=Ready", "widget/a", "--timeout=240s")
+    assert "condition met" in kubectl("wait", "--for=jsonpath={.spec.size}=3", "widget/a", "--timeout=240s")
     header, row = kubectl("get", "wdg").splitlines()
     assert header.split() == ["NAME", "SIZE", "READY", "AGE"]
     assert row.split()[:3] == ["a", "3", "True"]
@@ -111,7 +111,7 @@ def test_the_columns_of_a_definition_are_printed_and_waited_for(kubectl: Kubectl
     assert header.split() == ["NAME", "SIZE", "READY", "MODE", "AGE"]
     assert row.split()[3] == "Fast"
     assert "deleted" in kubectl("delete", "widget", "a")
-    kubectl("wait", "--for=delete", "widget/a", "--timeout=60s")
+    kubectl("wait", "--for=delete", "widget/a", "--timeout=240s")
 
 
 def test_a_category_shows_custom_resources_among_the_others(kubectl: Kubectl, widgets: str, tmp_path: Path) -> None:

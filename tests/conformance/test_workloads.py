@@ -22,7 +22,7 @@ def rolled_out(http: Http, apps: str, kubectl: Kubectl) -> Rollout:
     def make(manifest: Json) -> Any:
         code, answer = http("POST", f"{apps}/deployments", manifest)
         assert code == 201, answer
-        kubectl("rollout", "status", "deployment", manifest["metadata"]["name"], "--timeout=60s")
+        kubectl("rollout", "status", "deployment", manifest["metadata"]["name"], "--timeout=240s")
 
     return make
 
@@ -44,7 +44,7 @@ def test_a_rollout_is_waited_for(rolled_out: Rollout, http: Http, apps: str, kub
     conditions = {each["type"]: each["status"] for each in found["status"]["conditions"]}
     assert conditions == {"Available": "True", "Progressing": "True"}
     assert "successfully rolled out" in kubectl("rollout", "status", "deployment/web")
-    assert "condition met" in kubectl("wait", "--for=condition=Available", "deployment/web", "--timeout=60s")
+    assert "condition met" in kubectl("wait", "--for=condition=Available", "deployment/web", "--timeout=240s")
 
 
 def test_an_environment_variable_rolls_the_pods(
@@ -53,7 +53,7 @@ def test_an_environment_variable_rolls_the_pods(
     rolled_out(deployment())
     before = names(http, f"{core}/pods")
     kubectl("set", "env", "deployment/web", "EXTRA=1")
-    kubectl("rollout", "status", "deployment/web", "--timeout=60s")
+    kubectl("rollout", "status", "deployment/web", "--timeout=240s")
     pods = [item for item in http("GET", f"{core}/pods")[1]["items"] if "deletionTimestamp" not in item["metadata"]]
     assert not before & {item["metadata"]["name"] for item in pods}
     assert all(item["spec"]["containers"][0]["env"] == [{"name": "EXTRA", "value": "1"}] for item in pods)
@@ -62,7 +62,7 @@ def test_an_environment_variable_rolls_the_pods(
     revision = "deployment.kubernetes.io/revision"
     assert sorted(item["metadata"]["annotations"][revision] for item in sets) == ["1", "2"]
     assert "EXTRA" not in kubectl("rollout", "undo", "deployment/web")
-    kubectl("rollout", "status", "deployment/web", "--timeout=60s")
+    kubectl("rollout", "status", "deployment/web", "--timeout=240s")
     assert "env" not in http("GET", f"{apps}/deployments/web")[1]["spec"]["template"]["spec"]["containers"][0]
 
 
@@ -71,7 +71,7 @@ def test_scaling_makes_and_ends_pods(
 ) -> None:
     rolled_out(deployment(replicas=1))
     kubectl("scale", "deployment/web", "--replicas=3")
-    kubectl("rollout", "status", "deployment/web", "--timeout=60s")
+    kubectl("rollout", "status", "deployment/web", "--timeout=240s")
     assert len(names(http, f"{core}/pods")) == 3
     kubectl("scale", "deployment/web", "--replicas=0")
     until(lambda: not names(http, f"{core}/pods"))
@@ -122,13 +122,13 @@ def test_a_cordoned_node_takes_no_new_pods(http: Http, core: str, kubectl: Kubec
     finally:
         for node in nodes:
             kubectl("uncordon", node["metadata"]["name"])
-    kubectl("wait", "--for=condition=Ready", "pod/p", "--timeout=60s")
+    kubectl("wait", "--for=condition=Ready", "pod/p", "--timeout=240s")
 
 
 def test_a_job_completes(kubectl: Kubectl, target: Target) -> None:
     if target.name.startswith("the embedded") or "server of" in target.name:
         kubectl("create", "job", "once", "--image=registry.k8s.io/pause:3.10")
-        kubectl("wait", "--for=condition=Complete", "job/once", "--timeout=60s")
+        kubectl("wait", "--for=condition=Complete", "job/once", "--timeout=240s")
         assert json.loads(kubectl("get", "job", "once", "-o", "json"))["status"]["succeeded"] == 1
     else:
         pytest.skip("pause never ends in a real container")

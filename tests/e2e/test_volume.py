@@ -121,7 +121,7 @@ def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dic
     bench.patch(kinds.SECRET, "kv-keys", {"data": secret(second=2)["data"]})
     tier.patch(disk={"encryption": {"activeKey": "second"}})
     until(lambda: tier.ask("state")["key"] == "second")
-    assert "Stored" in tier.ask("store/b")["outcome"]
+    until(lambda: "Stored" in tier.ask("store/b")["outcome"])
     assert tier.ask("load/a")["is_hit"]
     bench.patch(kinds.SECRET, "kv-keys", {"data": {"first": None}})
     until(lambda: not tier.ask("load/a")["is_hit"])
@@ -180,7 +180,7 @@ def scale(tier: Tier, replicas: int) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled: Tier) -> None:
-    scaled.ask("store/prompt")
+    until(lambda: "Stored" in scaled.ask("store/prompt")["outcome"])
     scale(scaled, 0)
     assert scaled.reaches("Available", "False", "ScaledToZero")["message"] == "spec.replicas is 0: no engine serves"
     until(lambda: scaled.pods() == [])

@@ -34,7 +34,7 @@ class Kubectl:
     def run(self, *arguments: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
         text = stdin if stdin is None or isinstance(stdin, str) else json.dumps(stdin)
         command = [*self._target.kubectl, f"--namespace={self.namespace}", *arguments]
-        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=90, check=False)
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=270, check=False)
 
     def __call__(self, *arguments: str, stdin: Any = None) -> str:
         done = self.run(*arguments, stdin=stdin)

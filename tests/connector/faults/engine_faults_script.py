@@ -48,7 +48,7 @@ SEEN = {
 }
 """What is counted once a fault has been met. On a busy machine lookups and writes may be late, and meet none."""
 STORM_SECONDS = 4.0
-RECOVERY_SECONDS = 120.0
+RECOVERY_SECONDS = 300.0
 LOOK_SECONDS = 1.0
 
 
