@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Iterator
@@ -17,12 +18,18 @@ with warnings.catch_warnings():
     from engine_rig import SimulatedEngine
     from rig import Rigs
 
+    from kvtier_connector.io_workers.lookups import LookupWorker
+
+PATIENCE_SECONDS = 60.0
+
 
 @pytest.fixture(autouse=True)
-def patience_with_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have requests wait for lookups on a busy host, where no test computes for as long as a model does."""
-    for constant in ("LEAST_WAIT_SECONDS", "MOST_WAIT_SECONDS"):
-        monkeypatch.setattr(f"kvtier_connector.cascade.lookup.{constant}", 30.0)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have requests wait for lookups and reads on a busy host, where no test computes for as long as a model does."""
+    for constant in ("lookup.LEAST_WAIT_SECONDS", "lookup.MOST_WAIT_SECONDS", "rates.STALLED_SECONDS"):
+        monkeypatch.setattr(f"kvtier_connector.cascade.{constant}", PATIENCE_SECONDS)
+    patient = functools.partial(LookupWorker, lookup_seconds=PATIENCE_SECONDS)
+    monkeypatch.setattr("kvtier_connector.cascade.attach.LookupWorker", patient)
 
 
 @pytest.fixture

@@ -23,6 +23,12 @@ PROMPT_RATE = 8 * TOKENS_PER_BLOCK / PROMPT_SECONDS
 CHUNK_TOKENS = 128
 
 
+@pytest.fixture(autouse=True)
+def stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a volume count as one that hangs when the product says so: these tests set the clock."""
+    monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
+
+
 def read(rates: Rates, clock: Clock, tokens: int, *, seconds: float = 0.1) -> None:
     """Read so many tokens in so many seconds, with more still to come."""
     rates.note_landed(0, is_reading=True)

@@ -27,12 +27,6 @@ from kvtier_connector.store.health import Breaker, BreakerLimits
 WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-@pytest.fixture(autouse=True)
-def patience_with_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no load given up while a test holds a read back, however long a step takes on a busy host."""
-    monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", 30.0)
-
-
 def is_read_of(engines: Engines, engine: SimulatedEngine, chunk: int) -> Callable[[str, str], bool]:
     name = engines.file_of(engine, PROMPT, chunk).name
     return lambda call, path: call == "preadv" and name in path

@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import IterationStats
 
 from kvtier_connector.cascade.fetch import NO_ROW, Load
-from kvtier_connector.cascade.rates import Rates
+from kvtier_connector.cascade.rates import STALLED_SECONDS, Rates
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.store.fs import FileSystem
 
@@ -101,7 +101,10 @@ def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(
     assert joined.groups() == (str(CHUNKS * BLOCK_TOKENS - head), str(second.computed["reads"]), str(head))
 
 
-def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(engines: Engines, fs: PacedFs) -> None:
+def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(
+    engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt)
     second.add("computes", prompt)
