@@ -104,25 +104,32 @@ def test_readers_of_one_bucket_share_its_rate(tmp_path: Path) -> None:
 
 
 SMALL_STEPS = {"long_prefill_token_threshold": 32}
-"""So small that the rate of prefill is not measured: while it is not known, every hit is read.
-
-Computing so small a model may take less time than a busy machine needs to read.
-"""
+"""Requests whose blocks are taken bit by bit are let in while there is no room for all of them, and are preempted."""
 SIZES = {"agent_tokens": 512, "long_tokens": 1024, "long_rounds": 1, "burst_tokens": 512}
 SIZES |= {"preempted_output": 128, "killed_tokens": 256, "killed_per_second": 0.5}
 """A busy machine answers some of the killed conversations before the kill, too."""
 
 
+def offer_patience(directory: Path) -> None:
+    """Have the engines of processes with this path read what the volume has: vLLM calls its plugins in each."""
+    described = directory / "patience-1.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: patience\nVersion: 1\n")
+    (described / "entry_points.txt").write_text("[vllm.general_plugins]\npatience = patience:be_patient\n")
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_every_heavy_cell_is_played_by_real_engines(tmp_path: Path) -> None:
+    offer_patience(tmp_path / "plugin")
     runs = [
         "kvtier:preemption:agents:returning:preemption:killed",
         "kvtier:long:prepare-long:prepare-bursts512:long:bursts512",
     ]
     command = [sys.executable, "-m", "e2e.bench.traffic", "--device", "cpu", "--out", str(tmp_path)]
     options = ["--throttle", "4", "--engine", json.dumps(SMALL_STEPS), "--sizes", json.dumps(SIZES)]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "connector", ROOT / "operator")))
+    code = (ROOT, ROOT / "connector", ROOT / "operator", ROOT / "tests/connector/tier", tmp_path / "plugin")
+    paths = os.pathsep.join(map(str, code))
     subprocess.run(
         [*command, "--work", str(tmp_path / "work"), *options, *runs],
         env={**os.environ, "PYTHONPATH": paths},
