@@ -25,8 +25,16 @@ PATIENCE_SECONDS = 60.0
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have requests wait for lookups and reads on a busy host, where no test computes for as long as a model does."""
-    for constant in ("lookup.LEAST_WAIT_SECONDS", "lookup.MOST_WAIT_SECONDS", "rates.STALLED_SECONDS"):
+    """Have requests wait for lookups and reads on a busy host, where no test computes for as long as a model does.
+
+    What is not stored is offered again when the test is over.
+    """
+    for constant in (
+        "lookup.LEAST_WAIT_SECONDS",
+        "lookup.MOST_WAIT_SECONDS",
+        "rates.STALLED_SECONDS",
+        "transfers.RETRY_SECONDS",
+    ):
         monkeypatch.setattr(f"kvtier_connector.cascade.{constant}", PATIENCE_SECONDS)
     patient = functools.partial(LookupWorker, lookup_seconds=PATIENCE_SECONDS)
     monkeypatch.setattr("kvtier_connector.cascade.attach.LookupWorker", patient)

@@ -31,6 +31,12 @@ def test_counts_of_chunks_that_were_asked_for_long_ago_are_forgotten() -> None:
     assert not reuse.note_request([key(0)])
 
 
+@pytest.fixture
+def tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_connector.cascade.transfers.RETRY_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("tries_again_at_once")
 def test_chunks_that_two_requests_ask_for_are_written_where_the_cpu_tier_has_them(rigs: Rigs) -> None:
     rig = rigs.make(min_reuse=2)
     rig.tier.transfers.note_request(keys(3))
@@ -58,6 +64,7 @@ def test_chunks_that_the_cpu_tier_lost_are_written_when_they_are_computed_again(
     assert rig.metric("vllm:kvtier_disk_written_blocks") == 3
 
 
+@pytest.mark.usefixtures("tries_again_at_once")
 def test_chunks_of_a_request_that_is_kept_off_the_volume_stay_off_it_when_others_ask_for_them(rigs: Rigs) -> None:
     rig = rigs.make(min_reuse=2, tenant_from="Parameter")
     rig.params = {"kvtier_tenant": "../escape"}
