@@ -92,7 +92,7 @@ def read_from_disk(host: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_engine_of_ours_reads_what_an_attached_one_computed(bench: Bench) -> None:
     ours = Tier(bench, "both")
     ours.reaches("Ready", "True")
@@ -117,7 +117,7 @@ def test_an_engine_of_ours_reads_what_an_attached_one_computed(bench: Bench) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_are_attached(bench: Bench) -> None:
     engine = {"accelerator": {"resource": "none"}, "memory": "64Mi", "cpu": "10m"}
     external = {"external": {"selector": {"matchLabels": {"app": "alone"}}}}

@@ -38,7 +38,7 @@ def _kubeconfig(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(bench.cluster.kubeconfig))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_name_and_the_directory_behind_it_give_the_same_answer(bench: Bench, typed: Tier, kvtier: Command) -> None:
     directory = bench.cluster.cluster.data.root / "pvc/default/typed-blocks"
     by_name, by_directory = (kvtier.json("check", target) for target in ("typed", str(directory)))
@@ -180,7 +180,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_block_of_every_prompt_comes_to_the_volume(
     bench: Bench, cold: Tier, tmp_path: Path, kvtier: Command
 ) -> None:

@@ -48,7 +48,7 @@ def engines(tier: Tier) -> set[str]:
     return {ask(tier, session) for session in SESSIONS}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_router_finds_the_engines_and_keeps_a_session_with_one(routed: Tier) -> None:
     until(lambda: len(engines(routed)) == 2)
     first = [ask(routed, session) for session in SESSIONS]
@@ -56,7 +56,7 @@ def test_the_router_finds_the_engines_and_keeps_a_session_with_one(routed: Tier)
     assert routed.status()["routing"]["service"] == "routed-router.default.svc:8000"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_an_engine_that_dies_costs_no_request_that_comes_after(routed: Tier) -> None:
     until(lambda: len(engines(routed)) == 2)
     dies = ask(routed, SESSIONS[0])
@@ -89,7 +89,7 @@ def test_an_engine_that_dies_costs_no_request_that_comes_after(routed: Tier) -> 
     until(lambda: dies not in engines(routed) and len(engines(routed)) == 2)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_router_whose_flags_are_wrong_is_told_with_its_last_words(bench: Bench) -> None:
     router: dict[str, Any] = {"replicas": 1, "args": ["--cache-threshold", "much"]}
     tier = Tier(bench, "misrouted", replicas=1, routing={"type": "Router", "router": router})

@@ -18,13 +18,13 @@ def run_demo(data: Path, *words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1500,
         check=False,
     )
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1900)
+@pytest.mark.timeout(3200)
 def test_a_second_replica_and_a_later_run_read_what_the_first_replica_computed(tmp_path: Path) -> None:
     first = run_demo(tmp_path)
     assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-2000:]

@@ -43,7 +43,7 @@ def tiers(bench: Bench) -> dict[str, Tier]:
     return made
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_earlier_generation_stays_and_a_stranger_is_named(tiers: dict[str, Tier]) -> None:
     tier = tiers["handed-on"]
     old = tier.status()["generation"]["current"]
@@ -64,7 +64,7 @@ def test_an_earlier_generation_stays_and_a_stranger_is_named(tiers: dict[str, Ti
     until(lambda: tier.ask("store/2")["outcome"] == "refused")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_engine_gets_no_requests_before_it_can_serve_with_its_volume(bench: Bench) -> None:
     tier = Tier(bench, "patient", engine={"env": [{"name": "STAND_IN_WAITS", "value": "1"}]})
     assert tier.ask("state")["mode"] == "ReadWrite"
@@ -80,7 +80,7 @@ def test_an_engine_gets_no_requests_before_it_can_serve_with_its_volume(bench: B
     bench.delete(TIER, "patient")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers: dict[str, Tier]) -> None:
     tier = tiers["llama"]
     process = tier.ask("state")["pid"]
@@ -107,7 +107,7 @@ def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers
     until(lambda: bench.get(LEASE, "llama-janitor") is None)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dict[str, Tier]) -> None:
     tier = tiers["private"]
     tier.reaches("EnginesReady", "False")
@@ -134,7 +134,7 @@ def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dic
     assert tier.ask("state")["pid"] == process
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_budget_is_kept_and_what_goes_is_a_miss(tiers: dict[str, Tier]) -> None:
     tier = tiers["small"]
     until(lambda: 0 < tier.disk().get("usedBytes", 0) < 8 << 20)
@@ -145,7 +145,7 @@ def test_a_budget_is_kept_and_what_goes_is_a_miss(tiers: dict[str, Tier]) -> Non
     until(lambda: "Stored" in tier.ask("store/0")["outcome"])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_replicas_of_one_node_share_a_volume_that_one_node_can_mount(bench: Bench) -> None:
     volume = {"claim": {"size": "10Gi", "accessModes": ["ReadWriteOnce"]}, "deletionPolicy": "Delete"}
     tier = Tier(bench, "one-node", replicas=2, volume=volume)
@@ -178,7 +178,7 @@ def scale(tier: Tier, replicas: int) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled: Tier) -> None:
     until(lambda: "Stored" in scaled.ask("store/prompt")["outcome"])
     scale(scaled, 0)
@@ -195,7 +195,7 @@ def test_a_tier_that_comes_back_from_none_finds_its_blocks(bench: Bench, scaled:
     until(lambda: scaled.status()["readyReplicas"] == 1)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_engines_without_their_redis_serve_and_are_told_of(bench: Bench) -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis"}, "stringData": {"password": "secret"}}
     bench.create(kinds.SECRET, secret)

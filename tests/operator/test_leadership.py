@@ -30,7 +30,7 @@ def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
     with ExitStack() as stack:
 
         def start() -> subprocess.Popen[bytes]:
-            started = operator_process(tmp_path / "kubeconfig", "--leader-elect", KVTIER_LEASE_SECONDS="9")
+            started = operator_process(tmp_path / "kubeconfig", "--leader-elect", KVTIER_LEASE_SECONDS="15")
             return stack.enter_context(started).process
 
         yield start

@@ -29,8 +29,8 @@ API = "kvtier.dev/v1beta1"
 TIER = "demo"
 LABELS = f"kvtier.dev/tier={TIER}"
 ENGINES = f"{LABELS},app.kubernetes.io/component=engine"
-_READY_SECONDS = 420.0
-_GONE_SECONDS = 90.0
+_READY_SECONDS = 600.0
+_GONE_SECONDS = 180.0
 _PROVEN_SECONDS = 240.0  # one canary prompt, and two more should the first not be stored in time
 _RESTARTS = 2
 _KILLED = 137

@@ -123,7 +123,7 @@ def published() -> Iterator[tuple[int, list[Any]]]:
     subscriber.connect(f"tcp://127.0.0.1:{port}")
     try:
         yield port, found
-        while subscriber.poll(500):
+        while subscriber.poll(5000):
             found += msgspec.msgpack.decode(subscriber.recv_multipart()[2], type=vllm_events.KVEventBatch).events
     finally:
         subscriber.close(0)
