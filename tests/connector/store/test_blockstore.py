@@ -278,7 +278,7 @@ def start_writer(root: Path, turns: int) -> subprocess.Popen[str]:
 
 def test_processes_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only(root: Path) -> None:
     processes = [start_writer(root, 300) for _ in range(3)]
-    answers = [process.communicate("go\n", timeout=60)[0] for process in processes]
+    answers = [process.communicate("go\n", timeout=250)[0] for process in processes]
     assert answers == ["done\n"] * 3
     assert [process.returncode for process in processes] == [0, 0, 0]
 
