@@ -27,6 +27,7 @@ CHUNK_TOKENS = 128
 def stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a volume count as one that hangs when the product says so: these tests set the clock."""
     monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
+    monkeypatch.setattr("kvtier_connector.vllm_adapter.manager.LEAST_PATIENCE_SECONDS", LEAST_PATIENCE_SECONDS)
 
 
 def read(rates: Rates, clock: Clock, tokens: int, *, seconds: float = 0.1) -> None:
