@@ -137,17 +137,6 @@ def test_a_container_is_merged_by_its_name(apply: Apply, apps: str) -> None:
     assert merged["spec"]["template"]["spec"]["containers"][0]["image"].startswith("registry")
 
 
-def test_kubectl_says_who_is_in_the_way_and_how_to_go_on(kubectl: Kubectl) -> None:
-    manifest = config_map(a="1")
-    kubectl("apply", "--server-side", "--field-manager=one", "-f", "-", stdin=manifest)
-    other = config_map(a="2")
-    refused = kubectl.fails("apply", "--server-side", "--field-manager=two", "-f", "-", stdin=other)
-    assert 'conflict with "one"' in refused
-    assert "--force-conflicts" in refused
-    arguments = ("apply", "--server-side", "--field-manager=two", "--force-conflicts", "-f", "-")
-    assert "serverside-applied" in kubectl(*arguments, stdin=other)
-
-
 def test_kubectl_apply_from_the_client_takes_back_what_is_left_out(kubectl: Kubectl) -> None:
     kubectl("apply", "-f", "-", stdin=config_map(a="1", b="2"))
     assert "configured" in kubectl("apply", "-f", "-", stdin=config_map(a="1"))

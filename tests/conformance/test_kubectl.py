@@ -151,24 +151,6 @@ def test_fields_are_explained(kubectl: Kubectl, widgets: str) -> None:
     assert "does not exist" in kubectl.fails("explain", "widget.spec.nothing")
 
 
-def test_scaling_a_custom_resource(kubectl: Kubectl, widgets: str) -> None:
-    kubectl("create", "-f", "-", stdin=widget())
-    assert "scaled" in kubectl("scale", "widget/a", "--replicas=4")
-    assert kubectl.json("get", "widget", "a")["spec"]["replicas"] == 4
-    refused = kubectl.fails("scale", "widget/a", "--current-replicas=1", "--replicas=2")
-    assert "Expected replicas to be 1, was 4" in refused
-
-
-def test_labels_and_annotations(kubectl: Kubectl) -> None:
-    kubectl("create", "-f", "-", stdin=config_map())
-    kubectl("label", "configmap", "c", "a=1")
-    kubectl("annotate", "configmap", "c", "b=2")
-    assert "--overwrite" in kubectl.fails("label", "configmap", "c", "a=2")
-    kubectl("label", "configmap", "c", "a-")
-    metadata = kubectl.json("get", "configmap", "c")["metadata"]
-    assert (metadata.get("labels"), metadata["annotations"]) == (None, {"b": "2"})
-
-
 def test_replacing_and_describing(kubectl: Kubectl, widgets: str) -> None:
     kubectl("create", "-f", "-", stdin=widget())
     found = kubectl.json("get", "widget", "a")

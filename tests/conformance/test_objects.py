@@ -40,16 +40,6 @@ def test_a_write_that_is_based_on_an_older_version_is_refused(http: Http, core: 
     assert "the object has been modified; please apply your changes to the latest version" in refused["message"]
 
 
-def test_two_holders_of_a_lease_cannot_both_renew_it(http: Http, namespace: str) -> None:
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-    spec = {"holderIdentity": "a", "leaseDurationSeconds": 15}
-    kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
-    _, lease = http("POST", path, {**kind, "metadata": {"name": "l"}, "spec": spec})
-    codes = [http("PUT", f"{path}/l", {**lease, "spec": {**spec, "holderIdentity": name}})[0] for name in "bc"]
-    assert codes == [200, 409]
-    assert http("GET", f"{path}/l")[1]["spec"]["holderIdentity"] == "b"
-
-
 def test_the_generation_counts_changes_of_the_spec_only(http: Http, widgets: str) -> None:
     _, made = http("POST", widgets, widget())
     assert made["metadata"]["generation"] == 1
@@ -92,24 +82,16 @@ def test_a_scale_shows_and_sets_the_replicas(http: Http, widgets: str) -> None:
     assert (found["spec"]["replicas"], found["metadata"]["generation"]) == (0, 3)
 
 
+GRACE: Json = {"terminationGracePeriodSeconds": 5}
+WITH_ENV: Json = {"containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}], **GRACE}
+
+
 @pytest.mark.parametrize(
     ("media_type", "patch"),
     [
-        (MERGE, {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 5}}}}),
+        (MERGE, {"spec": {"template": {"spec": GRACE}}}),
         (JSON_PATCH, [{"op": "replace", "path": "/spec/template/spec/terminationGracePeriodSeconds", "value": 5}]),
-        (
-            STRATEGIC,
-            {
-                "spec": {
-                    "template": {
-                        "spec": {
-                            "terminationGracePeriodSeconds": 5,
-                            "containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}],
-                        }
-                    }
-                }
-            },
-        ),
+        (STRATEGIC, {"spec": {"template": {"spec": WITH_ENV}}}),
     ],
     ids=["merge", "json", "strategic"],
 )

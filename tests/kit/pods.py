@@ -7,6 +7,7 @@ import builtins
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from kvtier_localcluster import kinds
@@ -58,6 +59,14 @@ def script(text: str, name: str = "main", **fields: Any) -> Json:
 def claim(name: str, **fields: Any) -> Json:
     requests = {"resources": {"requests": {"storage": "1Gi"}}}
     return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs: one that ended and that its parent has not asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def fetch(url: str) -> str | None:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a CustomResourceDefinition does to its objects: pruning, defaults, schema, CEL, and the lint of the schema."""
+"""A CustomResourceDefinition: pruning, defaults, schema, CEL, the lint of the schema, and the costs of rules."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from objects import GROUP, Json, widget
 
 from kvtier_localcluster.apiserver import structural_problems
 from kvtier_localcluster.apiserver.admission import cel
+from kvtier_localcluster.apiserver.admission.cel_cost import costs
 
 Http = Callable[..., tuple[int, Any]]
 
@@ -93,3 +96,29 @@ def test_each_structural_mistake_is_named(crd: Json, change: dict[str, Any], pro
     spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     spec["properties"].update(change)
     assert structural_problems(crd) == [problem]
+
+
+REAL: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "cel_costs.yaml").read_text())
+"""What a real API server estimates."""
+
+
+def over(rule: str) -> dict[str, Any]:
+    return {"type": "object", "properties": REAL["properties"], "x-kubernetes-validations": [{"rule": rule}]}
+
+
+@pytest.mark.parametrize(("rule", "cost"), REAL["costs"].items())
+def test_a_rule_is_estimated_as_a_real_server_does_and_never_below(rule: str, cost: int) -> None:
+    [(_, found)] = costs(over(rule))
+    assert cost <= found <= max(cost + 1, 1.1 * cost)
+
+
+def test_a_rule_of_a_nested_value_costs_as_often_as_the_value_may_occur() -> None:
+    found = {
+        path.split(".x-kubernetes")[0]
+        .replace(".properties[", ".")
+        .replace("]", "")
+        .replace(".items", "[]")
+        .replace(".additionalProperties", ".*"): cost
+        for path, cost in costs(REAL["nested"]["schema"])
+    }
+    assert found == REAL["nested"]["costs"]

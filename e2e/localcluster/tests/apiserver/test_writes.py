@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from objects import config_map
 
 from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_localcluster.apiserver.registry import patches
+from kvtier_localcluster.apiserver.store import schemas
 
 Http = Callable[..., tuple[int, Any]]
 Make = Callable[..., dict[str, Any]]
@@ -17,10 +20,7 @@ MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 DEFAULT = "/api/v1/namespaces/default"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
-
-
-def _config_map(name: str = "c", **data: str) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
+SCHEMA = schemas.builtin_schema("apps", "v1", "Deployment")
 
 
 def _claim(size: str = "1Gi", **spec: Any) -> dict[str, Any]:
@@ -29,18 +29,18 @@ def _claim(size: str = "1Gi", **spec: Any) -> dict[str, Any]:
 
 
 def test_a_missing_namespace_is_refused(http: Http) -> None:
-    code, status = http("POST", "/api/v1/namespaces/nowhere/configmaps", _config_map())
+    code, status = http("POST", "/api/v1/namespaces/nowhere/configmaps", config_map())
     assert code == 404
     assert 'namespaces "nowhere" not found' in status["message"]
 
 
 @pytest.mark.parametrize("name", ["Upper", "under_score", "-dash", "a..b", "x" * 254])
 def test_a_name_that_is_no_subdomain_is_refused(http: Http, name: str) -> None:
-    assert http("POST", f"{DEFAULT}/configmaps", _config_map(name))[0] == 422
+    assert http("POST", f"{DEFAULT}/configmaps", config_map(name))[0] == 422
 
 
 def test_a_patch_that_names_an_older_version_conflicts(http: Http) -> None:
-    _, first = http("POST", f"{DEFAULT}/configmaps", _config_map(a="1"))
+    _, first = http("POST", f"{DEFAULT}/configmaps", config_map(a="1"))
     http("PATCH", f"{DEFAULT}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)
     change = {"metadata": {"resourceVersion": first["metadata"]["resourceVersion"]}, "data": {"a": "3"}}
     assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=MERGE)[0] == 409
@@ -156,9 +156,40 @@ def test_a_service_keeps_its_address_when_replaced_and_may_have_none(http: Http)
 
 
 def test_what_a_caller_gets_is_a_copy(api: ApiServerThread) -> None:
-    api.create(_config_map(a="1"))
+    api.create(config_map(a="1"))
     shown = api.get("configmaps", "default", "c")
     assert shown is not None
     before = copy.deepcopy(shown)
     shown["data"]["a"] = "changed"
     assert api.get("configmaps", "default", "c") == before
+
+
+def _containers(*containers: dict[str, Any]) -> dict[str, Any]:
+    return {"spec": {"template": {"spec": {"containers": list(containers)}}}}
+
+
+ONE = _containers({"name": "a", "image": "1"})
+ROLLING = {"spec": {"strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1}}}}
+RETAINED = {"spec": {"strategy": {"$retainKeys": ["type"], "type": "Recreate"}}}
+WITHOUT = {"metadata": {"$deleteFromPrimitiveList/finalizers": ["a/b"], "finalizers": ["e/f"]}}
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "after"),
+    [
+        (ONE, _containers({"name": "a", "$patch": "delete"}, {"name": "c"}), _containers({"name": "c"})),
+        (ONE, _containers({"$patch": "replace"}, {"name": "b"}), _containers({"name": "b"})),
+        (
+            _containers({"name": "a", "args": ["x"]}),
+            _containers({"name": "a", "args": ["y"]}),
+            _containers({"name": "a", "args": ["y"]}),
+        ),
+        (ROLLING, RETAINED, {"spec": {"strategy": {"type": "Recreate"}}}),
+        ({"metadata": {"finalizers": ["a/b", "c/d"]}}, WITHOUT, {"metadata": {"finalizers": ["c/d", "e/f"]}}),
+    ],
+    ids=["items by their key", "the whole list", "a list without a key", "named keys", "a list of scalars"],
+)
+def test_a_strategic_patch_changes_what_it_says(
+    before: dict[str, Any], change: dict[str, Any], after: dict[str, Any]
+) -> None:
+    assert patches.strategic_merge_patch(before, change, SCHEMA) == after

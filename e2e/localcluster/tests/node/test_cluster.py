@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from pods import Bench, claim, fetch, script, server
+from pods import Bench, claim, fetch, is_alive, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
@@ -30,14 +30,6 @@ time.sleep(600)
 """
 
 
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def start_writer(bench: Bench) -> list[int]:
     """Run a pod that notes the pids of its processes in its claim; return them."""
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("data"))
@@ -53,8 +45,8 @@ def test_a_claim_keeps_its_files_across_a_restart_and_no_process_survives_the_st
     settings = ClusterSettings(data=tmp_path / "data")
     with ClusterThread(settings) as first:
         pids = start_writer(Bench(first, "default"))
-        assert all(alive(pid) for pid in pids)
-    assert not any(alive(pid) for pid in pids)
+        assert all(is_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     with ClusterThread(settings) as second:
         assert start_writer(Bench(second, "default"))[:2] == pids
     assert not list(DataDirectory(tmp_path / "data").pods.glob("*"))
@@ -74,10 +66,10 @@ def test_no_process_survives_when_the_cluster_is_killed(tmp_path: Path, capfd: p
         log = data / "logs" / "default" / "daemon" / "main.log"
         until(lambda: log.exists() and log.read_text().endswith("\n"))
         pids = [int(pid) for pid in log.read_text().split()]
-        assert all(alive(pid) for pid in pids)
+        assert all(is_alive(pid) for pid in pids)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        until(lambda: not any(alive(pid) for pid in pids))
+        until(lambda: not any(is_alive(pid) for pid in pids))
     places = DataDirectory(data)
     assert list(places.pods.iterdir())
     with ClusterThread(ClusterSettings(data=data)):

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from pathlib import Path
 
 import pytest
-from pods import Bench, claim, fetch, script, server
+from pods import Bench, claim, fetch, is_alive, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
@@ -17,14 +16,6 @@ from kvtier_localcluster.node import pod
 
 ENOUGH_SECONDS = 6
 """For a hook and for a signal, each of which starts Python or finds it busy."""
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
@@ -295,12 +286,12 @@ def test_ending_a_pod_runs_its_hook_then_asks_and_then_kills_with_all_children(b
     notes = bench.cluster.cluster.data.claim((bench.namespace, "notes"))
     until((notes / "pids").exists)
     pids = [int(pid) for pid in (notes / "pids").read_text().split()]
-    assert all(alive(pid) for pid in pids)
+    assert all(is_alive(pid) for pid in pids)
     bench.delete(kinds.POD, "stubborn")
     until(lambda: bench.get(kinds.POD, "stubborn") is None)
     assert (notes / "hook").exists()
     assert (notes / "asked").exists()
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     until(lambda: "Killing" in bench.reasons("stubborn"))
 
 
@@ -313,7 +304,7 @@ def test_children_that_outlive_the_main_process_end_with_the_container(bench: Be
     )
     bench.pod("parent", script(daemon), restartPolicy="Never")
     until(lambda: bench.status("parent").get("phase") == "Succeeded")
-    assert not alive(int(bench.log("parent")))
+    assert not is_alive(int(bench.log("parent")))
 
 
 def test_deleting_without_grace_ends_the_processes_at_once(bench: Bench) -> None:
@@ -325,7 +316,7 @@ def test_deleting_without_grace_ends_the_processes_at_once(bench: Bench) -> None
     pid = int(until(lambda: bench.log("forced").strip()))
     bench.delete(kinds.POD, "forced")
     bench.delete(kinds.POD, "forced", grace_seconds=0)
-    until(lambda: not alive(pid))
+    until(lambda: not is_alive(pid))
 
 
 def test_the_last_words_of_a_container_are_in_its_status(bench: Bench) -> None:

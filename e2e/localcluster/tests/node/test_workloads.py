@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
+import socket
+from typing import Any
+
+import pytest
 from pods import Bench, claim, fetch, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
+from kvtier_localcluster.controllers.service_proxy import PortForwarder
 from kvtier_localcluster.kinds import Json
 
 
@@ -166,3 +174,26 @@ def test_a_job_runs_to_completion_and_gives_up_after_its_limit(bench: Bench) -> 
     bad = bench.get(kinds.JOB, "bad")
     assert bad is not None
     assert bad["status"]["failed"] == 2
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_connection_that_arrives_while_the_socket_closes_is_closed_too(turns: int) -> None:
+    complaints: list[dict[str, Any]] = []
+
+    async def connect_and_stop() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = free.getsockname()
+        forwarder = PortForwarder()
+        await forwarder.start(address)
+        with socket.create_connection(address) as client:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await forwarder.stop()
+            client.settimeout(60)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+
+    asyncio.run(connect_and_stop())
+    gc.collect()  # what was left open complains now, and a warning is an error
+    assert complaints == []
