@@ -53,7 +53,7 @@ LIVE = {
 LIVE |= {"rigs", "spawn", "target", "tiers", "vllm", "vllm_flags"}
 """Fixtures that start servers, processes and mounts, or ask vLLM."""
 
-LIVE_PLACES = {"demo", "e2e", "kind", "test_command.py", "test_faults_run.py", "test_image.py"}
+LIVE_PLACES = {"demo", "e2e", "kind", "test_command.py", "test_faults_run.py"}
 LIVE_PLACES |= {"test_process.py", "test_wheel.py"}
 """Folders and modules whose tests do so without a fixture."""
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import ci_tools
 import kubernetes_schemas
 import pytest
 import yaml
+from definition import tier_definition
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -72,3 +75,66 @@ def test_a_picture_of_the_site_leads_to_itself_in_full_size(tmp_path: Path) -> N
     assert {Path("README.md"), Path("docs/operations.md")} <= {page for page, _, _ in shown}
     assert [(str(page), file) for page, alone, file in shown if not alone] == []
     assert (tmp_path / "pages" / "site.css").read_text().startswith("/*")
+
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/support.md").read_text()
+TABLE = PAGE.split("## Stability by field")[1].split("\n## ")[0]
+EXPERIMENTAL = re.findall(r"`((?:spec|status)\.[A-Za-z.]+)`", TABLE)
+(VERSION,) = tier_definition()["spec"]["versions"]
+
+
+@pytest.mark.parametrize("path", EXPERIMENTAL)
+def test_an_experimental_field_is_a_field(path: str) -> None:
+    node: dict[str, Any] = VERSION["schema"]["openAPIV3Schema"]
+    for name in path.split("."):
+        node = node["properties"][name]
+    assert node["description"]
+
+
+def test_the_promise_is_of_the_served_version() -> None:
+    assert (VERSION["served"], VERSION["storage"]) == (True, True)
+    assert f"`{VERSION['name']}` is served until" in TABLE
+    assert len(EXPERIMENTAL) > 8
+
+
+FAULTS = (ROOT / "docs/troubleshooting.md").read_text()
+PROOFS = (ROOT / "tests/connector/faults/README.md").read_text()
+
+
+def functions_in(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of a table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def test_every_fault_of_the_page_is_proved_by_tests_that_exist() -> None:
+    faults = rows(FAULTS.split("## Faults")[1].split("\n## ")[0])
+    assert [cells[0] for cells in faults] == [cells[0] for cells in rows(PROOFS)]
+    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", cells[1]) for cells in rows(PROOFS)]
+    assert all(named)
+    missing = [f"{path}::{name}" for each in named for path, name in each if name not in functions_in(ROOT / path)]
+    assert missing == []
+
+
+def test_every_metric_that_the_page_names_is_served() -> None:
+    served = (ROOT / "connector/METRICS.md").read_text()
+    named = set(re.findall(r"vllm:kvtier_\w+", FAULTS))
+    assert [name for name in named if f"`{name}`" not in served] == []
+
+
+def test_every_cause_that_the_page_names_is_one_the_connector_counts() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "connector/kvtier_connector").rglob("*.py"))
+    causes = set(re.findall(r'cause="(\w+)"', FAULTS))
+    assert len(causes) > 8
+    assert [cause for cause in causes if f'"{cause}"' not in sources] == []
+
+
+def test_every_condition_that_the_page_names_is_reported() -> None:
+    reported = (ROOT / "docs/conditions.md").read_text()
+    named = set(re.findall(r"condition `(\w+)`", FAULTS))
+    assert named
+    assert [name for name in named if f"## {name}\n" not in reported] == []

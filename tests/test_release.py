@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import ci_tools
+import jsonschema
 import kubernetes_schemas
 import pytest
 import yaml
@@ -131,3 +134,21 @@ def test_workflows_scripts_and_dockerfiles_are_what_their_linters_take() -> None
 def test_the_licence_names_its_holder() -> None:
     assert "[yyyy]" not in (ROOT / "LICENSE").read_text()
     assert "Copyright 2026 The kvtier authors" in (ROOT / "NOTICE").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_release_of_this_machine_makes_a_tier_in_an_embedded_cluster(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / ".ci/release_dry_run.py"), str(tmp_path / "out")]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert list(steps) == ["wheel", "plugin", "packages", "images", "install"]
+    assert "built by" in steps["images"] or "skipped: no builder" in steps["images"]
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"install.yaml", "kvtier-0.1.0.tgz", "kvtier-bundle-0.1.0.tar.gz"} <= made
+    with tarfile.open(tmp_path / "out/kvtier-bundle-0.1.0.tar.gz") as bundle:
+        version = bundle.extractfile("bundle/manifests/kvtier.clusterserviceversion.yaml")
+        assert version is not None
+        schema = yaml.safe_load((ROOT / "tests/schemas/csv.yaml").read_text())
+        jsonschema.validate(yaml.safe_load(version.read()), schema)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import builtins
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from tiers import CLAIM, DEPLOYMENT, NAMESPACE, NOON, TIER, TIER_KEY, merge, pod, ready_deployment, tier
@@ -32,6 +32,8 @@ class FakeCluster:
         self._told: dict[str, list[Manifest]] = {}
         self.fail: tuple[int, ClusterError] | None = None
         self.refuse: Callable[[Manifest], str] | None = None
+        self.broken: dict[str, tuple[Collection[str], ClusterError]] = {}
+        """Of a kind, the verbs that fail each time, and how."""
         for manifest in objects:
             self.put(manifest)
 
@@ -145,6 +147,9 @@ class FakeCluster:
         self.calls.append((verb, str(what)))
         if self.fail is not None and len(self.calls) == self.fail[0]:
             raise self.fail[1]
+        verbs, error = self.broken.get(str(what).partition("/")[0], ((), None))
+        if error is not None and verb in verbs:
+            raise error
 
     def _store(self, key: ObjectKey, body: Manifest) -> None:
         old = self._objects[key]

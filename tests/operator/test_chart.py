@@ -16,8 +16,6 @@ import kubernetes_schemas
 import pytest
 import yaml
 from chart import CHART, NAMESPACE, ROOT, HelmFailed, helm, render, render_text, tools
-from live import Client
-from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
 from kvtier_operator import names
@@ -258,33 +256,6 @@ def api() -> Iterator[ApiServerThread]:
 def environment(api: ApiServerThread, tmp_path: Path) -> dict[str, str]:
     config = str(api.write_kubeconfig(tmp_path / "k"))
     return {**os.environ, "KUBECONFIG": config, "HELM_CACHE_HOME": str(tmp_path)}
-
-
-def test_a_release_is_installed_upgraded_and_removed_and_the_tiers_stay(
-    api: ApiServerThread, environment: dict[str, str]
-) -> None:
-    where = ["kvtier", f"--namespace={NAMESPACE}"]
-
-    def cluster_roles() -> set[str]:
-        return {role["metadata"]["name"] for role in api.list("clusterroles.rbac.authorization.k8s.io")}
-
-    before = cluster_roles()
-    helm("install", *where, str(CHART), "--create-namespace", environment=environment)
-    assert cluster_roles() > before
-    kubectl = Client(api.url)
-    sample = yaml.safe_load((ROOT / "crds" / "samples" / "minimal.yaml").read_text())
-    until(lambda: api.get("customresourcedefinitions.apiextensions.k8s.io", None, "kvcachetiers.kvtier.dev"))
-    kubectl.apply_tier({**sample, "metadata": {**sample["metadata"], "namespace": "default"}})
-    name = "kvtier-operator"
-    assert api.get("deployments.apps", NAMESPACE, name) is not None
-    helm("upgrade", *where, str(CHART), "--set=replicas=2", environment=environment)
-    upgraded = api.get("deployments.apps", NAMESPACE, name)
-    assert upgraded["spec"]["replicas"] == 2
-    assert api.get("poddisruptionbudgets.policy", NAMESPACE, name) is not None
-    helm("uninstall", *where, environment=environment)
-    until(lambda: api.get("deployments.apps", NAMESPACE, name) is None)
-    assert cluster_roles() == before
-    assert len(api.list("kvcachetiers.kvtier.dev")) == 1
 
 
 def test_a_crd_that_was_applied_by_hand_is_taken_over_as_the_page_says(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what it prints, what it refuses, and how it ends."""
+"""The command line: what it prints, refuses, and how it ends; also with the packages of the operator's image alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ import yaml
 from command import Command
 from definition import tier_definition
 from live import APPS, Client, body
+from locked_image import blocked_modules, prelude
 from tiers import tier
 from waiting import until
 
+import kvtier_connector
+import kvtier_operator
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import __version__, handlers
 from kvtier_operator.errors import SettingsInvalid
@@ -132,3 +135,59 @@ def test_a_port_in_use_is_named_with_its_setting_and_a_remedy() -> None:
         endpoint = f"http://127.0.0.1:{port}/healthz"
         with pytest.raises(SettingsInvalid, match=f"^--liveness: {remedy}"):
             handlers.run(replace(Settings(), liveness_endpoint=endpoint), log_format="plain", is_verbose=False)
+
+
+PATHS = tuple(Path(next(iter(package.__path__))).parent for package in (kvtier_operator, kvtier_connector))
+SAMPLE = ROOT / "crds" / "samples" / "minimal.yaml"
+
+EVERY_MODULE = """
+import importlib, pkgutil
+import kvtier_operator
+for module in pkgutil.walk_packages(kvtier_operator.__path__, "kvtier_operator."):
+    importlib.import_module(module.name)
+"""
+COMMAND = """
+from kvtier_cli.app import main
+sys.exit(main({arguments!r}))
+"""
+
+
+def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", prelude("operator", paths=PATHS) + script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"HOME": str(directory)},
+    )
+
+
+def test_every_module_finds_what_it_imports(tmp_path: Path) -> None:
+    blocked = blocked_modules("operator")
+    assert {"vllm", "torch", "numpy"} <= blocked
+    assert not {"kopf", "kubernetes", "yaml"} & blocked
+    done = run(EVERY_MODULE, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_tier_is_rendered(tmp_path: Path) -> None:
+    done = run(COMMAND.format(arguments=["render", str(SAMPLE)]), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "kind: Deployment" in done.stdout
+
+
+def test_a_verb_for_which_a_package_is_missing_names_it_and_the_remedy(tmp_path: Path) -> None:
+    done = run(COMMAND.format(arguments=["check", str(tmp_path)]), tmp_path)
+    assert done.returncode == 1
+    # Which of them is missed first depends on the order of the imports.
+    assert done.stderr in {
+        f"Error: check needs the package {package}, which the operator's image does without: pip install kvtier\n"
+        for package in ("blake3", "numpy")
+    }
+
+
+def test_it_runs_as_far_as_the_cluster_that_is_not_there(tmp_path: Path) -> None:
+    done = run(COMMAND.format(arguments=["run"]), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvtier: no cluster to talk to: ")
+    assert "KUBECONFIG" in done.stderr

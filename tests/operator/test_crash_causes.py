@@ -11,50 +11,47 @@ import pytest
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.parts import crash_causes
 
+LINES: dict[Reason, tuple[str, ...]] = {
+    Reason.TOKEN_REFUSED: (
+        "huggingface_hub.errors.GatedRepoError: 403 Client Error. (Request ID: Root=1)",
+        "OSError: You are trying to access a gated repo.",
+        "requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://x",
+    ),
+    Reason.MODEL_NOT_FOUND: (
+        "RepositoryNotFoundError: 404 Client Error. (Request ID: Root=1)",
+        "OSError: nope is not a local folder and is not a valid model identifier listed on",
+    ),
+    Reason.HUB_UNREACHABLE: (
+        "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
+        "MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co'): Max retries exceeded with url: /x\")",
+        "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file",
+    ),
+    Reason.SHM_TOO_SMALL: (
+        "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'",
+        "RuntimeError: unable to write </torch_1>: shared memory: No space left on device",
+        "OSError: [Errno 14] Bad address",
+        "RuntimeError: Insufficient space in /dev/shm for CPU KV offload shared region in /dev/shm: 9 MiB required",
+        "kvtier_connector.contract.errors.ConfigInvalid: /dev/shm is too small: the CPU tier needs 9 MiB there",
+    ),
+    Reason.STALE_SHM: (
+        "FileExistsError: [Errno 17] File exists: '/dev/shm/vllm_offload_1.mmap'",
+        "OSError: [Errno 28] /dev/shm/vllm_offload_1.mmap: No space left on device",
+    ),
+    Reason.DEVICE_MISSING: (
+        "RuntimeError: No CUDA GPUs are available",
+        "RuntimeError: Failed to infer device type, please set the environment variable",
+        "ImportError: libcuda.so.1: cannot open shared object file",
+    ),
+    Reason.DEVICE_OUT_OF_MEMORY: (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "ValueError: No available memory for the cache blocks. Try increasing",
+    ),
+    Reason.ARGS_REFUSED: ("api_server.py: error: unrecognized arguments: --max-modle-len",),
+    Reason.CONFIG_REFUSED: ("ModuleNotFoundError: No module named 'kvtier_connector'",),
+}
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("huggingface_hub.errors.GatedRepoError: 403 Client Error. (Request ID: Root=1)", Reason.TOKEN_REFUSED),
-        ("OSError: You are trying to access a gated repo.", Reason.TOKEN_REFUSED),
-        ("requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://x", Reason.TOKEN_REFUSED),
-        ("RepositoryNotFoundError: 404 Client Error. (Request ID: Root=1)", Reason.MODEL_NOT_FOUND),
-        ("OSError: We couldn't connect to 'https://huggingface.co' to load the files", Reason.HUB_UNREACHABLE),
-        (
-            "MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co'): Max retries exceeded with url: /x\")",
-            Reason.HUB_UNREACHABLE,
-        ),
-        (
-            "huggingface_hub.errors.LocalEntryNotFoundError: An error happened while trying to locate the file",
-            Reason.HUB_UNREACHABLE,
-        ),
-        ("OSError: nope is not a local folder and is not a valid model identifier listed on", Reason.MODEL_NOT_FOUND),
-        ("OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'", Reason.SHM_TOO_SMALL),
-        ("RuntimeError: unable to write </torch_1>: shared memory: No space left on device", Reason.SHM_TOO_SMALL),
-        ("OSError: [Errno 14] Bad address", Reason.SHM_TOO_SMALL),
-        (
-            "RuntimeError: Insufficient space in /dev/shm for CPU KV offload shared region in /dev/shm: 9 MiB required",
-            Reason.SHM_TOO_SMALL,
-        ),
-        (
-            "kvtier_connector.contract.errors.ConfigInvalid: /dev/shm is too small: the CPU tier needs 9 MiB there",
-            Reason.SHM_TOO_SMALL,
-        ),
-        ("FileExistsError: [Errno 17] File exists: '/dev/shm/vllm_offload_1.mmap'", Reason.STALE_SHM),
-        ("OSError: [Errno 28] /dev/shm/vllm_offload_1.mmap: No space left on device", Reason.STALE_SHM),
-        ("RuntimeError: No CUDA GPUs are available", Reason.DEVICE_MISSING),
-        ("RuntimeError: Failed to infer device type, please set the environment variable", Reason.DEVICE_MISSING),
-        ("ImportError: libcuda.so.1: cannot open shared object file", Reason.DEVICE_MISSING),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", Reason.DEVICE_OUT_OF_MEMORY),
-        ("ValueError: No available memory for the cache blocks. Try increasing", Reason.DEVICE_OUT_OF_MEMORY),
-        ("api_server.py: error: unrecognized arguments: --max-modle-len", Reason.ARGS_REFUSED),
-        (
-            "AssertionError: Encoder-decoder models are not currently supported with KV connectors",
-            Reason.MODEL_UNSUPPORTED,
-        ),
-        ("ModuleNotFoundError: No module named 'kvtier_connector'", Reason.CONFIG_REFUSED),
-    ],
-)
+
+@pytest.mark.parametrize(("line", "reason"), [(line, reason) for reason, lines in LINES.items() for line in lines])
 def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, reason: Reason) -> None:
     message = f"INFO 01-01 12:00:00 starting\n{line}\nEngine core initialization failed. See root cause above."
     found = crash_causes.explain(message, 1)

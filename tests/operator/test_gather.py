@@ -69,8 +69,10 @@ class Rig:
         inputs = Inputs(connector_image="connector:test", clock=lambda: NOON, poller=self.probes)
         assert reconcile(self.cluster, TIER, inputs).failure is None
 
-    def answers(self, count: int) -> None:
-        until(lambda: len(self.woken) == count)
+    def answers(self) -> None:
+        """Ask all pods, and reconcile once they have answered."""
+        self.run()
+        until(lambda: len(self.woken) == 3)
         self.run()
 
 
@@ -84,7 +86,7 @@ def rig() -> Iterator[Rig]:
 def test_what_pods_say_reaches_the_status(rig: Rig) -> None:
     rig.run()
     assert condition(rig.cluster, "DiskWithinBudget")["reason"] == "JanitorStarting"
-    rig.answers(3)
+    rig.answers()
     assert set(rig.woken) == {TIER}
     assert condition(rig.cluster, "DiskWithinBudget")["status"] == "True"
     assert status(rig.cluster)["generations"][0]["digest"] == "aaaa"
@@ -97,8 +99,7 @@ def test_what_pods_say_reaches_the_status(rig: Rig) -> None:
 
 
 def test_an_idle_tier_is_not_written(rig: Rig) -> None:
-    rig.run()
-    rig.answers(3)
+    rig.answers()
     version = rig.cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
     rig.pods.usage = Usage(**{**vars(USAGE), "used_bytes": (1 << 40) + 4096, "evicted_blocks": 7})
     rig.seconds = 100
@@ -111,8 +112,7 @@ def test_an_idle_tier_is_not_written(rig: Rig) -> None:
 
 def test_the_lease_that_a_janitor_waits_for_is_made_anew_where_it_is_gone(rig: Rig) -> None:
     rig.pods.usage = Usage(tier="serving/llama", is_active=False, is_counted=False)
-    rig.run()
-    rig.answers(3)
+    rig.answers()
     assert condition(rig.cluster, "DiskWithinBudget")["reason"] == "JanitorWaiting"
     before = rig.cluster.look(LEASE)
     rig.run()
@@ -132,8 +132,7 @@ def test_pods_that_only_carry_the_labels_are_neither_counted_nor_asked(rig: Rig)
     with_other_seed[:] = [{**each, "value": "7"} for each in with_other_seed]
     for stranger in (bare, copied):
         rig.cluster.put(stranger)
-    rig.run()
-    rig.answers(3)
+    rig.answers()
     assert not [url for url in rig.pods.asked if "10.1.0.8" in url or "10.1.0.9" in url]
     assert condition(rig.cluster, "HashSeedConsistent")["status"] == "True"
 
@@ -150,8 +149,7 @@ def test_a_pod_of_another_rollout_of_the_same_deployment_is_counted(rig: Rig) ->
 @pytest.mark.parametrize("full", [False, True], ids=["healthy", "over-budget"])
 def test_a_new_operator_changes_nothing_and_tells_no_news_until_it_was_answered(rig: Rig, full: bool) -> None:
     rig.cluster.edit(TIER_KEY, {"spec": {"disk": {"budget": {"maxBytes": "100Gi" if full else "1500Gi"}}}})
-    rig.run()
-    rig.answers(3)
+    rig.answers()
     told = status(rig.cluster)
     assert condition(rig.cluster, "DiskWithinBudget")["status"] == ("False" if full else "True")
     assert condition(rig.cluster, "DiskHealthy")["reason"] == "Stranger"
@@ -167,8 +165,7 @@ def test_a_new_operator_changes_nothing_and_tells_no_news_until_it_was_answered(
 
 
 def test_what_the_first_answer_says_after_a_restart_is_told(rig: Rig) -> None:
-    rig.run()
-    rig.answers(3)
+    rig.answers()
     assert condition(rig.cluster, "DiskWithinBudget")["status"] == "True"
     rig.pods.usage = Usage(**{**vars(USAGE), "store_pause": "the volume is full"})
     with restarted(rig) as others:
@@ -181,8 +178,7 @@ def test_what_the_first_answer_says_after_a_restart_is_told(rig: Rig) -> None:
 
 
 def test_a_spec_that_changed_is_not_judged_by_what_was_told_of_another(rig: Rig) -> None:
-    rig.run()
-    rig.answers(3)
+    rig.answers()
     with restarted(rig):
         rig.cluster.edit(TIER_KEY, {"spec": {"replicas": 3}})
         rig.run()

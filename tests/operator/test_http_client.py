@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods are asked over HTTP within bounds, and who does not answer keeps nobody else waiting."""
+"""Pods are asked over HTTP within bounds, seldom while they answer, and without a wait for those that do not."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from asking_pods import Pods, on_loop, running, unreachable
 from waiting import until
 
-from kvtier_operator.observe import http_client
-from kvtier_operator.observe.http_client import Address, HttpClient, HttpReply, HttpRequest
+from kvtier_operator.observe import http_client, poller
+from kvtier_operator.observe.http_client import Address, HttpClient, HttpReply, HttpRequest, OnReply
+from kvtier_operator.observe.poller import PollAnswer, Poller, PollTarget
 
 
 @pytest.fixture
@@ -131,3 +135,169 @@ def test_an_asker_that_ends_leaves_nobody_behind(pods: Pods) -> None:
         until(lambda: pods.asked)
     asker.call(told.append, "too late")
     assert told == []
+
+
+HOST = "127.0.0.1"
+
+
+class InStep(HttpClient):
+    """Asks pods in the thread and the time of a test. Those that hang answer when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds, self.says, self.hangs = 0.0, b"1", False
+        self.asked = 0
+        self._open: list[OnReply] = []
+        self._timers: dict[int, tuple[float, Callable[[], object]]] = {}
+        self._numbers = itertools.count()
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        function(*arguments)
+
+    def call_later(self, seconds: float, function: Callable[[], object]) -> Any:
+        number = next(self._numbers)
+        self._timers[number] = (self.seconds + seconds, function)
+        return SimpleNamespace(cancel=lambda: self._timers.pop(number, None))
+
+    def submit(self, request: HttpRequest, *, owner: Hashable, on_reply: OnReply) -> None:
+        self.asked += 1
+        self._open.append(on_reply)
+        if not self.hangs:
+            self.reply()
+
+    def reply(self) -> None:
+        self.hangs = False
+        status, reason = (200, "OK") if self.says else (404, "Not Found")
+        while self._open:
+            self._open.pop()(HttpReply(status=status, reason=reason, body=self.says))
+
+    def pass_time(self, seconds: float) -> None:
+        self.seconds += seconds
+        while due := [number for number, (at, _) in self._timers.items() if at <= self.seconds]:
+            self._timers.pop(due[0])[1]()
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.pods, self.woken = InStep(), list[str]()
+        self.probes = Poller(self.pods, self.woken.append, now=lambda: self.pods.seconds, interval_seconds=10)
+
+    def look(
+        self,
+        meaning: Callable[[bytes], object] = int,
+        *,
+        uid: str = "",
+        since: str = "",
+        host: str = HOST,
+        is_passing: Callable[[object], bool] = lambda _value: False,
+    ) -> PollAnswer | None:
+        subject = PollTarget(address=at(1, host=host), uid=uid)
+        return self.probes.answer(subject, owner="llama", parse=meaning, since=since, is_passing=is_passing)
+
+    def is_asked(self, *steps: tuple[float, int]) -> bool:
+        """Let time pass, and tell whether the pod was asked so many times by then."""
+        found = []
+        for seconds, _ in steps:
+            self.pods.pass_time(seconds)
+            found.append((seconds, self.pods.asked))
+        return found == list(steps)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_the_first_look_finds_nothing_and_the_answer_wakes_the_tier(rig: Rig) -> None:
+    assert rig.look() is None
+    assert rig.woken == ["llama"]
+    for _ in range(50):
+        assert rig.look() == PollAnswer(value=1)
+    assert rig.pods.asked == 1
+
+
+def test_nobody_waits_for_a_pod_that_hangs_and_it_is_asked_once(rig: Rig) -> None:
+    rig.pods.hangs = True
+    assert rig.look() is None
+    rig.pods.seconds = 100
+    assert rig.look() is None
+    rig.pods.reply()
+    assert (rig.woken, rig.pods.asked) == (["llama"], 1)
+
+
+def test_a_pod_is_asked_once_per_interval_though_nobody_looks_again(rig: Rig) -> None:
+    rig.look()
+    assert rig.is_asked((8.9, 1), (1.2, 2), (8.9, 2), (1.2, 3), (8.9, 3), (1.2, 4))
+
+
+def test_who_is_one_of_very_many_is_asked_more_seldom(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller, "MOST_A_SECOND", 0.05)
+    rig.look()
+    assert rig.is_asked((17.0, 1), (4.0, 2))
+
+
+LATER_EACH_TIME = ((0.8, 1), (0.3, 2), (1.7, 2), (0.4, 3), (3.5, 3), (0.6, 4))
+
+
+def test_an_answer_that_is_about_to_change_is_asked_for_again_within_seconds(rig: Rig) -> None:
+    rig.look(is_passing=lambda value: value == 1)
+    assert rig.is_asked(*LATER_EACH_TIME)
+    rig.pods.says = b"2"
+    assert rig.is_asked((8.0, 5))
+    assert (rig.look(), len(rig.woken)) == (PollAnswer(value=2), 2)
+    assert rig.is_asked((8.5, 5))
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_pod_that_becomes_ready_is_asked_at_once_or_again_if_it_is_being_asked(rig: Rig, *, hangs: bool) -> None:
+    rig.pods.hangs = hangs
+    rig.look(since="noon")
+    rig.look(since="one")
+    rig.pods.reply()
+    assert rig.pods.asked == 2
+
+
+def test_another_pod_at_the_same_address_does_not_inherit_an_answer(rig: Rig) -> None:
+    rig.look(uid="old")
+    assert rig.look(uid="new") is None
+    assert rig.pods.asked == 2
+
+
+def test_an_answer_that_means_the_same_wakes_nobody(rig: Rig) -> None:
+    for seconds, says, wakings in ((0, b"1", 1), (10, b"99", 1), (20, b"101", 2)):
+        rig.pods.seconds, rig.pods.says = seconds, says
+        rig.look(lambda body: int(body) // 100)
+        assert len(rig.woken) == wakings
+    assert rig.pods.asked == 3
+    assert rig.look(lambda body: int(body) // 100) == PollAnswer(value=1)
+
+
+def test_a_failure_is_an_answer_and_new_words_for_it_wake_nobody(rig: Rig) -> None:
+    rig.pods.says = b""
+    rig.look()
+    assert rig.look() == PollAnswer(problem=f"http://{HOST}:1/: answers 404 Not Found")
+    rig.pods.seconds, rig.pods.says = 20, b"x"
+    rig.look()
+    assert "invalid literal" in (rig.look() or PollAnswer()).problem
+    assert rig.woken == ["llama"]
+
+
+def test_who_does_not_answer_is_asked_again_by_itself_and_later_each_time(rig: Rig) -> None:
+    rig.pods.says = b""
+    rig.look()
+    assert rig.is_asked(*LATER_EACH_TIME)
+    rig.pods.says = b"1"
+    rig.look(since="ready")
+    assert rig.look(since="ready") == PollAnswer(value=1)
+
+
+def test_an_answer_that_breaks_its_reader_is_a_failure_like_any_other(rig: Rig) -> None:
+    rig.look(lambda body: {}[body])
+    assert "not understood" in (rig.look() or PollAnswer()).problem
+
+
+def test_pods_that_are_gone_are_forgotten(rig: Rig) -> None:
+    rig.look()
+    rig.pods.seconds = poller.FORGET_SECONDS + 1
+    rig.look(host="127.0.0.2")
+    assert rig.look() is None

@@ -69,17 +69,6 @@ def ok_passes(metrics: Any) -> float:
     return outcome(metrics, "ok")
 
 
-@pytest.mark.usefixtures("controllers")
-def test_what_changed_while_the_operator_was_down_is_made_good_when_it_is_back(kubectl: Client) -> None:
-    with ready(kubectl):
-        pass
-    kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 1}})
-    kubectl.delete(CORE, "configmaps", "llama-connector")
-    with running():
-        until(lambda: kubectl.get(CORE, "configmaps", "llama-connector") is not None)
-        until(lambda: kubectl.is_ready() and len(engines(kubectl)) == 1)
-
-
 LEASE = ("/apis/coordination.k8s.io/v1", "leases", "llama-janitor")
 OWN = (TIERS, "kvcachetiers", "llama")
 CHANGES: dict[str, tuple[Callable[[Client], object], Callable[[Client], object]]] = {

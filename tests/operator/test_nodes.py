@@ -16,7 +16,7 @@ from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import Capacity
-from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
+from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.inventory import Inventory, from_objects
 from kvtier_operator.plan import (
     Decisions,
@@ -25,7 +25,6 @@ from kvtier_operator.plan import (
     decide,
     decisions,
     engine_args,
-    make_unchecked_plan,
     models,
     nodes,
 )
@@ -183,11 +182,6 @@ def test_what_cannot_be_decided_is_refused_with_the_remedy(
     assert words in found.message
 
 
-def test_a_share_cannot_be_rendered_without_nodes() -> None:
-    with pytest.raises(SpecInvalid, match=r"^spec\.cpu\.fraction: is a share of nodes that are not known"):
-        make_unchecked_plan(parse(share()), REF, connector_image="c:1")
-
-
 def test_what_was_decided_stays_until_a_field_changes_that_it_was_decided_for() -> None:
     first = decided(share(), node())
     kept = first.encode()
@@ -311,42 +305,27 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")
 
 
-class Counting(FakeCluster):
-    """Counts readings of nodes, and refuses them when told to."""
-
-    def __init__(self, *objects: Any) -> None:
-        super().__init__(*objects)
-        self.read = 0
-        self.error: Exception | None = None
-
-    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> Any:
-        self.read += 1
-        if self.error is not None:
-            raise self.error
-        return super().list(api_version, kind, namespace=namespace, selector=selector)
-
-
 def test_nodes_are_read_once_a_minute_for_all_tiers() -> None:
-    cluster, now = Counting(node()), [0.0]
+    cluster, now = FakeCluster(node()), [0.0]
     inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
     for second in (0, 30, 59.9):
         now[0] = second
         assert inventory.look(with_pods=False) is not None
-    assert cluster.read == 1
+    assert cluster.calls == [("list", "Node")]
     now[0] = 60.0
     inventory.look(with_pods=False)
-    assert cluster.read == 2
+    assert cluster.calls == [("list", "Node")] * 2
 
 
 def test_a_refusal_lasts_and_an_outage_keeps_what_was_seen() -> None:
-    cluster, now = Counting(node()), [0.0]
+    cluster, now = FakeCluster(node()), [0.0]
     inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
     seen = inventory.look(with_pods=False)
-    cluster.error, now[0] = ClusterUnavailable("500"), 60.0
+    cluster.broken["Node"], now[0] = ({"list"}, ClusterUnavailable("500")), 60.0
     assert inventory.look(with_pods=False) == seen
-    cluster.error, now[0] = ClusterForbidden("403"), 120.0
+    cluster.broken["Node"], now[0] = ({"list"}, ClusterForbidden("403")), 120.0
     assert inventory.look(with_pods=False) is None
-    cluster.error, now[0] = None, 240.0
+    cluster.broken, now[0] = {}, 240.0
     assert inventory.look(with_pods=False) is None
     now[0] = 800.0
     assert inventory.look(with_pods=False) == seen

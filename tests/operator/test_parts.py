@@ -22,18 +22,8 @@ BUDGET = ObjectKey(api_version="policy/v1", kind="PodDisruptionBudget", name="ll
 ACCOUNT = ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine")
 
 
-class Forbidding(FakeCluster):
-    """Refuses whatever is asked of some kinds."""
-
-    def __init__(self, *objects: dict[str, Any]) -> None:
-        super().__init__(*objects)
-        self.forbidden: dict[str, frozenset[str]] = {}
-
-    def _count(self, verb: str, what: object) -> None:
-        super()._count(verb, what)
-        kind = str(what).partition("/")[0]
-        if verb in self.forbidden.get(kind, ()):
-            raise ClusterForbidden(f"cannot {verb} {kind}: 403 {kind} is forbidden")
+def forbidden(kind: str) -> ClusterForbidden:
+    return ClusterForbidden(f"403 {kind} is forbidden")
 
 
 def mode(cluster: FakeCluster) -> str:
@@ -54,8 +44,8 @@ def mode(cluster: FakeCluster) -> str:
 def test_a_kind_that_is_forbidden_holds_up_what_needs_it_and_is_named(
     kind: str, waiting: set[ObjectKey], verbs: set[str]
 ) -> None:
-    cluster = Forbidding(tier())
-    cluster.forbidden[kind] = frozenset(verbs)
+    cluster = FakeCluster(tier())
+    cluster.broken[kind] = (verbs, forbidden(kind))
     outcome = run(cluster)
     assert isinstance(outcome.failure, ClusterForbidden)
     made = CHILDREN - waiting
@@ -64,16 +54,15 @@ def test_a_kind_that_is_forbidden_holds_up_what_needs_it_and_is_named(
     ready = condition(cluster, "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "ApplyFailed")
     assert f"{kind} is forbidden" in ready["message"]
-    cluster.forbidden.clear()
+    cluster.broken.clear()
     assert run(cluster).failure is None
     assert cluster.existing() == CHILDREN | {TIER_KEY}
 
 
 @pytest.mark.parametrize("kind", sorted({key.kind for key in CHILDREN} | {"Pod"}))
 def test_a_tier_that_runs_is_scaled_and_bypassed_whatever_else_is_forbidden(kind: str) -> None:
-    cluster = Forbidding(tier())
-    run(cluster)
-    cluster.forbidden[kind] = frozenset({"list", "get", "apply"})
+    cluster = reconciled()
+    cluster.broken[kind] = ({"list", "get", "apply"}, forbidden(kind))
     edited(cluster, replicas=5, disk={"mode": "Bypass"})
     assert (mode(cluster) == "Bypass") is (kind != "ConfigMap")
     holds_engines = kind in {"ConfigMap", "Deployment", "ServiceAccount", "PersistentVolumeClaim"}
@@ -81,12 +70,8 @@ def test_a_tier_that_runs_is_scaled_and_bypassed_whatever_else_is_forbidden(kind
 
 
 def test_an_outage_is_not_waited_for_by_each_part() -> None:
-    class Down(FakeCluster):
-        def apply(self, manifest: dict[str, Any], *, over: str | None) -> dict[str, Any]:
-            self._count("apply", manifest["kind"])
-            raise ClusterUnavailable("no route to host")
-
-    cluster = Down(tier())
+    cluster = FakeCluster(tier())
+    cluster.broken = {key.kind: ({"apply"}, ClusterUnavailable("no route to host")) for key in CHILDREN}
     assert isinstance(run(cluster).failure, ClusterUnavailable)
     assert len(cluster.writes()) == 3
 
@@ -175,9 +160,8 @@ def test_a_janitor_in_a_crash_loop_is_told_with_its_last_words() -> None:
 
 
 def test_another_right_that_is_missing_is_told_in_the_place_of_the_one_before() -> None:
-    cluster = Forbidding(tier())
-    run(cluster)
+    cluster = reconciled()
     for kind in ("PodDisruptionBudget", "Service"):
-        cluster.forbidden = {kind: frozenset({"get"})}
+        cluster.broken = {kind: ({"get"}, forbidden(kind))}
         run(cluster)
         assert f"{kind} is forbidden" in condition(cluster, "Ready")["message"]

@@ -15,7 +15,7 @@ from tiers import CLAIM, DEPLOYMENT, NAMESPACE, SERVICE, TIER_KEY, ready_deploym
 
 from kvtier_operator import names
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
-from kvtier_operator.names import Manifest, ObjectKey
+from kvtier_operator.names import ObjectKey
 from kvtier_operator.reconcile import PATIENCE
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
@@ -61,6 +61,14 @@ def ends(cluster: FakeCluster, code: int, message: str, name: str = "llama-prefl
     )
 
 
+def ended(code: int, message: str | dict[str, Any]) -> FakeCluster:
+    """Return a cluster in which the Job of a new tier has ended like this, and was looked at."""
+    cluster = started()
+    ends(cluster, code, message if isinstance(message, str) else json.dumps(message))
+    run(cluster)
+    return cluster
+
+
 def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() -> None:
     cluster = started()
     assert JOB in cluster.existing()
@@ -82,9 +90,7 @@ def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() 
 
 
 def test_a_claim_that_was_found_good_is_not_looked_at_again_even_when_the_job_is_gone() -> None:
-    cluster = started()
-    ends(cluster, 0, json.dumps(GOOD))
-    run(cluster)
+    cluster = ended(0, GOOD)
     cluster.remove(JOB)
     before = status(cluster)
     for _ in range(2):
@@ -94,9 +100,7 @@ def test_a_claim_that_was_found_good_is_not_looked_at_again_even_when_the_job_is
 
 
 def test_a_volume_that_cannot_be_used_keeps_engines_from_starting_and_says_what_to_do() -> None:
-    cluster = started()
-    ends(cluster, 1, json.dumps({**GOOD, "problem": "user 10001 may not write in /var/lib/kvtier: set fsGroup"}))
-    run(cluster)
+    cluster = ended(1, {**GOOD, "problem": "user 10001 may not write in /var/lib/kvtier: set fsGroup"})
     assert DEPLOYMENT not in cluster.existing()
     told = condition(cluster, "StorageChecked")
     assert (told["status"], told["reason"]) == ("False", "PreflightFailed")
@@ -107,9 +111,7 @@ def test_a_volume_that_cannot_be_used_keeps_engines_from_starting_and_says_what_
 
 @pytest.mark.parametrize("has_a_new_job", [True, False])
 def test_a_failure_is_told_until_the_next_try_has_ended_and_then_engines_start(*, has_a_new_job: bool) -> None:
-    cluster = started()
-    ends(cluster, 1, "Traceback: boom")
-    run(cluster)
+    cluster = ended(1, "Traceback: boom")
     if has_a_new_job:
         cluster.remove(JOB)
     run(cluster)
@@ -124,18 +126,14 @@ def test_a_failure_is_told_until_the_next_try_has_ended_and_then_engines_start(*
 
 
 def test_a_result_with_some_numbers_missing_is_taken_as_far_as_it_goes() -> None:
-    cluster = started()
-    ends(cluster, 0, '{"problem": "", "read_bytes_per_second": 1048576, "free_bytes": true}')
-    run(cluster)
+    cluster = ended(0, '{"problem": "", "read_bytes_per_second": 1048576, "free_bytes": true}')
     assert "read 1 MiB/s" in condition(cluster, "StorageChecked")["message"]
     assert status(cluster)["storage"].keys() == {"key", "readBytesPerSecond"}
 
 
 @pytest.mark.parametrize("message", ["", "nonsense", "[1]", '{"total_bytes": "many"}'])
 def test_a_job_that_went_through_without_a_word_lets_engines_start(message: str) -> None:
-    cluster = started()
-    ends(cluster, 0, message)
-    run(cluster)
+    cluster = ended(0, message)
     assert DEPLOYMENT in cluster.existing()
     assert status(cluster)["storage"].keys() == {"key"}
 
@@ -148,17 +146,9 @@ def test_a_job_that_gave_up_is_told_in_its_own_words() -> None:
     assert "longer than specified deadline" in condition(cluster, "StorageChecked")["message"]
 
 
-class WithoutPods(FakeCluster):
-    """One in which pods may not be read."""
-
-    def list(self, api_version: str, kind: str, *, namespace: str, selector: str) -> list[Manifest]:
-        if kind == "Pod":
-            raise ClusterForbidden("pods is forbidden")
-        return super().list(api_version, kind, namespace=namespace, selector=selector)
-
-
 def test_where_pods_may_not_be_read_the_job_itself_tells_how_it_ended() -> None:
-    cluster = WithoutPods(tier(**ALWAYS))
+    cluster = FakeCluster(tier(**ALWAYS))
+    cluster.broken["Pod"] = ({"list"}, ClusterForbidden("pods is forbidden"))
     for _ in range(2):
         run(cluster)
     assert (JOB in cluster.existing(), DEPLOYMENT in cluster.existing()) == (True, False)

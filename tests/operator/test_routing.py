@@ -139,23 +139,6 @@ def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
     assert cluster.look(POOL) is None
 
 
-class WithoutPools(FakeCluster):
-    """A cluster that makes no InferencePool as long as `why` says something."""
-
-    why: ClusterError | None = KindMissing("cannot apply InferencePool/llama-engine: 404 page not found")
-
-    def apply(self, manifest: Manifest, *, over: str | None) -> Manifest:
-        if manifest["kind"] == names.POOL_KIND and self.why is not None:
-            raise self.why
-        return super().apply(manifest, over=over)
-
-
-def without_pools(why: ClusterError) -> WithoutPools:
-    cluster = WithoutPools(tier(routing=WITH_POOL))
-    cluster.why = why
-    return cluster
-
-
 @pytest.mark.parametrize(
     ("why", "reason", "seconds"),
     [
@@ -167,7 +150,8 @@ def without_pools(why: ClusterError) -> WithoutPools:
 def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     why: ClusterError, reason: str, seconds: float
 ) -> None:
-    cluster = without_pools(why)
+    cluster = FakeCluster(tier(routing=WITH_POOL))
+    cluster.broken[names.POOL_KIND] = ({"apply"}, why)
     outcome = run(cluster)
     assert (outcome.failure, outcome.poll_after) == (None, seconds)
     routing = condition(cluster, "RoutingReady")
@@ -175,17 +159,18 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     assert "is tried again soon" in routing["message"]
     assert ("install the definitions of Gateway API's inference" in routing["message"]) == (reason == "PoolKindMissing")
     assert {names.deployment_key(names.engine(REF)), ENGINE_SERVICE} <= cluster.existing()
-    cluster.why = None
+    cluster.broken.clear()
     outcome = run(cluster)
     assert (outcome.failure, outcome.poll_after) == (None, None)
     assert cluster.look(POOL) is not None
 
 
 def test_an_error_of_the_pool_that_says_something_else_each_time_is_told_once() -> None:
-    cluster = without_pools(ClusterUnavailable("cannot apply: read tcp 10.0.0.1:40001: connection reset"))
-    before = routed_by(cluster)
-    cluster.why = ClusterUnavailable("cannot apply: 504")
-    assert routed_by(cluster) == before  # each change of the status would wake the tier at once
+    cluster, told = FakeCluster(tier(routing=WITH_POOL)), []
+    for why in ("cannot apply: read tcp 10.0.0.1:40001: connection reset", "cannot apply: 504"):
+        cluster.broken[names.POOL_KIND] = ({"apply"}, ClusterUnavailable(why))
+        told.append(routed_by(cluster))
+    assert told[0] == told[1]  # each change of the status would wake the tier at once
 
 
 def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:

@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from healthy_tier import (
+    HEALTHY,
     LATER,
     NOON,
     READY,
     READY_POD,
     REF,
+    STARTING,
     UNREADY_POD,
+    USAGE,
     VIEW,
     changed,
     check_problem,
     check_verdict,
     conditions,
+    progress,
     varied,
     with_claim,
     with_container,
@@ -26,13 +31,26 @@ from healthy_tier import (
 )
 from tiers import tier
 
-from kvtier_operator import status
+from kvtier_operator import names, status
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
 from kvtier_operator.plan import Refusal
-from kvtier_operator.snapshot import ContainerStatus, Pod
+from kvtier_operator.snapshot import ContainerStatus, Engines, Live, LiveJanitor, Pod
+
+
+def unscheduled(why: str) -> Progress:
+    return with_pod(is_scheduled=False, scheduling_message=f"0/3 nodes are available: 3 {why}.")
+
+
+def waits(reason: str, message: str = "", **more: Any) -> Progress:
+    return with_container(waiting_reason=reason, waiting_message=message, **more)
+
+
+def with_seeds(*seeds: str | None) -> Progress:
+    """Return the view of a tier whose engines were given these hash seeds."""
+    return changed(pods=tuple(replace(READY_POD, name=f"e-{at}", hash_seed=seed) for at, seed in enumerate(seeds)))
 
 
 def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
@@ -61,110 +79,73 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
     assert {each["observedGeneration"] for each in found.values()} == {3}
 
 
-@pytest.mark.parametrize(
-    ("view", "condition", "reason", "words"),
-    [
-        (changed(claim=None), "VolumeBound", Reason.CLAIM_MISSING, "llama-blocks"),
-        (with_claim(phase="Pending"), "VolumeBound", Reason.CLAIM_PENDING, "kubectl describe pvc llama-blocks"),
-        (with_claim(phase="Lost"), "VolumeBound", Reason.CLAIM_LOST, "delete the claim"),
-        (with_claim(is_terminating=True), "VolumeBound", Reason.CLAIM_TERMINATING, "spec.replicas to 0"),
+PROBLEMS: dict[str, list[tuple[Progress, Reason, str]]] = {
+    "VolumeBound": [
+        (changed(claim=None), Reason.CLAIM_MISSING, "llama-blocks"),
+        (with_claim(phase="Pending"), Reason.CLAIM_PENDING, "kubectl describe pvc llama-blocks"),
+        (with_claim(phase="Lost"), Reason.CLAIM_LOST, "delete the claim"),
+        (with_claim(is_terminating=True), Reason.CLAIM_TERMINATING, "spec.replicas to 0"),
+    ],
+    "SizingFits": [
         (
-            with_pod(is_scheduled=False, scheduling_message="0/3 nodes are available: 3 Insufficient memory."),
-            "SizingFits",
+            unscheduled("Insufficient memory"),
             Reason.DOES_NOT_FIT,
-            "needs 84736Mi of memory, 4 CPUs and 1 nvidia.com/gpu: 0/3 nodes",
+            "needs 84736Mi of memory, 4 CPUs and 1 nvidia.com/gpu: 0/3",
         ),
         (
-            with_pod(is_scheduled=False, scheduling_message="0/3 nodes: untolerated taint"),
-            "EnginesReady",
-            Reason.NOT_SCHEDULED,
-            "tolerations",
+            unscheduled("Insufficient nvidia.com/gpu"),
+            Reason.DEVICE_MISSING,
+            "needs 1 nvidia.com/gpu on one node: 0/3 nodes",
         ),
+    ],
+    "EnginesReady": [
+        (unscheduled("untolerated taint"), Reason.NOT_SCHEDULED, "tolerations"),
+        (with_engines(problem="exceeded quota: gpus"), Reason.PODS_REFUSED, "exceeded quota: gpus; raise the quota"),
         (
-            with_engines(problem="exceeded quota: gpus"),
-            "EnginesReady",
-            Reason.PODS_REFUSED,
-            "exceeded quota: gpus; raise the quota",
-        ),
-        (
-            with_container(waiting_reason="ImagePullBackOff", waiting_message="not found", image="vllm:typo"),
-            "EnginesReady",
+            waits("ImagePullBackOff", "not found", image="vllm:typo"),
             Reason.IMAGE_PULL_FAILED,
             "cannot pull vllm:typo (ImagePullBackOff: not found): correct spec.engine.image",
         ),
-        (
-            with_container(waiting_reason="CreateContainerConfigError", waiting_message='secret "hf" not found'),
-            "EnginesReady",
-            Reason.CONFIG_MISSING,
-            'secret "hf" not found: create the object',
-        ),
-        (
-            with_container(name="install-connector", exit_code=1, exit_reason="Error"),
-            "EnginesReady",
-            Reason.INSTALL_FAILED,
-            "-c install-connector",
-        ),
+        (waits("CreateContainerConfigError", 'no "hf"'), Reason.CONFIG_MISSING, 'no "hf": create the object'),
+        (with_container(name="install-connector", exit_code=1), Reason.INSTALL_FAILED, "-c install-connector"),
         (
             with_container(exit_code=137, exit_reason="OOMKilled", restarts=1),
-            "EnginesReady",
             Reason.OUT_OF_MEMORY,
             "killed at 84736Mi of memory (spec.engine.memory 16Gi",
         ),
         (
-            with_container(waiting_reason="CrashLoopBackOff", exit_code=1, exit_reason="Error", restarts=4),
-            "EnginesReady",
+            waits("CrashLoopBackOff", exit_code=1, exit_reason="Error", restarts=4),
             Reason.ENGINE_CRASHED,
             "exit code 1 and was restarted 4 times: `kubectl logs llama-engine-0 -c engine --previous`",
         ),
         (
-            with_pod(is_scheduled=False, scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu."),
-            "SizingFits",
-            Reason.DEVICE_MISSING,
-            "needs 1 nvidia.com/gpu on one node: 0/3 nodes",
-        ),
-        (
             with_engines(problem='pod rejected: RuntimeClass "nvidia" not found'),
-            "EnginesReady",
             Reason.RUNTIME_CLASS_MISSING,
             "create that RuntimeClass",
         ),
-        (
-            with_pod(mount_problem='FailedAttachVolume: Multi-Attach error for volume "pvc-1"'),
-            "EnginesReady",
-            Reason.MULTI_ATTACH,
-            "spec.replicas to 1",
-        ),
-        (
-            with_pod(mount_problem="FailedMount: MountVolume.SetUp failed: rpc error"),
-            "EnginesReady",
-            Reason.VOLUME_NOT_MOUNTED,
-            "driver runs there",
-        ),
-        (with_engines(is_stalled=True), "EnginesReady", Reason.ROLLOUT_STALLED, "kubectl logs deployment/llama-engine"),
-        (with_pod(), "EnginesReady", Reason.ENGINES_STARTING, "0 of 2 engines"),
+        (with_pod(mount_problem="FailedAttachVolume: Multi-Attach error"), Reason.MULTI_ATTACH, "spec.replicas to 1"),
+        (with_pod(mount_problem="FailedMount: rpc error"), Reason.VOLUME_NOT_MOUNTED, "driver runs there"),
+        (with_engines(is_stalled=True), Reason.ROLLOUT_STALLED, "kubectl logs deployment/llama-engine"),
+        (with_pod(), Reason.ENGINES_STARTING, "0 of 2 engines"),
         (
             with_engines(READY, observed_generation=0),
-            "EnginesReady",
             Reason.ENGINES_STARTING,
             "the latest change is yet to reach the pods",
         ),
-        (with_engines(READY, updated=1), "EnginesReady", Reason.ENGINES_STARTING, "1 of 2 run the latest spec"),
-        (
-            changed(pods=(READY_POD, replace(READY_POD, name="old", hash_seed="7"))),
-            "HashSeedConsistent",
-            Reason.SEEDS_DIFFER,
-            "old (7, sha256_cbor)",
-        ),
-        (
-            changed(pods=(replace(READY_POD, hash_seed=None),)),
-            "HashSeedConsistent",
-            Reason.SEEDS_DIFFER,
-            "something else sets PYTHONHASHSEED",
-        ),
+        (with_engines(READY, updated=1), Reason.ENGINES_STARTING, "1 of 2 run the latest spec"),
     ],
+    "HashSeedConsistent": [
+        (with_seeds("0", "7"), Reason.SEEDS_DIFFER, "e-1 (7, sha256_cbor)"),
+        (with_seeds(None), Reason.SEEDS_DIFFER, "something else sets PYTHONHASHSEED"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("condition", "view", "reason", "words"), [(kind, *row) for kind, rows in PROBLEMS.items() for row in rows]
 )
 def test_a_problem_is_told_in_its_condition_and_in_ready(
-    view: Progress, condition: str, reason: Reason, words: str
+    condition: str, view: Progress, reason: Reason, words: str
 ) -> None:
     check_problem(view, condition, reason, words)
 
@@ -285,3 +266,230 @@ WAITS = with_claim(capacity_bytes=1 << 40, resizing="FileSystemResizePending: wa
 def test_a_claim_that_grows_is_bound_and_says_so(view: Progress, words: str) -> None:
     found = check_verdict(view, "VolumeBound", "True", "ClaimExpanding", words)
     assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")
+
+
+FAILING = "JanitorFailing"
+UNTESTED = "vllm/vllm-openai:v0.31.1"
+AWAY = LiveJanitor(is_missing=True)
+INVALID = Progress(generation=4, tier=REF, invalid=SpecInvalid("spec", "is wrong"))
+
+
+def spec_view(view: Progress = VIEW, **spec: Any) -> Progress:
+    return varied(view, spec=parse(tier(**spec)))
+
+
+def told(view: Progress, kind: str, previous: dict[str, Any] | None = None) -> tuple[str, str, str]:
+    found = conditions(view, previous)[kind]
+    return found["status"], found["reason"], found["message"]
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "reason", "words"),
+    [
+        (VIEW, "True", "Serving", "2 of 2 engines serve"),
+        (with_engines(READY, ready=1), "True", "Serving", "1 of 2 engines serve"),
+        (with_engines(READY, updated=1, ready=1), "True", "Serving", "1 of 2"),
+        (with_engines(STARTING), "False", "Unavailable", "none of 2 engines serves"),
+        (spec_view(changed(engines=Engines()), replicas=0), "False", "ScaledToZero", "is 0"),
+        (with_claim(phase="Lost"), "True", "Serving", "2 of 2"),
+    ],
+)
+def test_a_tier_is_available_while_one_engine_serves(view: Progress, verdict: str, reason: str, words: str) -> None:
+    check_verdict(view, "Available", verdict, reason, words)
+
+
+def test_a_spec_that_cannot_be_read_takes_no_engine_away() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    assert told(INVALID, "Available", before)[:2] == ("True", "Serving")
+    assert told(INVALID, "Available")[:2] == ("Unknown", "NotChecked")
+
+
+def test_losing_the_last_engine_is_an_event() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    after = status.report(with_container(waiting_reason="CrashLoopBackOff", exit_code=1), before, now=LATER)
+    events = {(each.level, each.reason) for each in status.transitions(before, after)}
+    assert ("Warning", "Unavailable") in events
+
+
+NEW_POD = replace(
+    UNREADY_POD, name="llama-engine-2", containers=(ContainerStatus(name="engine", image="vllm", is_started=False),)
+)
+GROWING_ENGINES = replace(READY, replicas=3, updated=3)
+GROWING = varied(changed(engines=GROWING_ENGINES, pods=(READY_POD, READY_POD, NEW_POD)), spec=parse(tier(replicas=3)))
+
+
+def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    # The pods of a larger tier are there later.
+    assert told(varied(VIEW, spec=parse(tier(replicas=3))), "Ready", before)[0] == "True"
+    found = conditions(GROWING, before)
+    assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")
+    assert (found["EnginesReady"]["status"], found["EnginesReady"]["reason"]) == ("False", "EnginesAdded")
+    assert "2 of 3 engines are ready" in found["EnginesReady"]["message"]
+    after = status.report(GROWING, before, now=LATER)
+    assert conditions(GROWING, after)["Ready"]["status"] == "True"
+    assert status.transitions(before, after) == []
+    assert told(GROWING, "Ready")[:2] == ("False", "EnginesStarting"), "a new tier is ready when all its engines are"
+
+
+@pytest.mark.parametrize(("made_by", "verdict"), [("c:2", "True"), ("", "False")], ids=["scaled", "edited"])
+def test_a_change_that_no_controller_has_seen_yet_takes_ready_away_only_where_pods_are_replaced(
+    made_by: str, verdict: str
+) -> None:
+    before = status.report(VIEW, {}, now=NOON)
+    unseen = changed(engines=replace(READY, generation=2))
+    view = varied(unseen, spec=parse(tier(replicas=3)), made_by=made_by)
+    assert told(view, "Ready", before)[0] == verdict
+
+
+CRASHED = ContainerStatus(name="engine", image="vllm", restarts=1, exit_code=1, is_started=False)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        changed(engines=GROWING_ENGINES, pods=(READY_POD, READY_POD, replace(NEW_POD, containers=(CRASHED,)))),
+        with_engines(READY, ready=1),
+        with_engines(READY, updated=1),
+        with_engines(READY, ready=0),
+    ],
+    ids=["an engine crashed", "an engine that served does not", "a rollout", "none serves"],
+)
+def test_what_is_no_growth_takes_ready_away(view: Progress) -> None:
+    snapshot = view.stage.snapshot
+    if snapshot.pods == HEALTHY.pods:
+        view = varied(view, snapshot=replace(snapshot, pods=(replace(READY_POD, is_ready=False),)))
+    before = status.report(VIEW, {}, now=NOON)
+    assert told(view, "Ready", before)[0] == "False"
+
+
+def janitor_pod(**container: Any) -> Pod:
+    made = ContainerStatus(name="janitor", image="ghcr.io/kvtier/janitor:9", **container)
+    return replace(UNREADY_POD, name="llama-janitor-0", containers=(made,))
+
+
+def with_janitor(usage: Any = None, **changes: Any) -> Progress:
+    return changed(janitor=LiveJanitor(usage=usage, **changes))
+
+
+def crashed_janitor(**container: Any) -> Progress:
+    return with_janitor(pods=(janitor_pod(**container),))
+
+
+HOMELESS = replace(janitor_pod(), is_scheduled=False, scheduling_message="0/3 nodes are available", containers=())
+OUT_OF_MEMORY = {"waiting_reason": "CrashLoopBackOff", "exit_code": 137, "exit_reason": "OOMKilled"}
+QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}
+REFUSED_BY_QUOTA = {
+    names.deployment_key(names.janitor(REF)): Live(
+        uid="u", resource_version="1", content={"status": {"conditions": [QUOTA]}}
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "reason", "words"),
+    [
+        (VIEW, "True", "JanitorRuns", "within its budget"),
+        (
+            crashed_janitor(waiting_reason="CrashLoopBackOff", exit_code=1, exit_message="no such file: /blocks"),
+            "False",
+            FAILING,
+            "exit code 1: no such file: /blocks; `kubectl logs llama-janitor-0 --previous`",
+        ),
+        (crashed_janitor(**OUT_OF_MEMORY), "False", FAILING, "raise spec.janitor.resources.memory"),
+        (
+            crashed_janitor(waiting_reason="CreateContainerConfigError", waiting_message="no x"),
+            "False",
+            FAILING,
+            "no x",
+        ),
+        (
+            crashed_janitor(waiting_reason="ImagePullBackOff", waiting_message="not found"),
+            "False",
+            "JanitorImagePullFailed",
+            "cannot pull ghcr.io/kvtier/janitor:9 (ImagePullBackOff: not found), so the volume is not cleared",
+        ),
+        (with_janitor(pods=(HOMELESS,)), "False", "JanitorNotScheduled", "0/3 nodes"),
+        (changed(janitor=LiveJanitor(), live=REFUSED_BY_QUOTA), "False", "JanitorRefused", "small"),
+        (with_janitor(usage=replace(USAGE, problems=("remove /x: EACCES",))), "False", "JanitorHindered", "remove /x"),
+        (changed(janitor=AWAY), "Unknown", "JanitorStarting", "not reported"),
+        (
+            changed(janitor=replace(AWAY, is_overdue=True)),
+            "False",
+            FAILING,
+            "no pod of the janitor is ready for minutes",
+        ),
+        (with_janitor(), "Unknown", "JanitorStarting", "has not reported yet"),
+        (with_janitor(silence="refused"), "Unknown", "JanitorStarting", "not answer (refused)"),
+        (with_janitor(usage=replace(USAGE, is_active=False)), "Unknown", "JanitorWaiting", "Lease/llama-janitor"),
+        (spec_view(janitor={"enabled": False}), "Unknown", "JanitorDisabled", "nothing is removed"),
+    ],
+)
+def test_a_janitor_that_does_not_work_is_told_with_its_remedy(
+    view: Progress, verdict: str, reason: str, words: str
+) -> None:
+    found = check_verdict(view, "JanitorHealthy", verdict, reason, words)
+    assert found["Available"]["status"] == "True"
+    assert found["Ready"]["status"] == ("False" if verdict == "False" else "True")
+
+
+def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
+    dead = crashed_janitor(waiting_reason="CrashLoopBackOff", exit_code=1)
+    healthy = status.report(VIEW, {}, now=NOON)
+    failing = status.report(dead, healthy, now=LATER)
+    again = status.report(VIEW, failing, now=LATER)
+    assert [each.reason for each in status.transitions(healthy, failing)] == ["JanitorFailing"]
+    assert [(each.level, each.reason) for each in status.transitions(failing, again)] == [
+        ("Normal", "Ready"),
+        ("Normal", "JanitorRuns"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "reason", "words"),
+    [
+        (VIEW, "True", "Current", "as this operator makes them"),
+        (
+            progress(made_by="c:1"),
+            "False",
+            "EnginesOutdated",
+            "from c:1 to c:2: `kubectl annotate kvt llama -n serving --overwrite kvtier.dev/restart=",
+        ),
+        (spec_view(engine={"image": UNTESTED}), "False", "VllmUnsupported", "is vLLM 0.31"),
+        (spec_view(engine={"image": "mine/vllm@sha256:" + "0" * 64}), "True", "Current", ""),
+        (spec_view(engine={"image": "corp/vllm:1.4.0"}), "True", "Current", ""),  # numbers releases of its own
+        (spec_view(engine={"image": "lmcache/vllm-openai:v0.5.6"}), "True", "Current", ""),
+        (spec_view(engine={"image": UNTESTED}, connector={"type": "VLLMOffloading"}), "True", "Current", ""),
+        (with_engines(READY, updated=1), "Unknown", "EnginesReplaced", "1 of 2 engines are to be replaced"),
+    ],
+)
+def test_engines_are_up_to_date_or_the_message_has_the_command(
+    view: Progress, verdict: str, reason: str, words: str
+) -> None:
+    found = check_verdict(view, "UpToDate", verdict, reason, words)
+    assert found["Ready"]["status"] == ("False" if reason == "EnginesReplaced" else "True")
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        (with_engines(READY, replicas=3), "1 more than 2 are yet to end"),
+        (with_engines(STARTING), "0 of 2 engines are ready"),
+        (with_engines(READY, observed_generation=0), "the latest change is yet to reach the pods"),
+    ],
+)
+def test_a_message_counts_what_is_awaited_and_nothing_else(view: Progress, message: str) -> None:
+    assert told(view, "EnginesReady")[2] == message
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        (VIEW, "nothing is left to do for this spec"),
+        (with_engines(STARTING, is_stalled=True), "nothing goes on until a person acts: see Stalled"),
+        (spec_view(paused=True), "nothing goes on while the tier is paused"),
+    ],
+    ids=["done", "stalled", "paused"],
+)
+def test_who_does_not_go_on_says_why(view: Progress, words: str) -> None:
+    assert told(view, "Reconciling") == ("False", "Idle", words)
