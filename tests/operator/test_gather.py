@@ -6,18 +6,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from asking_pods import ScriptedAsker
 from fake_cluster import FakeCluster, condition, status
+from hypothesis import given
+from hypothesis import strategies as st
 from tiers import DEPLOYMENT, JANITOR, JANITOR_SERVICE, LEASE, NOON, RUNNING, TIER, TIER_KEY, made_by, pod, tier
 from waiting import until
 
-from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
+from kvtier_connector.contract.usage import GenerationUsage, TenantUsage, Usage, encode
 from kvtier_operator.names import TierName
+from kvtier_operator.observe import findings, pod_reports
+from kvtier_operator.observe.findings import CounterSample, EffectOutcome
 from kvtier_operator.observe.http_client import Address
+from kvtier_operator.observe.pod_reports import EngineCounters
 from kvtier_operator.observe.poller import Poller
 from kvtier_operator.reconcile import Inputs, reconcile
+from kvtier_operator.snapshot import EngineReport
 
 USAGE = Usage(
     tier="serving/llama",
@@ -200,3 +207,178 @@ def restarted(rig: Rig) -> Iterator[threading.Event]:
         yield may_answer
     finally:
         may_answer.set()
+
+
+HOUR = 3600.0
+
+
+def read(**changes: Any) -> Usage:
+    return pod_reports.read_usage(encode(Usage(**{"tier": "ns/llama", **changes})).encode())
+
+
+@given(st.integers(min_value=0, max_value=2**63))
+def test_a_rounded_number_is_less_than_a_percent_off_and_stays_as_it_is(number: int) -> None:
+    found = pod_reports.rounded(number)
+    assert 0 <= number - found <= number / 100
+    assert pod_reports.rounded(found) == found
+
+
+def test_small_changes_are_not_told_nor_the_names_of_tenants_nor_all_of_long_problems() -> None:
+    def told(extra: int) -> Usage:
+        generation = GenerationUsage(digest="a", used_bytes=(1 << 40) + extra, blocks=1000, last_used=10 * HOUR + extra)
+        return read(
+            used_bytes=(1 << 40) + extra, oldest=9 * HOUR + extra, evicted_blocks=extra, generations=[generation]
+        )
+
+    assert told(0) == told(1000)
+    assert told(0) != told(1 << 34)
+    pair = [GenerationUsage(digest="b"), GenerationUsage(digest="a")]
+    problems = [f"{number}" + "x" * 5000 for number in range(9)]
+    found = read(generations=pair, tenants=[TenantUsage(tenant="customer")], problems=problems)
+    assert [each.digest for each in found.generations] == ["a", "b"]
+    assert found.tenants == ()
+    assert [len(problem) for problem in found.problems] == [200] * 3
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b"\xff"])
+def test_what_is_no_report_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  of whatever the reader stumbles over
+        pod_reports.read_usage(body)
+
+
+METRICS = b"""\
+# HELP vllm:kvtier_disk_refused Fields by which the directory belongs to somebody else.
+# TYPE vllm:kvtier_disk_refused gauge
+vllm:kvtier_disk_refused{engine="0",field="dtype",model_name="m"} 1.0
+vllm:kvtier_disk_refused{engine="1",field="dtype",model_name="m"} 1.0
+vllm:kvtier_disk_refused{field="model_name",engine="0"} 1.0
+vllm:kvtier_disk_refused{field="hash_seed",engine="0"} 0.0
+vllm:kvtier_disk_refused_total{field="no",engine="0"} 1.0
+vllm:kvtier_disk_mode{engine="0",model_name="m"} 0.0
+"""
+
+
+ACTIVE = b'vllm:kvtier_disk_active{engine="0",model_name="m"} %d.0\n'
+MODE = b'vllm:kvtier_disk_mode{engine="0",model_name="m"} %d.0\n'
+
+
+SIZES = b"""\
+vllm:kvtier_chunk_bytes{engine="0",model_name="m"} 1.835008e+06
+vllm:kvtier_token_bytes{engine="0",model_name="m"} %s
+"""
+KEY_MISSING = METRICS + b'vllm:kvtier_disk_key_missing{engine="0",model_name="m"} %s\n'
+REFUSED = {"refused": ("dtype", "model_name")}
+CHUNK = {"chunk_bytes": 1835008}
+
+
+@pytest.mark.parametrize(
+    ("body", "report"),
+    [
+        *((body, {}) for body in (b"", b"\xff\xfe", b"vllm:kvtier_disk_refused{} 1.0\n", b"vllm:other 1\n")),
+        (METRICS, REFUSED),
+        *((KEY_MISSING % value, {**REFUSED, "is_key_missing": True}) for value in (b"1.0", b"1")),
+        *((KEY_MISSING % value, REFUSED) for value in (b"0.0", b"10.0")),
+        (ACTIVE % 1 + MODE % 0, {}),
+        *((ACTIVE % 0 + MODE % mode, {"is_detached": True}) for mode in (0, 1)),
+        # One of two engines, one that was told to bypass, and one that is refused.
+        (ACTIVE % 1 + (ACTIVE % 0).replace(b'"0"', b'"1"') + MODE % 0, {"is_detached": True}),
+        (ACTIVE % 0 + MODE % 2, {}),
+        (ACTIVE % 0 + METRICS, REFUSED),
+        (SIZES % b"14336.0", {**CHUNK, "token_bytes": 14336}),
+        *((SIZES % token, CHUNK) for token in (b"1e+999", b"nan", b"-1.0")),
+    ],
+)
+def test_metrics_of_an_engine_say_how_it_uses_the_volume(body: bytes, report: dict[str, Any]) -> None:
+    assert pod_reports.read_metrics(body) == EngineReport(**report)
+
+
+COUNTERS = """\
+# HELP vllm:prompt_tokens_cached_by_source_total Prefix-cache hit tokens
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="disk"} 512.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="device"} 99.0
+vllm:prompt_tokens_cached_by_source_total{engine="1",model_name="m",source="disk"} 8.0
+vllm:cache_config_info{block_size="16",cache_dtype="auto"} 1.0
+vllm:kvtier_disk_written_blocks_total{engine="0",model_name="a \\"quoted\\" name"} 7.0
+vllm:kvtier_disk_present_blocks_total{engine="0"} 2.0
+vllm:kvtier_disk_verdicts_total{engine="0",verdict="load"} 5.0
+vllm:kvtier_disk_verdicts_total{engine="0",verdict="compute"} 3.0
+vllm:kvtier_disk_load_tokens_per_second{engine="0"} 4000.0
+vllm:kvtier_disk_compute_tokens_per_second{engine="0"} 1e3
+vllm:kvtier_disk_active{engine="0"} 1.0
+vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_waiting{engine="0"} 2.0
+vllm:request_success_total{engine="0",finished_reason="stop"} 4.0
+vllm:request_success_total{engine="0",finished_reason="length"} 6.0
+vllm:kvtier_disk_queued_jobs{engine="0"} nonsense
+vllm:unreadable{
+"""
+
+
+def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:
+    assert pod_reports.read_counters(COUNTERS) == EngineCounters(
+        disk_tokens=520,
+        written_blocks=9,
+        verdicts=8,
+        computed_hits=3,
+        finished_requests=10,
+        unfinished_requests=3,
+        load_rate=4000,
+        compute_rate=1000,
+        block_tokens=16,
+    )
+    assert pod_reports.read_counters("") == EngineCounters()
+
+
+def samples(*readings: EngineCounters, step: float = 600.0) -> tuple[CounterSample, ...]:
+    return tuple(CounterSample(at=number * step, readings={"a": reading}) for number, reading in enumerate(readings))
+
+
+FAST = {"load_rate": 40_000.0, "compute_rate": 10_000.0}
+SLOW = {"load_rate": 1_000.0, "compute_rate": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("after", "outcome"),
+    [
+        ({"disk_tokens": 50_000, "verdicts": 40, "computed_hits": 10, **FAST}, EffectOutcome.PAYS),
+        # A volume slower than the engine serves tails.
+        ({"disk_tokens": 50_000, "verdicts": 40, **SLOW}, EffectOutcome.PAYS),
+        ({"disk_tokens": 50_000, "verdicts": 40, "computed_hits": 30, **SLOW}, EffectOutcome.LOSES),
+        ({"verdicts": 40, "computed_hits": 40}, EffectOutcome.LOSES),
+        ({"disk_tokens": 50_000, "verdicts": 40}, EffectOutcome.PAYS),
+    ],
+)
+def test_the_volume_is_of_use_where_most_hits_are_read(after: dict[str, float], outcome: EffectOutcome) -> None:
+    found = findings.judge_effect(samples(EngineCounters(), EngineCounters(**after)))
+    assert (found.outcome, found.loaded_tokens) == (outcome, after.get("disk_tokens", 0))
+    assert (found.load_rate, found.compute_rate) == (after.get("load_rate", 0), after.get("compute_rate", 0))
+
+
+def test_nothing_is_said_of_no_traffic_until_an_hour_has_passed() -> None:
+    idle = EngineCounters(disk_tokens=7, **FAST)
+    assert findings.judge_effect(samples(idle, idle)) is None
+    found = findings.judge_effect(samples(*[idle] * 7))
+    assert found.outcome is EffectOutcome.NO_HITS
+
+
+def test_a_restarted_engine_counts_from_nothing() -> None:
+    found = findings.judge_effect(
+        samples(*(EngineCounters(disk_tokens=tokens, **FAST) for tokens in (90_000, 2_000, 3_000)))
+    )
+    assert found.loaded_tokens == 3_000
+
+
+def test_only_the_last_hour_counts() -> None:
+    kept: tuple[CounterSample, ...] = ()
+    for number in range(20):
+        kept = findings.keep_sample(kept, CounterSample(at=number * 600.0, readings={}))
+    assert len(kept) == 7
+    assert kept[-1].at - kept[0].at == 3600
+
+
+def test_numbers_that_move_a_little_are_no_news() -> None:
+    first = findings.judge_effect(samples(EngineCounters(**FAST), EngineCounters(disk_tokens=50_000, **FAST)))
+    second = findings.judge_effect(
+        samples(EngineCounters(**FAST), EngineCounters(disk_tokens=61_000, load_rate=43_000, compute_rate=9_500))
+    )
+    assert first.verdict == second.verdict
