@@ -27,6 +27,7 @@ from definition import tier_definition
 
 from kvtier_cli.app import app
 from kvtier_localcluster.apiserver import ApiServerThread
+from kvtier_localcluster.apiserver.registry.patches import merge_patch
 from kvtier_operator.api import crd
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,14 +107,6 @@ def fragment_of(block: Block) -> dict[str, Any] | None:
         return None
     spec = found.get("spec", found)
     return spec if isinstance(spec, dict) and spec and spec.keys() <= SPEC.keys() else None
-
-
-def merged(base: Any, change: Any) -> Any:
-    """Return what a merge patch makes of a document."""
-    if not isinstance(base, dict) or not isinstance(change, dict):
-        return change
-    result = {**base, **{name: merged(base.get(name), value) for name, value in change.items()}}
-    return {name: value for name, value in result.items() if value is not None}
 
 
 def simple_commands(text: str) -> Iterator[list[str]]:
@@ -242,7 +235,7 @@ def test_yaml_is_taken_by_the_api_server(block: Block, kubectl: tuple[str, ...])
         else:
             spec = fragment_of(block) or {}
             if not spec.keys() >= {"model", "cpu", "volume"}:
-                spec = merged(merged(MINIMAL["spec"], ROOMY), spec)
+                spec = merge_patch(merge_patch(MINIMAL["spec"], ROOMY), spec)
             apply(kubectl, "-f", "-", document={**MINIMAL, "spec": spec})
 
 
@@ -263,7 +256,7 @@ def test_patches_leave_a_tier_that_the_api_server_takes(page: str, kubectl: tupl
     for where, words in commands("kubectl", "patch", "kvt"):
         if where == page:
             assert "--type=merge" in words
-            document = merged(document, json.loads(words[words.index("-p") + 1]))
+            document = merge_patch(document, json.loads(words[words.index("-p") + 1]))
             apply(kubectl, "-f", "-", document=document)
 
 

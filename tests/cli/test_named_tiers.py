@@ -11,6 +11,7 @@ import tarfile
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,20 +140,19 @@ def test_a_pod_is_asked_in_our_container_and_not_by_way_of_a_proxy(
     assert person.container == ours
 
 
-class _Ended:
+class Ended:
     """The package's socket of a command whose end has no exit code in it."""
 
-    sock = type("Sock", (), {"shutdown": lambda _self: None})()
+    sock = SimpleNamespace(shutdown=lambda: None)
 
     def is_open(self) -> bool:
         return False
 
-    def close(self) -> None:
-        """Do nothing: it is closed."""
+    def close(self) -> None: ...
 
     @property
     def returncode(self) -> int:
-        return int({"details": {"causes": []}}["details"]["causes"][0])
+        raise IndexError
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_command_that_is_refused_is_told_by_what_the_server_says_and_no_header
 
 
 def test_a_command_that_ends_without_an_exit_code_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(person_module, "stream", lambda *_, **__: _Ended())
+    monkeypatch.setattr(person_module, "stream", lambda *_, **__: Ended())
     with pytest.raises(ClusterUnavailable, match="without an exit code"):
         CliClient().execute(make_pod("engine"), "engine", ["true"], print)
 

@@ -45,9 +45,9 @@ def foreign(bench: Bench, name: str) -> dict[str, Any]:
     return bench.create(kinds.DEPLOYMENT, {"metadata": {"name": name}, "spec": body})
 
 
-def run_command(bench: Bench, *words: str) -> str:
+def run_command(kubeconfig: Path, *words: str) -> str:
     """Return what the command prints."""
-    environment = {**os.environ, "KUBECONFIG": str(bench.cluster.kubeconfig)}
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     command = [sys.executable, "-m", "kvtier_cli", *words, "-n", "default"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def run_command(bench: Bench, *words: str) -> str:
 
 def attach(bench: Bench, *words: str) -> dict[str, Any]:
     """Return the object that the command prints."""
-    found: dict[str, Any] = yaml.safe_load(run_command(bench, "attach", *words))
+    found: dict[str, Any] = yaml.safe_load(run_command(bench.cluster.kubeconfig, "attach", *words))
     return found
 
 
@@ -109,7 +109,7 @@ def test_an_engine_of_ours_reads_what_an_attached_one_computed(bench: Bench) -> 
     assert read_from_disk(mine) >= len(PROMPT) // 64 * 64
     theirs = next(pod for pod in bench.list(kinds.POD) if pod["metadata"].get("labels", {}).get("app") == "guest")
     for name in (pod["metadata"]["name"], theirs["metadata"]["name"]):
-        seen = json.loads(run_command(bench, "status", "--engine", name, "-o", "json"))
+        seen = json.loads(run_command(bench.cluster.kubeconfig, "status", "--engine", name, "-o", "json"))
         assert (seen["tier"], seen["volume"]["isUsed"]) == ("both", True)
         assert seen["generation"] == ours.status()["generation"]["current"]
         assert seen["hits"]["promptTokens"] >= len(PROMPT)
@@ -141,7 +141,7 @@ def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_
     until(lambda: tier.disk().get("usedBytes"))
     # The table of known models has no such model: its engine says how large its KV is.
     until(lambda: tier.status()["sizing"].get("kvFormula", "").startswith("reported by the engine alone-"))
-    shown = run_command(bench, "status", "alone", "-o", "json")
+    shown = run_command(bench.cluster.kubeconfig, "status", "alone", "-o", "json")
     assert [each["ready"] for each in json.loads(shown)["engines"]] == [True]
 
     rival = Tier(bench, "rival", engine={**engine, **external}, disk={"budget": {"maxBytes": "1Gi"}})
@@ -204,11 +204,8 @@ def test_a_real_engine_of_ours_reads_what_an_attached_one_computed(tmp_path: Pat
         stack.place_model(tmp_path / "model" / "tiny", running.claim_directory("models"))
         running.kube.apply(files["tier"])
         until(lambda: running.kube.get("v1", "ConfigMap", "demo-connector"))
-        command = [sys.executable, "-m", "kvtier_cli", "attach", "demo", "-f", str(files["guest"]), "-n", "default"]
-        environment = {**os.environ, "KUBECONFIG": str(tmp_path / "kubeconfig")}
-        printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert printed.returncode == 0, printed.stderr
-        files["attached"].write_text(printed.stdout)
+        printed = run_command(tmp_path / "kubeconfig", "attach", "demo", "-f", str(files["guest"]))
+        files["attached"].write_text(printed)
         running.kube.apply(files["attached"])
 
         def serving(labels: str) -> client.Engine | None:

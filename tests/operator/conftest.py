@@ -15,7 +15,6 @@ from kvtier_localcluster.apiserver import ApiServerThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admission import Admission
 from asking_pods import running
 from live import Client, Controllers
 
@@ -26,12 +25,6 @@ from kvtier_operator.observe.http_client import HttpClient
 def asker() -> Iterator[HttpClient]:
     with running() as made:
         yield made
-
-
-@pytest.fixture(scope="session")
-def server() -> Admission:
-    """What `kubectl apply` would be answered."""
-    return Admission()
 
 
 @pytest.fixture

@@ -158,22 +158,8 @@ SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
 MINIMAL, FULL = (yaml.safe_load((SAMPLES / f"{name}.yaml").read_text()) for name in ("minimal", "full"))
 
 
-def test_the_minimal_sample_is_short_and_has_the_documented_defaults() -> None:
+def test_the_minimal_sample_is_short() -> None:
     assert len((SAMPLES / "minimal.yaml").read_text().splitlines()) <= 12
-    spec = parse(MINIMAL)
-    assert (spec.replicas, spec.paused, spec.model.revision, spec.model.token_secret_ref) == (1, False, "main", None)
-    assert (spec.engine.image, spec.engine.tensor_parallel) == ("vllm/vllm-openai:v0.32.0", 1)
-    assert (spec.engine.accelerator.resource, spec.engine.accelerator.per_pod) == ("nvidia.com/gpu", 1)
-    assert (spec.engine.memory, spec.engine.memory_bytes, spec.engine.cpu) == ("16Gi", 16 << 30, "4")
-    assert (spec.hash.seed, spec.hash.algorithm) == ("0", "sha256_cbor")
-    assert (spec.cpu.size_bytes, spec.cpu.eviction_policy, spec.cpu.offload_prompt_only) == (4 << 30, "lru", True)
-    assert (spec.volume.claim.size_bytes, spec.volume.claim.access_modes) == (20 << 30, ("ReadWriteOnce",))
-    assert (spec.volume.existing_claim, spec.volume.path, spec.volume.deletion_policy) == (None, "", "Retain")
-    assert spec.disk.mode == "ReadWrite"
-    budget = spec.disk.budget
-    assert (budget.max_bytes, budget.min_bytes, budget.ttl_seconds) == (None, None, 7 * 24 * 3600)
-    assert (budget.high_fraction, budget.low_fraction, budget.min_free_fraction) == (0.9, 0.75, 0.05)
-    assert (spec.generations.keep_previous, spec.janitor.enabled, spec.janitor.image) == (1, True, None)
 
 
 def test_the_full_sample_has_every_field() -> None:

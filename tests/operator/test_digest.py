@@ -89,11 +89,6 @@ def test_everything_else_keeps_the_cache(change: dict[str, Any]) -> None:
     assert digest_of(**change) == digest_of()
 
 
-def test_one_spelling_of_a_flag_is_as_good_as_another() -> None:
-    spellings = (["--kv-cache-dtype=fp8"], ["--kv_cache_dtype", "fp8"], ["--kv-cache-dtype", "fp8"])
-    assert len({digest_of(engine={"args": list(args)}) for args in spellings}) == 1
-
-
 LATENT = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
 STATES = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_attention_heads": 4, "head_dim": 64}
 PIECES = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "attention_chunk_size": 8192}
@@ -173,11 +168,6 @@ def test_what_vllm_does_not_certify_is_refused_with_the_reason(settings: dict[st
     assert found.message.endswith("engines of each tensorParallel keep blocks of their own")
 
 
-def test_another_image_keeps_the_generation_where_its_engines_verify_it() -> None:
-    verified = {"generations": {"acrossReleases": "Verified"}}
-    assert digest_of(**verified) == digest_of(**verified, engine={"image": "vllm/vllm-openai:v0.33.0"}) != digest_of()
-
-
 TIER = names.tier_ref(tier())
 
 
@@ -249,10 +239,6 @@ def test_another_image_keeps_the_cache_where_its_engines_verify_it() -> None:
     assert not found.discards_cache
     assert kept.startswith("keeps the cache, verified at the first start")
     assert "spec.engine.image" in replaced
-
-
-def test_an_edit_that_costs_nothing_warns_of_nothing() -> None:
-    assert diff.warnings(explain({}, {"replicas": 3})) == ()
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator sets, users cannot; every other flag of vLLM they can, and each was looked at for the identity."""
+"""Flags of vLLM, asked of its own parser: those of the operator, users and adapters, and those of a generation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,26 @@ from typing import Any
 
 import pytest
 import yaml
-from tiers import plan_of, tier
+from tiers import engine_pod, plan_of, tier
 
 from kvtier_operator.api import engine_spec, parse
 from kvtier_operator.api.parse import problems
+from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.parts import engine
+from kvtier_operator.parts.crash_causes import explain
+from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.engine_args import IDENTITY, is_identity
+
+with warnings.catch_warnings():
+    # Importing torch and vLLM warns of their own deprecations.
+    warnings.simplefilter("ignore")
+    from vllm.config.lora import LoRAConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.exceptions import LoRAAdapterNotFoundError
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.yaml").read_text())
 # The flags of adapters are refused only where the tier has some; the tests of those ask that.
@@ -30,15 +43,7 @@ OWNED = {*engine_spec.FLAGS, "--scheduler-cls"}
 
 @pytest.fixture(scope="module")
 def vllm_flags() -> list[str]:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    with warnings.catch_warnings():
-        # Importing torch and vLLM warns of their own deprecations; most of both is there already, for the tier's tests.
-        warnings.simplefilter("ignore")
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415 - takes seconds
-        from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415 - takes seconds
-
-        return sorted(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
+    return sorted(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
 
 
 @pytest.fixture
@@ -163,3 +168,58 @@ def test_every_flag_of_the_engine_was_looked_at() -> None:
 def test_flags_and_what_the_parser_takes_for_them_are_part_of_the_identity(flag: str) -> None:
     assert is_identity(flag)
     assert not is_identity("max-num-seqs")
+
+
+SQL = {"name": "sql", "source": {"claim": "adapters", "path": "team/sql"}}
+CHAT = {"name": "org/chat.v2", "source": {"hub": "org/chat-lora"}}
+ROOT = {"name": "root", "source": {"claim": "another.claim"}}
+
+
+def planned(*loras: Any, args: tuple[str, ...] = (), **model: Any) -> TierPlan:
+    found = {"name": "meta-llama/Llama-3.1-8B-Instruct", "loras": list(loras), **model}
+    return plan_of(tier(model=found, engine={"args": list(args)}))
+
+
+def args_of(plan: TierPlan) -> list[str]:
+    return list(engine_pod(plan)["containers"][0]["args"])
+
+
+def test_vllm_reads_the_adapters_that_were_declared() -> None:
+    args = args_of(planned(SQL, CHAT, ROOT, args=("--max-model-len", "8192"), maxLoraRank=64))
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
+
+    assert [(module.name, module.path) for module in read.lora_modules] == [
+        ("sql", "/opt/kvtier-loras/adapters/team/sql"),
+        ("org/chat.v2", "org/chat-lora"),
+        ("root", "/opt/kvtier-loras/another.claim"),
+    ]
+    assert {module.base_model_name for module in read.lora_modules} == {"meta-llama/Llama-3.1-8B-Instruct"}
+    assert read.max_model_len == 8192
+    made = EngineArgs.from_cli_args(read)
+    assert (made.enable_lora, made.max_lora_rank, made.max_loras) == (True, 64, 3)
+
+
+def test_adapters_change_no_block_of_the_model_and_so_no_generation() -> None:
+    assert planned(SQL).generation.digest == planned().generation.digest
+
+
+def test_at_most_eight_adapters_are_computed_together_unless_more_are_asked_for() -> None:
+    many = [{**SQL, "name": f"a{number}"} for number in range(20)]
+    assert "--max-loras=8" in args_of(planned(*many))
+    assert "--max-loras=20" in args_of(planned(*many, maxLorasAtOnce=20))
+
+
+def test_two_adapters_of_one_name_are_refused() -> None:
+    with pytest.raises(SpecInvalid, match="given twice"):
+        parse(tier(model={"name": "m", "loras": [SQL, SQL]}))
+
+
+def test_an_adapter_that_vllm_refuses_is_told_with_the_remedy() -> None:
+    helper = PEFTHelper.from_dict({"r": 64, "lora_alpha": 16, "target_modules": ["q_proj"]})
+    with pytest.raises(ValueError, match="rank") as refused:
+        helper.validate_legal(LoRAConfig(max_lora_rank=16))
+    missing = LoRAAdapterNotFoundError("sql", "/opt/kvtier-loras/a/sql")
+    for error, field in ((refused.value, "spec.model.maxLoraRank"), (missing, "spec.model.loras")):
+        found = explain(f"Traceback\nValueError: {error}", 1)
+        assert found.reason is Reason.ADAPTER_REFUSED
+        assert field in found.remedy
