@@ -203,26 +203,11 @@ def test_figures_of_the_parts_that_a_run_played_are_from_it_afterwards(
     numbers = tmp_path / "numbers.json"
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "NUMBERS", numbers)
-    cell = {"tokens": 100, "cached": 75, "at": 0.1, "first": 0.1, "seconds": 0.2, "output": [1, 2], "label": "8"}
-    old = {
-        "kind": "cell",
-        "stage": "",
-        "variant": "",
-        "backend": "kvtier",
-        "cell": "D",
-        "requests": [cell],
-        "counts": {},
-    }
-    put(tmp_path / "old.jsonl", [{**old, "seconds": 9.0}])
+    old = cell("D", "kvtier", 9.0, request(0.1, label="8"), stage="")
+    put(tmp_path / "old.jsonl", [old])
     for number, (variant, backend) in enumerate([("disk", "kvtier-whole"), ("agents", "none"), ("agents", "fs")]):
         (tmp_path / str(number)).mkdir()
-        record = {
-            **old,
-            "seconds": number + 1.0,
-            "variant": variant,
-            "backend": backend,
-            "counts": {"scheduled_tokens": 0},
-        }
+        record = {**old, "seconds": number + 1.0, "variant": variant, "backend": backend}
         put(tmp_path / str(number) / "traffic.jsonl", [run(), record])
     runs = {
         "whole": {"journal": "old.jsonl", "backend": "kvtier", "part": "disk", "as": "kvtier-whole"},

@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, condition, status
-from tiers import CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, NOON, RUNNING, TIER, TIER_KEY, made_by, merge, plan_of, tier
+from tiers import (
+    CONFIG,
+    DEPLOYMENT,
+    JANITOR,
+    NAMESPACE,
+    NOON,
+    RUNNING,
+    TIER,
+    TIER_KEY,
+    engine_pod,
+    made_by,
+    merge,
+    plan_of,
+    tier,
+)
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
@@ -87,6 +101,20 @@ def test_the_operator_makes_everything_but_the_engines_and_their_service() -> No
     assert {("PersistentVolumeClaim", "llama-blocks"), ("ConfigMap", "llama-connector")} < kinds
     assert JANITOR in world.cluster.existing()
     assert not kinds & {(kind, "llama-engine") for kind in ("Deployment", "Service", "PodDisruptionBudget")}
+
+
+OWNERS_FLAGS = {"--revision", "--host", "--port", "--served-model-name", "--tensor-parallel-size", "--shutdown-timeout"}
+OWNERS_VARIABLES = {"HF_HOME", "HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "USER", "VLLM_CACHE_ROOT"}
+OWNERS_VARIABLES |= {"XDG_CACHE_HOME"}
+
+
+def test_an_attached_engine_gets_all_that_makes_an_engine_of_ours_one_but_what_its_owner_decides() -> None:
+    ours = engine_pod(plan_of(tier(engine={"args": ["--max-model-len=8192"]})))["containers"][0]
+    theirs = attached(POD)["containers"][0]
+    assert {word.partition("=")[0] for word in ours["args"] if word not in theirs["args"]} == OWNERS_FLAGS
+    assert {each["name"] for each in ours["env"] if each not in theirs["env"]} == OWNERS_VARIABLES
+    mounted, needed = ({each["mountPath"] for each in engine["volumeMounts"]} for engine in (theirs, ours))
+    assert needed - mounted == {"/tmp"}
 
 
 def test_engines_of_ours_go_when_a_tier_is_given_engines_of_another_owner() -> None:
