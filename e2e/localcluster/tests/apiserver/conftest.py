@@ -69,36 +69,3 @@ def widgets(api: ApiServerThread, crd: objects.Json) -> str:
     """The path of the Widgets in the default namespace, served."""
     api.create(crd)
     return f"/apis/{objects.GROUP}/v1/namespaces/default/widgets"
-
-
-@pytest.fixture
-def deployment() -> Callable[..., dict[str, Any]]:
-    """`deployment(name, **container)` returns a Deployment with one container."""
-
-    def make(name: str = "web", /, **container: Any) -> dict[str, Any]:
-        return {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": name},
-            "spec": {
-                "selector": {"matchLabels": {"app": name}},
-                "template": {
-                    "metadata": {"labels": {"app": name}},
-                    "spec": {"containers": [{"name": "main", "image": "web:1", **container}]},
-                },
-            },
-        }
-
-    return make
-
-
-@pytest.fixture
-def pod() -> Callable[..., dict[str, Any]]:
-    """`pod(name, **spec)` returns a Pod with one container."""
-
-    def make(name: str = "p", /, **spec: Any) -> dict[str, Any]:
-        containers = [{"name": "main", "image": "web:1"}]
-        metadata = {"name": name, "namespace": "default"}
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": containers, **spec}}
-
-    return make

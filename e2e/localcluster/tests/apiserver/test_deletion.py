@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from objects import pod
 
 from kvtier_localcluster.apiserver import ApiServerThread
 
@@ -62,7 +63,7 @@ def test_an_owner_in_another_namespace_is_no_owner(
 
 
 @pytest.mark.parametrize("has_node", [True, False])
-def test_a_pod_with_processes_stays_until_the_kubelet_confirms(http: Http, pod: Make, *, has_node: bool) -> None:
+def test_a_pod_with_processes_stays_until_the_kubelet_confirms(http: Http, *, has_node: bool) -> None:
     spec = {"terminationGracePeriodSeconds": 7, **({"nodeName": "node"} if has_node else {})}
     http("POST", f"{DEFAULT}/pods", pod(**spec))
     if not has_node:
@@ -76,7 +77,7 @@ def test_a_pod_with_processes_stays_until_the_kubelet_confirms(http: Http, pod: 
     assert http("GET", f"{DEFAULT}/pods/p")[0] == 404
 
 
-def test_a_grace_period_can_be_shortened_but_not_extended(http: Http, pod: Make) -> None:
+def test_a_grace_period_can_be_shortened_but_not_extended(http: Http) -> None:
     http("POST", f"{DEFAULT}/pods", pod(nodeName="node"))
     graces = []
     for asked in (20, 40, 5):
@@ -85,7 +86,7 @@ def test_a_grace_period_can_be_shortened_but_not_extended(http: Http, pod: Make)
     assert graces == [20, 20, 5]
 
 
-def test_a_finished_pod_goes_at_once(http: Http, pod: Make) -> None:
+def test_a_finished_pod_goes_at_once(http: Http) -> None:
     http("POST", f"{DEFAULT}/pods", pod(nodeName="node"))
     http("PATCH", f"{DEFAULT}/pods/p/status", {"status": {"phase": "Succeeded"}}, media_type=MERGE)
     http("DELETE", f"{DEFAULT}/pods/p")

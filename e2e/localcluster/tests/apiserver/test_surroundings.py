@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from kubernetes import client
+from objects import pod
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_localcluster.apiserver.store import protobuf
 
 Http = Callable[..., tuple[int, Any]]
-Make = Callable[..., dict[str, Any]]
 PODS = "/api/v1/namespaces/default/pods"
 CONFIG_MAPS = "/api/v1/namespaces/default/configmaps"
 CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}}
@@ -50,11 +50,11 @@ def test_the_audit_log_speaks_in_terms_of_rbac(api: ApiServerThread, http: Http)
     assert version.target is None
 
 
-def test_pod_logs_come_from_the_runner(api: ApiServerThread, http: Http, pod: Make) -> None:
+def test_pod_logs_come_from_the_runner(api: ApiServerThread, http: Http) -> None:
     asked = []
 
-    async def read(namespace: str, pod: str, container: str, tail: int | None, is_previous: bool) -> bytes | None:
-        asked.append((namespace, pod, container, tail))
+    async def read(namespace: str, name: str, container: str, tail: int | None, is_previous: bool) -> bytes | None:
+        asked.append((namespace, name, container, tail))
         return None if is_previous else b"line\n"
 
     http("POST", PODS, pod())
@@ -67,7 +67,7 @@ def test_pod_logs_come_from_the_runner(api: ApiServerThread, http: Http, pod: Ma
     assert http("GET", f"{PODS}/p/log", container="gone")[0] == 400
 
 
-def test_logs_of_a_pod_with_several_containers_need_a_name(http: Http, pod: Make) -> None:
+def test_logs_of_a_pod_with_several_containers_need_a_name(http: Http) -> None:
     http("POST", PODS, pod(containers=[{"name": "a", "image": "x"}, {"name": "b", "image": "x"}]))
     code, status = http("GET", f"{PODS}/p/log")
     assert code == 400

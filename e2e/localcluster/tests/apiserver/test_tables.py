@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from objects import widget
+from objects import pod, widget
 
 from kvtier_localcluster.apiserver import tables
 from kvtier_localcluster.apiserver.store import objects
 
 Http = Callable[..., tuple[int, Any]]
-Make = Callable[..., dict[str, Any]]
 MERGE = "application/merge-patch+json"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 
@@ -58,7 +57,7 @@ CRASHES = [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}}]
         ({"phase": "Failed", "reason": "Evicted"}, "Evicted"),
     ],
 )
-def test_a_pod_shows_why_it_does_not_run(http: Http, pod: Make, status: dict[str, Any], shown: str) -> None:
+def test_a_pod_shows_why_it_does_not_run(http: Http, status: dict[str, Any], shown: str) -> None:
     path = "/api/v1/namespaces/default/pods"
     http("POST", path, pod(nodeName="n"))
     for field in ("containerStatuses", "initContainerStatuses"):

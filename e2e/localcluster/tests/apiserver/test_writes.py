@@ -7,10 +7,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import objects
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from objects import config_map, widget
+from objects import config_map, pod, widget
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.registry import apply as fieldsets
@@ -18,12 +19,17 @@ from kvtier_localcluster.apiserver.registry import patches
 from kvtier_localcluster.apiserver.store import schemas
 
 Http = Callable[..., tuple[int, Any]]
-Make = Callable[..., dict[str, Any]]
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 DEFAULT = "/api/v1/namespaces/default"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
 SCHEMA = schemas.builtin_schema("apps", "v1", "Deployment")
+
+
+def deployment(name: str = "web", /, **container: Any) -> objects.Json:
+    made = objects.deployment(name)
+    made["spec"]["template"]["spec"]["containers"][0] |= container
+    return made
 
 
 def _claim(size: str = "1Gi", **spec: Any) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def test_a_patch_that_names_an_older_version_conflicts(http: Http) -> None:
     assert http("PATCH", f"{DEFAULT}/configmaps/c", change, media_type=MERGE)[0] == 409
 
 
-def test_built_in_defaults_are_filled_in(http: Http, deployment: Make) -> None:
+def test_built_in_defaults_are_filled_in(http: Http) -> None:
     _, made = http(
         "POST", DEPLOYMENTS, deployment(livenessProbe={"httpGet": {"port": 1}}, ports=[{"containerPort": 1}])
     )
@@ -60,7 +66,7 @@ def test_built_in_defaults_are_filled_in(http: Http, deployment: Make) -> None:
     assert container["ports"] == [{"containerPort": 1, "protocol": "TCP"}]
 
 
-def test_nulls_and_unknown_fields_of_built_in_kinds_are_dropped(http: Http, deployment: Make) -> None:
+def test_nulls_and_unknown_fields_of_built_in_kinds_are_dropped(http: Http) -> None:
     manifest = deployment(bogus=1, workingDir=None)
     manifest["spec"]["template"]["metadata"]["creationTimestamp"] = None
     code, made = http("POST", DEPLOYMENTS, manifest)
@@ -84,9 +90,7 @@ def test_nulls_and_unknown_fields_of_built_in_kinds_are_dropped(http: Http, depl
         ({"args": "one string"}, "args"),
     ],
 )
-def test_a_container_that_cannot_run_is_refused(
-    http: Http, deployment: Make, container: dict[str, Any], field: str
-) -> None:
+def test_a_container_that_cannot_run_is_refused(http: Http, container: dict[str, Any], field: str) -> None:
     code, status = http("POST", DEPLOYMENTS, deployment(**container))
     assert code == 422
     assert [cause["field"] for cause in status["details"]["causes"]] == [f"spec.template.spec.containers[0].{field}"]
@@ -114,7 +118,7 @@ def test_string_data_of_a_secret_becomes_data(http: Http) -> None:
     assert "stringData" not in made
 
 
-def test_the_spec_of_a_pod_is_fixed_but_for_its_node_and_images(http: Http, pod: Make) -> None:
+def test_the_spec_of_a_pod_is_fixed_but_for_its_node_and_images(http: Http) -> None:
     _, made = http("POST", f"{DEFAULT}/pods", pod())
     assert made["status"] == {"phase": "Pending"}
     one = f"{DEFAULT}/pods/p"
