@@ -138,3 +138,10 @@ def test_every_condition_that_the_page_names_is_reported() -> None:
     named = set(re.findall(r"condition `(\w+)`", FAULTS))
     assert named
     assert [name for name in named if f"## {name}\n" not in reported] == []
+
+
+def test_the_readme_of_the_embedded_cluster_promises_what_is_tested() -> None:
+    files = sorted((ROOT / "tests/conformance").glob("test_*.py"))
+    wanted = [f"| {path.stem} | {ast.get_docstring(ast.parse(path.read_text()))} |" for path in files]
+    readme = (ROOT / "e2e/localcluster/README.md").read_text()
+    assert [line for line in readme.splitlines() if line.startswith("| test_")] == wanted

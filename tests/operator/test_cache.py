@@ -323,14 +323,6 @@ def cluster(api: ApiServerThread) -> KubernetesCluster:
     return connect()
 
 
-def test_applying_creates_then_updates_and_drops_what_is_not_applied_any_more(cluster: KubernetesCluster) -> None:
-    first = cluster.apply(config_map(a="1", b="2"), over=None)
-    second = cluster.apply(config_map(a="1", c="3"), over=first["metadata"]["uid"])
-    assert second["data"] == {"a": "1", "c": "3"}
-    third = cluster.apply(config_map(a="1", c="3"), over=first["metadata"]["uid"])
-    assert third["metadata"]["resourceVersion"] == second["metadata"]["resourceVersion"]
-
-
 def test_an_object_that_was_replaced_meanwhile_is_not_written(cluster: KubernetesCluster) -> None:
     cluster.apply(config_map(a="1"), over=None)
     with pytest.raises(errors.ClusterConflict):

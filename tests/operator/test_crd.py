@@ -131,6 +131,7 @@ def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any]
     paths = [*version["subresources"]["scale"].values(), *(c["jsonPath"] for c in version["additionalPrinterColumns"])]
     for path in paths:
         assert re.sub(r"\[\?\(.*?\)\]", "[]", path).lstrip(".") in known, path
+        assert {*re.findall(r'@\.type=="(\w+)"', path)} <= {*CONDITIONS}, path
 
 
 def test_every_condition_and_every_reason_has_its_place_on_the_page() -> None:

@@ -14,11 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from live import APPS, Client, body, running
 from plain_http import has_ipv6
-from waiting import until
 
-from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_localcluster.ports import free_port
 from kvtier_operator.kube.http_server import Health
 from kvtier_operator.metrics import OperatorMetrics
@@ -59,27 +56,6 @@ def test_a_check_that_breaks_is_a_problem_and_no_crash() -> None:
     health = Health()
     health.alive_if("broken", lambda: str(1 // 0))
     assert "ZeroDivisionError" in health.problems("/healthz")["broken"]
-
-
-def test_tiers_that_may_not_be_read_any_more_are_told_of_and_looked_after_again_once_they_may(
-    api: ApiServerThread,
-) -> None:
-    kubectl, health = Client(api.url), Health()
-
-    def forbid(request: Any) -> ApiError | None:
-        is_ours = request.headers.get("User-Agent") != "test" and "kvcachetiers" in request.path
-        return ApiError(403, "Forbidden", "kvcachetiers is forbidden") if is_ours else None
-
-    with running(health=health, resync_seconds=0.3):
-        until(lambda: [call for call in list(api.server.audit) if call.verb == "watch" and "kvcachetiers" in call.path])
-        api.server.faults.append(forbid)
-        api.drop_watches()
-        assert "kvcachetiers is forbidden" in until(lambda: health.problems("/readyz").get("tiers"))
-        assert health.problems("/healthz") == {}
-        kubectl.apply_tier(body())
-        api.server.faults.clear()
-        until(lambda: kubectl.get(APPS, "deployments", "llama-engine"))
-        until(lambda: health.problems("/readyz") == {})
 
 
 Serve = Callable[[int], Callable[[], None]]

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a tier with real watches, the real client and a real HTTP API server."""
+"""The life of a tier with real watches, the real client and a real HTTP API server, and who owns which field."""
 
 from __future__ import annotations
 
 import functools
-import subprocess
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import tools
-from live import APPS, CORE, NAMESPACE, TIERS, Client, agents, body, running
-from tiers import claim
+from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, body, running
+from tiers import claim, merge
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
+from kvtier_operator import names
+from kvtier_operator.apply import is_applied
 from kvtier_operator.kube import idle
+from kvtier_operator.kube.client import connect
 from kvtier_operator.kube.http_server import Health
 from kvtier_operator.metrics import OperatorMetrics
 
@@ -274,35 +275,150 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
         assert sent() == writes
 
 
-def columns(text: str) -> dict[str, str]:
-    head, row = text.splitlines()[:2]
-    starts = [head.index(name) for name in head.split()]
-    ends = [*starts[1:], None]
-    return {name: row[start:end].strip() for name, start, end in zip(head.split(), starts, ends, strict=True)}
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"name": "d", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}, "annotations": {"a": "b"}},
+    "spec": {
+        "replicas": 1,
+        "selector": {"matchLabels": {"app": "d"}},
+        "template": {
+            "metadata": {"labels": {"app": "d"}},
+            "spec": {
+                "containers": [
+                    {
+                        "name": "engine",
+                        "image": "i",
+                        "args": ["--a", "--b"],
+                        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+                        "ports": [{"containerPort": 80, "protocol": "TCP"}],
+                        "resources": {"requests": {"memory": "1024Mi"}},
+                    }
+                ],
+                "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            },
+        },
+    },
+}
 
 
-@pytest.mark.usefixtures("controllers")
-def test_after_an_upgrade_of_the_operator_a_tier_says_that_its_engines_are_old_and_how_to_replace_them(
-    kubectl: Client, tmp_path: Path
-) -> None:
-    def typed(*words: str) -> str:
-        command = [str(tools.binary("kubectl")), f"--namespace={NAMESPACE}", f"--cache-dir={tmp_path}", *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+ROLE: dict[str, Any] = {
+    "apiVersion": names.RBAC,
+    "kind": "Role",
+    "metadata": {"name": "r", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}},
+    "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}],
+}
+MORE_RULES = [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]
 
-    def connectors() -> set[str]:
-        return {pod["spec"]["initContainers"][0]["image"] for pod in engines(kubectl)}
 
-    with ready(kubectl, connector_image="connector:1"):
-        assert columns(typed("get", "kvt", "llama"))["UP-TO-DATE"] == "True"
-    with running(connector_image="connector:2"):
-        until(lambda: kubectl.condition("UpToDate").get("status") == "False")
-        shown = columns(typed("get", "kvt", "llama"))
-        assert (shown["READY"], shown["AVAILABLE"], shown["UP-TO-DATE"]) == ("True", "True", "False")
-        assert connectors() == {"connector:1"}
-        message = kubectl.condition("UpToDate")["message"]
-        assert "the image of install-connector from connector:1 to connector:2" in message
-        command = message.split("`")[1].replace('"$(date +%s)"', "now")
-        assert command.startswith("kubectl annotate kvt llama -n default --overwrite kvtier.dev/restart=")
-        typed(*[word for word in command.split()[1:] if word not in {"-n", NAMESPACE}])
-        until(lambda: connectors() == {"connector:2"})
-        until(lambda: kubectl.condition("UpToDate").get("status") == "True")
+def changed(**containers: Any) -> dict[str, Any]:
+    found = json.loads(json.dumps(MANIFEST))
+    found["spec"]["template"]["spec"]["containers"][0] |= containers
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted"),
+    [
+        (MANIFEST, merge(MANIFEST, {"spec": {"replicas": 2}})),
+        (MANIFEST, merge(MANIFEST, {"metadata": {"annotations": None}})),
+        (MANIFEST, merge(MANIFEST, {"metadata": {"annotations": {"c": "d"}}})),
+        (MANIFEST, changed(args=["--b", "--a"])),
+        (MANIFEST, changed(env=[{"name": "A", "value": "1"}])),
+        (MANIFEST, changed(env=[{"name": "A", "value": "1"}, {"name": "B", "value": "3"}])),
+        (MANIFEST, changed(resources={"requests": {"memory": "2Gi"}})),
+        # Lists that are one value: a field less in an item, and an item less.
+        (MANIFEST, merge(MANIFEST, {"spec": {"template": {"spec": {"tolerations": [{"key": "gpu"}]}}}})),
+        ({**ROLE, "rules": MORE_RULES}, ROLE),
+    ],
+)
+@pytest.mark.usefixtures("api")
+def test_whatever_an_apply_would_change_is_applied(before: dict[str, Any], wanted: dict[str, Any]) -> None:
+    live = connect().apply(before, over=None)
+    assert is_applied(before, live)
+    assert not is_applied(wanted, live)
+    after = connect().apply(wanted, over=live["metadata"]["uid"])
+    assert is_applied(wanted, after)
+    assert after.get("rules") == wanted.get("rules")
+
+
+@pytest.mark.usefixtures("api")
+def test_what_others_add_is_no_reason_to_apply_again(api: ApiServerThread) -> None:
+    connect().apply(MANIFEST, over=None)
+    patch = {"metadata": {"annotations": {"theirs": "1"}}, "status": {"replicas": 3}}
+    Client(api.url).merge("/apis/apps/v1", "deployments", "d", patch)
+    live = connect().get(names.key_of(MANIFEST), "default")
+    assert is_applied(MANIFEST, live)
+
+
+STRATEGIC = "application/strategic-merge-patch+json"
+
+
+def test_an_item_more_in_a_list_that_is_one_value_is_applied_over(api: ApiServerThread) -> None:
+    connect().apply(ROLE, over=None)
+    Client(api.url).merge(RBAC, "roles", "r", {"rules": MORE_RULES})
+    live = connect().get(names.key_of(ROLE), "default")
+    assert not is_applied(ROLE, live)
+    assert connect().apply(ROLE, over=live["metadata"]["uid"])["rules"] == ROLE["rules"]
+
+
+@pytest.mark.usefixtures("api")
+def test_what_says_nothing_stands_where_the_api_server_leaves_it_out() -> None:
+    wanted = changed(env=[{"name": "A", "value": ""}], stdin=False)
+    live = connect().apply(wanted, over=None)
+    container = live["spec"]["template"]["spec"]["containers"][0]
+    container["env"][0].pop("value", None)
+    container.pop("stdin", None)
+    assert is_applied(wanted, live)
+    assert not is_applied(changed(env=[{"name": "A", "value": "1"}], stdin=False), live)
+
+
+@pytest.fixture
+def served(api: ApiServerThread) -> Iterator[Client]:
+    client = Client(api.url)
+    with Controllers(client, api), running(resync_seconds=3600):
+        client.apply_tier(body())
+        until(client.is_ready)
+        yield client
+
+
+DRIFT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (RBAC, "roles", "llama-janitor", {"rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]}),
+    (CORE, "configmaps", "llama-connector", {"data": {"connector.json": "{}"}}),
+    (CORE, "services", "llama-engine", {"spec": {"selector": {"blue": "green"}}}),
+    (POLICY, "poddisruptionbudgets", "llama-engine", {"spec": {"selector": {"matchLabels": {"a": "b"}}}}),
+    (APPS, "deployments", "llama-engine", {"spec": {"replicas": 9}}),
+)
+
+
+def test_what_others_change_in_a_field_of_ours_is_applied_anew_at_once(served: Client) -> None:
+    def ours() -> list[dict[str, Any]]:
+        found = [served.get(group, plural, name) or {} for group, plural, name, _ in DRIFT]
+        return [{field: each.get(field) for field in ("spec", "data", "rules")} for each in found]
+
+    before = ours()
+    for group, plural, name, patch in DRIFT:
+        served.merge(group, plural, name, patch)
+    until(lambda: ours() == before)
+
+
+def set_env(kubectl: Client, deployment: str) -> None:
+    live = kubectl.get(APPS, "deployments", deployment) or {}
+    container = live["spec"]["template"]["spec"]["containers"][0]
+    more = {"name": container["name"], "env": [{"name": "EXTRA", "value": "1"}]}
+    path = kubectl.path(APPS, "deployments", deployment) + "?fieldManager=kubectl-set"
+    kubectl.call("PATCH", path, {"spec": {"template": {"spec": {"containers": [more]}}}}, STRATEGIC)
+
+
+def has_extra(kubectl: Client, deployment: str) -> bool:
+    return "EXTRA" in json.dumps(kubectl.get(APPS, "deployments", deployment))
+
+
+def test_a_field_that_another_manager_adds_stays_theirs_and_is_not_fought_over(served: Client) -> None:
+    set_env(served, "llama-engine")
+    until(served.is_ready)
+    served.merge(TIERS, "kvcachetiers", "llama", {"spec": {"replicas": 3}})
+    until(
+        lambda: served.is_ready() and (served.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 3
+    )
+    assert has_extra(served, "llama-engine")

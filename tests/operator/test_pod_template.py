@@ -116,11 +116,6 @@ def test_what_leaves_the_restricted_standard_is_said_by_its_field(template: dict
     assert "pod-security.kubernetes.io/enforce" in said
 
 
-def test_what_satisfies_the_standard_is_not_spoken_of() -> None:
-    spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
-    assert pods.warning(spec.engine.pod_template) == ""
-
-
 def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> None:
     def limited(name: str, resource: str, amount: str, **more: str) -> dict[str, Any]:
         return {"name": name, "resources": {"limits": {resource: amount}}, **more}

@@ -72,15 +72,6 @@ def test_a_second_pass_writes_nothing() -> None:
     assert len(cluster.posted) == 1
 
 
-def test_a_tier_becomes_ready_when_its_engines_are() -> None:
-    cluster = reconciled()
-    serving(cluster)
-    run(cluster)
-    assert condition(cluster, "Ready")["status"] == "True"
-    assert cluster.look(TIER_KEY)["status"]["readyReplicas"] == 2
-    assert [event["reason"] for event in cluster.posted] == ["ClaimPending", "Ready"]
-
-
 @pytest.mark.parametrize(
     ("edit", "written"),
     [

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
-from healthy_tier import NOON, READY_POD, REF, UNREADY_POD, VIEW, changed, check_verdict, conditions, varied
+from healthy_tier import READY_POD, REF, UNREADY_POD, VIEW, changed, check_verdict, conditions, varied
 from test_reconcile import of_somebody
 from tiers import CLAIM, DEPLOYMENT, JANITOR, JANITOR_CONFIG, LEASE, NAMESPACE, TIER_KEY, made_by, merge, rendered, tier
 from vllm_router.launch_router import parse_router_args
 
-from kvtier_operator import names, status
+from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterUnavailable, KindMissing, SpecInvalid
@@ -182,11 +182,6 @@ def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:
     assert "delete or rename it" in found["message"]
     assert found["message"].endswith("; or remove spec.routing.inferencePool")
     assert "spec" not in (cluster.look(POOL) or {})
-
-
-def test_where_requests_go_is_in_the_status() -> None:
-    found = status.report(routed(router_pod()), {}, now=NOON)
-    assert found["routing"] == {"service": "llama-router.serving.svc:8000"}
 
 
 REDIS = ObjectKey(api_version="apps/v1", kind="Deployment", name="llama-redis")

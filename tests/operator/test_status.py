@@ -159,17 +159,6 @@ def test_what_is_over_is_no_problem(pods: tuple[Pod, ...]) -> None:
     assert conditions(changed(pods=pods))["Ready"]["status"] == "True"
 
 
-def test_an_invalid_spec_names_its_field_and_stalls() -> None:
-    view = Progress(generation=3, tier=REF, invalid=SpecInvalid("spec.cpu.size", "must be at least 1Mi"))
-    found = conditions(view)
-    assert (found["Ready"]["reason"], found["Ready"]["message"]) == (
-        "SpecInvalid",
-        "spec.cpu.size: must be at least 1Mi",
-    )
-    assert found["Stalled"]["status"] == "True"
-    assert found["EnginesReady"]["status"] == "Unknown"
-
-
 PASSING = {Reason.CLAIM_MISSING}
 """Refusals that end without an edit of the tier."""
 
@@ -204,13 +193,6 @@ def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None
     assert (passing["Reconciling"]["status"], passing["Stalled"]["status"]) == ("True", "False")
     assert (lasting["Reconciling"]["status"], lasting["Stalled"]["status"]) == ("False", "True")
     assert passing["Ready"]["reason"] == lasting["Ready"]["reason"] == "ApplyFailed"
-
-
-def test_a_paused_tier_says_so_and_reconciles_nothing() -> None:
-    paused = varied(with_pod(), spec=parse(tier(paused=True)))
-    found = conditions(paused)
-    assert (found["Paused"]["status"], found["Reconciling"]["status"]) == ("True", "False")
-    assert found["Ready"]["reason"] == "EnginesStarting"
 
 
 def test_a_time_moves_only_when_the_status_flips() -> None:
