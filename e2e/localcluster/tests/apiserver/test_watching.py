@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from objects import config_map
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_localcluster.apiserver.store import memory, selectors
@@ -14,11 +15,6 @@ from kvtier_localcluster.apiserver.store import memory, selectors
 Http = Callable[..., tuple[int, Any]]
 Watch = Callable[..., Iterator[dict[str, Any]]]
 PATH = "/api/v1/namespaces/default/configmaps"
-
-
-def _config_map(name: str, **labels: str) -> dict[str, Any]:
-    metadata = {"name": name, "namespace": "default", "labels": labels}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
 
 
 def _seen(event: dict[str, Any]) -> tuple[str, str]:
@@ -32,7 +28,7 @@ def test_a_compacted_version_is_gone_and_a_new_list_works(api: ApiServerThread, 
     assert (error["type"], error["object"]["code"], error["object"]["reason"]) == ("ERROR", 410, "Expired")
     fresh = http("GET", PATH)[1]["metadata"]["resourceVersion"]
     events = watch(PATH, resourceVersion=fresh)
-    api.create(_config_map("a"))
+    api.create(config_map("a"))
     assert _seen(next(events)) == ("ADDED", "a")
 
 
@@ -42,7 +38,7 @@ def test_a_version_of_another_server_is_gone(watch: Watch) -> None:
 
 
 def test_dropped_watches_end(api: ApiServerThread, watch: Watch) -> None:
-    api.create(_config_map("a"))
+    api.create(config_map("a"))
     events = watch(PATH)
     next(events)
     api.drop_watches()
