@@ -75,14 +75,10 @@ def make_tier(api: ApiServerThread, name: str, **spec: Any) -> None:
 
 
 @pytest.mark.usefixtures("in_a_pod")
-def test_in_a_pod_the_variable_names_the_cluster() -> None:
-    assert CliClient().tiers("elsewhere") == []
-
-
-@pytest.mark.usefixtures("in_a_pod")
-def test_in_a_pod_a_file_in_its_usual_place_names_the_cluster(
+def test_in_a_pod_the_variable_or_a_file_in_its_usual_place_names_the_cluster(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert CliClient().tiers("elsewhere") == []
     (tmp_path / ".kube").mkdir()
     file.rename(tmp_path / ".kube" / "config")
     monkeypatch.delenv("KUBECONFIG")

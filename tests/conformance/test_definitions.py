@@ -26,18 +26,14 @@ def test_a_definition_is_established(http: Http, widgets: str) -> None:
     assert status["acceptedNames"]["kind"] == "Widget"
 
 
-def test_what_the_schema_does_not_know_is_dropped(http: Http, widgets: str) -> None:
+def test_what_the_schema_does_not_know_is_dropped_and_defaults_are_filled_in_also_in_items(
+    http: Http, widgets: str
+) -> None:
     manifest = widget(unknown=1, free={"anything": {"goes": 1}}, ports=[{"name": "a", "more": 2}])
     _, made = http("POST", widgets, manifest)
-    assert "unknown" not in made["spec"]
-    assert made["spec"]["free"] == {"anything": {"goes": 1}}
-    assert made["spec"]["ports"] == [{"name": "a", "port": 80}]
-
-
-def test_defaults_are_filled_in_also_in_items(http: Http, widgets: str) -> None:
-    _, made = http("POST", widgets, widget(ports=[{"name": "a"}]))
-    assert (made["spec"]["mode"], made["spec"]["replicas"]) == ("Fast", 1)
-    assert made["spec"]["ports"] == [{"name": "a", "port": 80}]
+    free = {"anything": {"goes": 1}}
+    filled = {"mode": "Fast", "replicas": 1, "ports": [{"name": "a", "port": 80}]}
+    assert made["spec"] == {"size": 1, "free": free, **filled}
 
 
 def test_a_null_counts_as_absent_unless_it_is_allowed(http: Http, widgets: str) -> None:

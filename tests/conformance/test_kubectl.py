@@ -17,15 +17,12 @@ IMAGE = "--image=registry.k8s.io/pause:3.10"
 @pytest.mark.parametrize(
     ("arguments", "created"),
     [
-        (("deployment", "d", IMAGE, "--replicas=0"), "deployment.apps/d"),
-        (("service", "clusterip", "s", "--tcp=80:8080"), "service/s"),
         (("job", "j", IMAGE, "--", "true"), "job.batch/j"),
         (("cronjob", "cj", IMAGE, "--schedule=0 0 1 1 *"), "cronjob.batch/cj"),
         (("pdb", "b", "--selector=app=x", "--min-available=50%"), "poddisruptionbudget.policy/b"),
         (("role", "r", "--verb=get", "--resource=pods"), "role.rbac.authorization.k8s.io/r"),
         (("rolebinding", "rb", "--role=r", "--user=u"), "rolebinding.rbac.authorization.k8s.io/rb"),
         (("configmap", "c", "--from-literal=a=1"), "configmap/c"),
-        (("secret", "generic", "g", "--from-literal=a=1"), "secret/g"),
         (("serviceaccount", "sa"), "serviceaccount/sa"),
         (("quota", "q", "--hard=pods=3"), "resourcequota/q"),
         (("ingress", "i", "--rule=a.example/b=c:80"), "ingress.networking.k8s.io/i"),

@@ -112,10 +112,14 @@ def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, kvtier: C
     assert "default/typed" in kvtier("status", "-A", code=None)
 
 
-def test_a_tier_that_is_not_ready_is_an_exit_code_and_a_remedy(bench: Bench, kvtier: Command) -> None:
+def test_a_tier_that_is_not_ready_is_an_exit_code_and_a_remedy_and_cannot_be_warmed(
+    bench: Bench, kvtier: Command, tmp_path: Path
+) -> None:
     tier = Tier(bench, "unready", volume={"existingClaim": "nobodys"})
     tier.reaches("VolumeBound", "False")
     assert "VolumeBound: PersistentVolumeClaim/nobodys does not exist yet" in kvtier("status", "unready", code=1)
+    prompts = str(write(tmp_path / "p.jsonl", PROMPTS[0]))
+    assert "kvtier status unready" in kvtier.fails("warm", "unready", prompts, code=2)
     bench.delete(TIER, "unready")
 
 
@@ -194,12 +198,3 @@ def test_every_block_of_every_prompt_comes_to_the_volume(
     logs = [path.read_text() for path in (bench.cluster.cluster.data.root / "logs/default").rglob("*.log")]
     assert logs
     assert not any(SECRET_WORDS in text for text in logs)
-
-
-def test_a_tier_without_engines_cannot_be_warmed(bench: Bench, tmp_path: Path, kvtier: Command) -> None:
-    tier = Tier(bench, "engineless", volume={"existingClaim": "nobodys"})
-    tier.reaches("VolumeBound", "False")
-    assert "kvtier status engineless" in kvtier.fails(
-        "warm", "engineless", str(write(tmp_path / "p.jsonl", PROMPTS[0])), code=2
-    )
-    bench.delete(TIER, "engineless")
