@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation tells people to apply is valid, and what it links to exists."""
+"""What the documentation has people apply is valid, what it names and links to exists, what it promises is so."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make house`: a figure over its limit and over its record fails `make check`."""
+"""What `make check` counts and refuses: size, shape, prose, rules silenced without a reason, missing licences."""
 
 from __future__ import annotations
 

@@ -297,6 +297,7 @@ def test_a_refusal_is_told_line_by_line_and_prints_no_object(kvtier: Command, tm
 HERE = Path(__file__).parent
 SCHEMAS = {path.stem: yaml.safe_load(path.read_text()) for path in (HERE / "foreign_schemas").glob("*.yaml")}
 SAMPLES_OF_OTHERS = HERE / "foreign_samples"
+"""Samples and presets of other projects; foreign_schemas/ has the schemas of their objects."""
 PRESETS = yaml.safe_load((SAMPLES_OF_OTHERS / "presets.yaml").read_text())
 Manifest = dict[str, Any]
 

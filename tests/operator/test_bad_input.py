@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users read when they apply something that cannot work: from the API server, and from the operator."""
+"""What users read when they apply what cannot work: from the API server and from the operator, field by field."""
 
 from __future__ import annotations
 

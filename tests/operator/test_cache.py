@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of the cluster: the newest of what watches, lists and writes say, and nothing that is gone."""
+"""The real client, and what is remembered of the cluster: the newest that was said, and nothing that is gone."""
 
 from __future__ import annotations
 

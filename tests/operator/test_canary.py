@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A canary proves that a cache is shared, and never by somebody else's requests."""
+"""A canary proves that a cache is shared, by no request of others, with a key that is never shown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CustomResourceDefinition is one that real API servers take, and it is what the models say."""
+"""The definition is one that real API servers take, is what the models say, and those accept every stored spec."""
 
 from __future__ import annotations
 
@@ -201,6 +201,8 @@ def test_a_spec_survives_a_round_trip_through_json() -> None:
 
 
 FOLDER = Path(__file__).parent / "stored_specs"
+"""VERSION.json holds the golden specs of a release, one a line. That of the version in work follows the golden tiers
+(``pytest --update-golden``); the others never change again."""
 GOLDEN = Path(__file__).parent / "golden"
 STORED = [
     pytest.param(json.loads(line), id=f"{file.stem}-{json.loads(line)['metadata']['name']}-{number}")

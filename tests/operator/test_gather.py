@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pods say reaches the status, is asked of the right ones, and never holds up a pass."""
+"""What pods say reaches the status with news only, is asked of the right ones, and never holds up a pass."""
 
 from __future__ import annotations
 

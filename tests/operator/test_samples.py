@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sample is what the API takes, becomes a tier that is ready, and says in its first line when to use it."""
+"""Every sample is what the API takes, becomes ready, says when to use it; Argo CD tells how a tier stands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests do around the API: faults, the audit log, webhooks, pod logs, Protobuf bodies, discovery."""
+"""What tests do around the API: faults, audit log, pod logs, Protobuf, discovery, the Python client."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create, replace and patch: identity, locking, status, dry runs, defaults and refusals of built-in kinds."""
+"""Create, replace, patch and apply: identity, ownership, status, defaults and refusals of built-in kinds."""
 
 from __future__ import annotations
 

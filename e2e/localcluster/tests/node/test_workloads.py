@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controllers, scheduler and service proxy, with pods that really run."""
+"""Controllers, scheduler and service proxy, with pods that really run, and two of them on their own."""
 
 from __future__ import annotations
 
