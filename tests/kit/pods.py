@@ -61,6 +61,11 @@ def claim(name: str, **fields: Any) -> Json:
     return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
 
 
+def claimed(name: str) -> Json:
+    """Return what a volume is that is in a claim."""
+    return {"persistentVolumeClaim": {"claimName": name}}
+
+
 def is_alive(pid: int) -> bool:
     """Tell whether a process runs: one that ended and that its parent has not asked about does not."""
     try:
@@ -120,10 +125,16 @@ class Bench:
         client = self.cluster.cluster.client
         self.cluster.call(lambda: client.delete(kind, target, grace_seconds=grace_seconds))
 
-    def pod(self, name: str, *containers: Json, **spec: Any) -> Json:
-        """Create a pod; `labels` go to its metadata, everything else into its spec."""
-        labels = spec.pop("labels", {})
-        defaults = {"terminationGracePeriodSeconds": 2, "containers": list(containers)}
+    def pod(self, name: str, *containers: Json, mounts: dict[str, Json] | None = None, **spec: Any) -> Json:
+        """Create a pod; `mounts` are volumes by path, `labels` go to its metadata, everything else into its spec."""
+        labels, volumes = spec.pop("labels", {}), list(enumerate((mounts or {}).items()))
+        places = [{"name": f"v{number}", "mountPath": path} for number, (path, _) in volumes]
+        sources = [{"name": f"v{number}", **source} for number, (_, source) in volumes]
+        defaults = {
+            "terminationGracePeriodSeconds": 2,
+            "containers": [{**each, "volumeMounts": places} for each in containers],
+            "volumes": sources,
+        }
         return self.create(kinds.POD, {"metadata": {"name": name, "labels": labels}, "spec": {**defaults, **spec}})
 
     def deployment(self, name: str, *containers: Json, replicas: int = 2, **spec: Any) -> Json:

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from pods import Bench, claim, fetch, is_alive, script, server
+from pods import Bench, claim, claimed, fetch, is_alive, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
@@ -33,8 +33,7 @@ time.sleep(600)
 def start_writer(bench: Bench) -> list[int]:
     """Run a pod that notes the pids of its processes in its claim; return them."""
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("data"))
-    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
-    bench.pod("writer", script(WRITER, volumeMounts=[{"name": "data", "mountPath": "/data"}]), volumes=volumes)
+    bench.pod("writer", script(WRITER), mounts={"/data": claimed("data")})
     notes = bench.cluster.cluster.data.claim(("default", "data")) / "pids"
     lines = notes.read_text().count("\n") if notes.exists() else 0
     until(lambda: notes.exists() and notes.read_text().count("\n") == lines + 1)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pods import Bench, claim, fetch, is_alive, script, server
+from pods import Bench, claim, claimed, fetch, is_alive, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
@@ -70,12 +70,8 @@ def test_config_files_name_the_real_paths_and_follow_their_config_map(bench: Ben
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("blocks"))
     text = json.dumps({"root": "/var/lib/cache/llama", "other": "/var/lib/cache2"})
     bench.create(kinds.CONFIG_MAP, {"metadata": {"name": "files"}, "data": {"config.json": text}})
-    mounts = [{"name": "data", "mountPath": "/var/lib/cache"}, {"name": "config", "mountPath": "/etc/app"}]
-    volumes = [
-        {"name": "data", "persistentVolumeClaim": {"claimName": "blocks"}},
-        {"name": "config", "configMap": {"name": "files"}},
-    ]
-    bench.pod("reader", server(volumeMounts=mounts, args=["--config=/etc/app/config.json"]), volumes=volumes)
+    mounts = {"/var/lib/cache": claimed("blocks"), "/etc/app": {"configMap": {"name": "files"}}}
+    bench.pod("reader", server(args=["--config=/etc/app/config.json"]), mounts=mounts)
     until(lambda: bench.is_ready("reader"))
     path = json.loads(bench.ask("reader", "/argv"))[0].removeprefix("--config=")
     root = bench.cluster.cluster.data.claim((bench.namespace, "blocks"))
@@ -89,9 +85,7 @@ def test_config_files_name_the_real_paths_and_follow_their_config_map(bench: Ben
 
 def test_the_files_of_a_config_map_change_together_and_an_open_one_stays_as_it_was(bench: Bench) -> None:
     bench.create(kinds.CONFIG_MAP, {"metadata": {"name": "pair"}, "data": {"one": "1", "two": "1", "old": "1"}})
-    volumes = [{"name": "config", "configMap": {"name": "pair"}}]
-    mounts = [{"name": "config", "mountPath": "/etc/app"}]
-    bench.pod("reader", server(volumeMounts=mounts, args=["/etc/app/one"]), volumes=volumes)
+    bench.pod("reader", server(args=["/etc/app/one"]), mounts={"/etc/app": {"configMap": {"name": "pair"}}})
     until(lambda: bench.is_ready("reader"))
     directory = Path(json.loads(bench.ask("reader", "/argv"))[0]).parent
     link, restarts = directory / "..data", bench.status("reader")["containerStatuses"][0]["restartCount"]
@@ -109,14 +103,10 @@ def test_the_files_of_a_config_map_change_together_and_an_open_one_stays_as_it_w
 
 def test_two_pods_share_a_claim_and_each_has_its_own_scratch_directory(bench: Bench) -> None:
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("shared"))
-    volumes = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}},
-        {"name": "scratch", "emptyDir": {}},
-    ]
-    mounts = [{"name": "shared", "mountPath": "/data"}, {"name": "scratch", "mountPath": "/tmp"}]
+    mounts: dict[str, kinds.Json] = {"/data": claimed("shared"), "/tmp": {"emptyDir": {}}}
     write = "import os, time; open('/data/note', 'x').write(os.environ['TMPDIR']); time.sleep(600)"
-    bench.pod("writer", script(write, volumeMounts=mounts), volumes=volumes)
-    bench.pod("reader", server(volumeMounts=mounts, env=[{"name": "NOTE", "value": "/data/note"}]), volumes=volumes)
+    bench.pod("writer", script(write), mounts=mounts)
+    bench.pod("reader", server(env=[{"name": "NOTE", "value": "/data/note"}]), mounts=mounts)
     until(lambda: bench.is_ready("reader"))
     path = bench.environment("reader")["NOTE"]
     written = until(lambda: fetch(bench.url("reader", f"/file{path}")))
@@ -130,9 +120,7 @@ def test_a_socket_fits_into_the_temporary_directory(bench: Bench) -> None:
     bind = (
         "import socket, tempfile, uuid\nsocket.socket(socket.AF_UNIX).bind(f'{tempfile.gettempdir()}/{uuid.uuid4()}')\n"
     )
-    volumes = [{"name": "scratch", "emptyDir": {}}]
-    container = script(bind, volumeMounts=[{"name": "scratch", "mountPath": "/tmp"}])
-    bench.pod("socket", container, volumes=volumes, restartPolicy="Never")
+    bench.pod("socket", script(bind), mounts={"/tmp": {"emptyDir": {}}}, restartPolicy="Never")
     until(lambda: bench.status("socket").get("phase") == "Succeeded")
 
 
@@ -152,12 +140,8 @@ def test_a_startup_probe_holds_back_the_others_until_it_succeeds(bench: Bench) -
     look = {"command": ["python3", "-c", "open('/flags/up')"]}
     startup = {"exec": look, "timeoutSeconds": 60, "periodSeconds": 1, "failureThreshold": 200}
     liveness = {"exec": {"command": ["python3", "-c", "raise SystemExit(1)"]}, "failureThreshold": 1}
-    container = server(
-        volumeMounts=[{"name": "flags", "mountPath": "/flags"}], startupProbe=startup, livenessProbe=liveness
-    )
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("flags"))
-    volumes = [{"name": "flags", "persistentVolumeClaim": {"claimName": "flags"}}]
-    bench.pod("slow", container, volumes=volumes)
+    bench.pod("slow", server(startupProbe=startup, livenessProbe=liveness), mounts={"/flags": claimed("flags")})
     until(lambda: any("Startup probe failed" in message for _, message in bench.events("slow")))
     assert not bench.container("slow")["started"]
     assert not bench.is_ready("slow")
@@ -190,11 +174,11 @@ def test_restart_policies_decide_what_becomes_of_a_finished_container(bench: Ben
 
 
 def test_init_containers_run_in_order_before_the_others(bench: Bench) -> None:
-    mounts = [{"name": "work", "mountPath": "/work"}]
+    mounts = [{"name": "v0", "mountPath": "/work"}]
     first = script("open('/work/list', 'x').write('first ')", "first", volumeMounts=mounts)
     second = script("open('/work/list', 'a').write('second')", "second", volumeMounts=mounts)
-    main = server(volumeMounts=mounts, env=[{"name": "LIST", "value": "/work/list"}])
-    bench.pod("ordered", main, initContainers=[first, second], volumes=[{"name": "work", "emptyDir": {}}])
+    main = server(env=[{"name": "LIST", "value": "/work/list"}])
+    bench.pod("ordered", main, mounts={"/work": {"emptyDir": {}}}, initContainers=[first, second])
     until(lambda: bench.is_ready("ordered"))
     assert bench.ask("ordered", f"/file{bench.environment('ordered')['LIST']}") == "first second"
     states = [each["state"]["terminated"]["reason"] for each in bench.status("ordered")["initContainerStatuses"]]
@@ -213,8 +197,7 @@ def test_a_failing_init_container_keeps_the_others_from_starting(bench: Bench) -
 def test_a_missing_config_map_is_reported_and_its_arrival_heals(bench: Bench) -> None:
     reference = {"configMapKeyRef": {"name": "late", "key": "color"}}
     bench.pod("by-env", server(env=[{"name": "COLOR", "valueFrom": reference}]))
-    volumes = [{"name": "files", "configMap": {"name": "late"}}]
-    bench.pod("by-file", server(volumeMounts=[{"name": "files", "mountPath": "/etc/late"}]), volumes=volumes)
+    bench.pod("by-file", server(), mounts={"/etc/late": {"configMap": {"name": "late"}}})
     waiting = until(lambda: (found := bench.waiting("by-env")).get("message") and found)
     assert waiting == {"reason": "CreateContainerConfigError", "message": 'configmap "late" not found'}
     until(lambda: "FailedMount" in bench.reasons("by-file"))
@@ -226,9 +209,7 @@ def test_a_missing_config_map_is_reported_and_its_arrival_heals(bench: Bench) ->
 
 def test_no_container_starts_before_the_volumes_of_all_are_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     early = script("print('early')", name="early")
-    volumes = [{"name": "files", "secret": {"secretName": "late"}}]
-    mounts = [{"name": "files", "mountPath": "/etc/late"}]
-    bench.pod("patient", server(volumeMounts=mounts), initContainers=[early], volumes=volumes)
+    bench.pod("patient", server(), mounts={"/etc/late": {"secret": {"secretName": "late"}}}, initContainers=[early])
     until(lambda: "FailedMount" in bench.reasons("patient"))
     assert "waiting" in bench.container("patient", "early", "initContainerStatuses")["state"]
     assert bench.log("patient", "early") == ""
@@ -236,8 +217,7 @@ def test_no_container_starts_before_the_volumes_of_all_are_there(bench: Bench, m
     until(lambda: bench.is_ready("patient"))
     assert bench.log("patient", "early") == "early\n"
     monkeypatch.setattr(pod, "_MOUNT_RETRY_SECONDS", 600.0)
-    never = [{"name": "files", "secret": {"secretName": "never"}}]
-    bench.pod("waiting", server(volumeMounts=mounts), volumes=never)
+    bench.pod("waiting", server(), mounts={"/etc/late": {"secret": {"secretName": "never"}}})
     until(lambda: "FailedMount" in bench.reasons("waiting"))
     bench.delete(kinds.POD, "waiting")
     until(lambda: bench.get(kinds.POD, "waiting") is None)
@@ -249,8 +229,7 @@ def test_the_log_of_the_container_before_a_restart_is_kept_for_its_pod_alone(ben
         return fetch(bench.cluster.url + path)
 
     once = "import os; print(os.path.exists('/notes/again')); open('/notes/again', 'x').close(); raise SystemExit(1)"
-    mounts = [{"name": "notes", "mountPath": "/notes"}]
-    bench.pod("crashing", script(once, volumeMounts=mounts), volumes=[{"name": "notes", "emptyDir": {}}])
+    bench.pod("crashing", script(once), mounts={"/notes": {"emptyDir": {}}})
     assert until(previous) == "False\n"
     bench.delete(kinds.POD, "crashing")
     until(lambda: bench.get(kinds.POD, "crashing") is None)
@@ -280,9 +259,8 @@ def test_ending_a_pod_runs_its_hook_then_asks_and_then_kills_with_all_children(b
     )
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("notes"))
     hook = {"preStop": {"exec": {"command": ["python3", "-c", "open('/notes/hook', 'w').close()"]}}}
-    container = script(stubborn, volumeMounts=[{"name": "notes", "mountPath": "/notes"}], lifecycle=hook)
-    volumes = [{"name": "notes", "persistentVolumeClaim": {"claimName": "notes"}}]
-    bench.pod("stubborn", container, volumes=volumes, terminationGracePeriodSeconds=ENOUGH_SECONDS)
+    mounts = {"/notes": claimed("notes")}
+    bench.pod("stubborn", script(stubborn, lifecycle=hook), mounts=mounts, terminationGracePeriodSeconds=ENOUGH_SECONDS)
     notes = bench.cluster.cluster.data.claim((bench.namespace, "notes"))
     until((notes / "pids").exists)
     pids = [int(pid) for pid in (notes / "pids").read_text().split()]

@@ -15,12 +15,11 @@ import pytest
 from pods import Bench, fetch, server
 from waiting import until
 
-CLAIMED = {"volumeMounts": [{"name": "data", "mountPath": "/data"}], "env": [{"name": "GREETING", "value": "hello"}]}
-
 
 @pytest.fixture
 def pod(bench: Bench) -> Bench:
-    bench.pod("web", server(**CLAIMED), volumes=[{"name": "data", "emptyDir": {}}])
+    greeting = {"name": "GREETING", "value": "hello"}
+    bench.pod("web", server(env=[greeting]), mounts={"/data": {"emptyDir": {}}})
     until(lambda: bench.is_ready("web"))
     return bench
 

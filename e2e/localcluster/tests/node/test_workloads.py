@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from pods import Bench, claim, fetch, script, server
+from pods import Bench, claim, claimed, fetch, script, server
 from waiting import until
 
 from kvtier_localcluster import kinds
@@ -140,8 +140,7 @@ def test_a_pod_that_wants_a_gpu_stays_pending_and_says_why(bench: Bench) -> None
 
 
 def test_a_pod_waits_for_its_claim(bench: Bench) -> None:
-    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "late"}}]
-    bench.pod("waits", server(volumeMounts=[{"name": "data", "mountPath": "/data"}]), volumes=volumes)
+    bench.pod("waits", server(), mounts={"/data": claimed("late")})
     until(lambda: "FailedScheduling" in bench.reasons("waits"))
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("late"))
     until(lambda: bench.is_ready("waits"))
