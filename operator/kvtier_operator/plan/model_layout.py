@@ -158,11 +158,11 @@ def _by_pattern_text(config: Mapping[str, Any], count: int) -> Sequence[tuple[st
 
 
 def _by_type_list(config: Mapping[str, Any], count: int) -> Sequence[tuple[str, ...]] | None:
-    """MiniMax, Bamba and Kimi Linear: lists of the layers that are attention."""
+    """MiniMax, Bamba, LFM2 and Kimi Linear: lists of the layers that are attention."""
     types = config.get("attn_type_list")
     if isinstance(types, list):
         return [(FULL,) if each == 1 else (LINEAR,) for each in types]
-    indices = config.get("attn_layer_indices")
+    indices = config.get("attn_layer_indices") or config.get("full_attn_idxs")
     linear = config.get("linear_attn_config")
     if isinstance(linear, Mapping) and isinstance(linear.get("full_attn_layers"), list):
         indices = [index - 1 for index in linear["full_attn_layers"] if isinstance(index, int)]
