@@ -34,18 +34,19 @@ _LORA_SPREAD = 0.1
 _QWEN_MARKS = ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
-def write(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
-    """Write a model that vLLM loads from ``directory``; a complete one of the same shape is left alone."""
+def write(directory: Path, shape: Shape, *, seed: int = SEED, is_drawn: bool = False) -> None:
+    """Write a model that vLLM loads, or whose weights it draws; a complete one of the same shape is left alone."""
     mark = json.dumps([seed, dict(shape)], sort_keys=True)
     stamp = directory / "shape.json"
     if stamp.exists() and stamp.read_text() == mark:
         return
-    import torch
-
-    model = _make(shape, seed)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    model.to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)
+    if is_drawn:
+        for name, text in {"config.json": json.dumps(dict(shape)), "pytorch_model.bin": mark}.items():
+            (directory / name).write_text(text)
+    else:
+        _make(shape, seed).save_pretrained(directory, safe_serialization=True)
     if "num_nextn_predict_layers" in shape:
         _add_next_layer(directory, shape)
     if shape["model_type"] == "llava":
@@ -65,7 +66,7 @@ def write_eagle(directory: Path, shape: Shape, *, seed: int = SEED) -> None:
     model = _make({**shape, "num_hidden_layers": 1}, seed)
     size = int(shape["hidden_size"])
     held = {
-        name.removeprefix("model."): value.to(torch.bfloat16).contiguous()
+        name.removeprefix("model."): value.contiguous()
         for name, value in model.state_dict().items()
         # The head begins without a norm, and takes embeddings and output from the model.
         if name.startswith("model.layers.0.") and "input_layernorm" not in name
@@ -122,7 +123,7 @@ def _make(shape: Shape, seed: int) -> Any:
         output = model.get_output_embeddings().weight
         if not shape.get("tie_word_embeddings"):
             output.mul_(torch.exp(_OUTPUT_VARIETY * torch.randn(output.shape[0], 1)))
-    return model
+    return model.to(torch.bfloat16)
 
 
 def _add_next_layer(directory: Path, shape: Shape) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from e2e.engines.process import EngineProcess
-from e2e.engines.weights import PICTURE_SIDE, SHAPES, VOCABULARY
+from e2e.engines.weights import PICTURE_SIDE, SEEDS_WEIGHTS, SHAPES, VOCABULARY, seed_weights
 from e2e.matrix.asking import Request
 from e2e.matrix.rendering import Rendered
 
@@ -115,7 +115,8 @@ class _Inside:
     """The engine, in its own process."""
 
     def __init__(self, rendered: Rendered, plugin: str) -> None:
-        os.environ.update(rendered.env)
+        os.environ.update({**rendered.env, SEEDS_WEIGHTS: "1"})
+        seed_weights()
         from kvtier_connector.cascade.rates import Rates, Way
 
         # These models are computed sooner than any block is looked up and read, and reading is to be seen.

@@ -61,7 +61,7 @@ def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dic
         return {"verdict": "not run", "message": f"vLLM imports {model.module} for it, which is not installed here"}
     directory, place = work / model.name, work / "weights" / model.name
     shutil.rmtree(directory, ignore_errors=True)
-    weights.write(place, model.shape_on(device))
+    weights.write(place, model.shape_on(device), is_drawn="--load-format=dummy" in model.args)
     for number, name in enumerate(model.loras):
         weights.write_lora(_adapter(directory, name), SHAPES[model.shape], seed=number)
     args = [*model.args, *(() if device == "cpu" else model.gpu_args), *_drafting(model, work)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from e2e.engines.weights import VOCABULARY  # noqa: E402 - a folder beside the tests
+from e2e.engines import weights  # noqa: E402 - a folder beside the tests
+from e2e.engines.weights import SHAPES, VOCABULARY  # noqa: E402 - a folder beside the tests
 from e2e.matrix import asking, page  # noqa: E402 - as above
 from e2e.matrix.cases import CLASSES, ModelClass  # noqa: E402 - as above
 from e2e.matrix.engine import Round, ScoredAnswer  # noqa: E402 - as above
@@ -161,3 +163,11 @@ def test_prompts_for_a_gpu_end_where_its_blocks_and_the_files_find_as_much(spare
 
 def test_every_row_belongs_to_a_class() -> None:
     assert {path.stem for path in page.RESULTS.rglob("*.json")} <= {each.name for each in CLASSES}
+
+
+def test_a_model_whose_weights_the_engine_draws_has_a_file_that_identifies_them(tmp_path: Path) -> None:
+    drawn = [each for each in CLASSES if "--load-format=dummy" in each.args]
+    for each in drawn:
+        weights.write(tmp_path / each.name, SHAPES[each.shape], is_drawn=True)
+        assert "architectures" in json.loads((tmp_path / each.name / "config.json").read_text())
+    assert len({(tmp_path / each.name / "pytorch_model.bin").read_text() for each in drawn}) == len(drawn) > 1
