@@ -483,11 +483,8 @@ _STATE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def state_bytes(config: Mapping[str, Any], *, tensor_parallel: int, element_bytes: int) -> int | None:
     """Return the bytes of one layer's state on one rank, or None for a family that is not known here."""
-    shapes = _shapes(config, tensor_parallel)
-    if shapes is None:
-        return None
-    convolution, recurrent = shapes
-    return convolution * element_bytes + recurrent * _recurrent_bytes(config, element_bytes)
+    convolution, recurrent = _shapes(config, tensor_parallel) or (0, 0)
+    return convolution * element_bytes + recurrent * _recurrent_bytes(config, element_bytes) or None
 
 
 def _recurrent_bytes(config: Mapping[str, Any], element_bytes: int) -> int:
@@ -504,6 +501,8 @@ def _shapes(config: Mapping[str, Any], ranks: int) -> tuple[int, int] | None:
         return _gated_delta_net(config, ranks)
     if "mamba_num_heads" in config or "mamba_n_heads" in config:
         return _mamba2(config, ranks)
+    if "conv_L_cache" in config:
+        return number(config, "conv_dim", "hidden_size") // ranks * (number(config, "conv_L_cache") - 1), 0
     if "mamba_d_state" in config and "mamba_expand" in config:
         inner = number(config, "mamba_expand") * number(config, "hidden_size") // ranks
         return inner * (number(config, "mamba_d_conv", default=4) - 1), inner * number(config, "mamba_d_state")

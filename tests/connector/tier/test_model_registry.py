@@ -424,7 +424,22 @@ TYPES = {
     "deepseek-ai/DeepSeek-V2-Lite": "deepseek_v2",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
     "ai21labs/AI21-Jamba-1.5-Mini": "jamba",
+    "LiquidAI/LFM2-1.2B": "lfm2",
 }
+LFM_2 = {
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "conv_dim": 2048,
+    "conv_L_cache": 3,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+}
+"""As its first checkpoints say it: a list of the attention layers, and no kinds."""
+
+
+def published(name: str) -> dict[str, Any]:
+    return LFM_2 if TYPES[name] == "lfm2" else dict(known(name).config)
 
 
 def hf_config(config: dict[str, Any], model_type: str) -> Any:
@@ -441,6 +456,8 @@ def layer_kinds(hf: Any) -> list[str]:
 
 
 def state_shapes(hf: Any, tp: int) -> Any:
+    if hf.model_type == "lfm2":
+        return MambaStateShapeCalculator.short_conv_state_shape(tp, hf.conv_dim, hf.conv_L_cache)
     if hf.model_type == "jamba":
         return MambaStateShapeCalculator.mamba1_state_shape(
             tp, hf.mamba_expand * hf.hidden_size, hf.mamba_d_state, hf.mamba_d_conv
@@ -467,8 +484,9 @@ def specs(hf: Any, *, tp: int, dtype: torch.dtype, block: int) -> dict[str, KVCa
             spec = SlidingWindowSpec(
                 block_size=block, num_kv_heads=heads, head_size=head, dtype=dtype, sliding_window=hf.sliding_window
             )
-        elif kind in {"linear_attention", "mamba"}:
-            spec = MambaSpec(block_size=block, shapes=state_shapes(hf, tp), dtypes=(torch.bfloat16, torch.bfloat16))
+        elif kind in {"linear_attention", "mamba", "conv"}:
+            shapes = state_shapes(hf, tp)
+            spec = MambaSpec(block_size=block, shapes=shapes, dtypes=(torch.bfloat16,) * len(shapes))
         else:
             spec = FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=head, dtype=dtype)
         found[f"layers.{index}"] = spec
@@ -476,8 +494,7 @@ def specs(hf: Any, *, tp: int, dtype: torch.dtype, block: int) -> dict[str, KVCa
 
 
 def ours(name: str, layout: EngineLayout) -> ModelLayout:
-    model = known(name)
-    found = make_model_layout({**model.config, "model_type": TYPES[name]}, layout)
+    found = make_model_layout({**published(name), "model_type": TYPES[name]}, layout)
     assert isinstance(found, ModelLayout)
     return found
 
@@ -486,8 +503,7 @@ def ours(name: str, layout: EngineLayout) -> ModelLayout:
 @pytest.mark.parametrize(("kv_dtype", "dtype"), [("auto", torch.bfloat16), ("fp8", torch.uint8)])
 @pytest.mark.parametrize(("tp", "layout"), [(1, "LBNHC"), (2, "BLHNC"), (16, "LBHNC")])
 def test_a_chunk_holds_what_vllm_offloads(name: str, kv_dtype: str, dtype: torch.dtype, tp: int, layout: str) -> None:
-    model = known(name)
-    hf = hf_config(dict(model.config), TYPES[name])
+    hf = hf_config(published(name), TYPES[name])
     args = engine_args.read([f"--kv-cache-dtype={kv_dtype}", "--block-size=16"])
     found = ours(name, EngineLayout(tensor_parallel=tp, args=args))
     of_vllm = specs(hf, tp=tp, dtype=dtype, block=found.block_tokens)
@@ -502,7 +518,7 @@ def test_a_chunk_holds_what_vllm_offloads(name: str, kv_dtype: str, dtype: torch
             else spec
             for layer, spec in of_vllm.items()
         }
-    assert_as_vllm_packs(found, of_vllm, ranks=1 if "kv_lora_rank" in model.config else tp, layout=layout)
+    assert_as_vllm_packs(found, of_vllm, ranks=1 if "kv_lora_rank" in published(name) else tp, layout=layout)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5])
