@@ -36,8 +36,7 @@ _QWEN_MARKS = ("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 def write(directory: Path, shape: Shape, *, seed: int = SEED, is_drawn: bool = False) -> None:
     """Write a model that vLLM loads, or whose weights it draws; a complete one of the same shape is left alone."""
-    mark = json.dumps([seed, dict(shape)], sort_keys=True)
-    stamp = directory / "shape.json"
+    mark, stamp = json.dumps([seed, dict(shape)], sort_keys=True), directory / "shape.json"
     if stamp.exists() and stamp.read_text() == mark:
         return
     shutil.rmtree(directory, ignore_errors=True)

@@ -9,7 +9,6 @@ theirs. The scheduler's thread only.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,12 +69,8 @@ class Load:
         """Numbers of the chunks that do not come."""
         self.is_over = False
         """Whether the request goes on with what was loaded."""
-        self.began_at = 0.0
-        """When it was ordered, on the clock of the rates."""
-        self.expected_seconds = math.inf
-        """How long it takes by the rates of then."""
-        self.ordered = 0
-        """Chunks that the volume was asked for."""
+        self.began_at, self.ordered, self.patience_seconds = 0.0, 0, 0.0
+        """When it was ordered, on the clock of the rates; chunks that are read for it; when they are late."""
         self._parts: list[_Part] = []
         self._blocks_per_chunk = 1
 

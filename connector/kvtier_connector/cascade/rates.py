@@ -22,6 +22,10 @@ NEW_SHARE = 0.3
 """Weight of a new measurement of a rate."""
 KNOWN_SECONDS = 60.0
 """A volume that lost is tried again after so long without a measurement."""
+LATE = 2.0
+"""A load that takes so many times as long as expected goes on only if the volume still gives more than the engine."""
+LEAST_PATIENCE_SECONDS = 0.05
+"""Requests wait at least so long before the volume counts as slower than it was."""
 STALLED_SECONDS = 0.5
 """A volume that gives nothing for so long, while it is read, counts as one that hangs."""
 LEAST_WINDOW_SECONDS = 0.03
@@ -218,6 +222,12 @@ class Rates:
         way = min(seconds, key=seconds.__getitem__)
         is_old = self.now() - self._measured_at >= KNOWN_SECONDS
         return trial if way is Way.COMPUTE and is_old else way
+
+    def patience_seconds(self, queued: float, *, tokens: int) -> float:
+        """Return how long a load of so many tokens waits for those that are queued, before its end is computed."""
+        if not self.volume.value:
+            return self.prefill.seconds(tokens)
+        return max(LEAST_PATIENCE_SECONDS, LATE * (self.latency_seconds + self.volume.seconds(queued)))
 
     def seconds_to_compute(self, tokens: int) -> float:
         """Return how long computing so many tokens takes; 0 before the first measurement."""

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.request import Request
 
 from kvtier_connector.cascade.fetch import Fetches
-from kvtier_connector.cascade.rates import JOIN_SECONDS, STALLED_SECONDS, Rates
+from kvtier_connector.cascade.rates import JOIN_SECONDS, LEAST_PATIENCE_SECONDS, STALLED_SECONDS, Rates
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
 
@@ -33,8 +33,6 @@ FIRST_WINDOW_CHUNKS = 64
 LEAST_WINDOW_CHUNKS = 4
 MARGIN = 1.5
 """Of the tokens that the volume is expected to give until both meet, so many are ordered."""
-LEAST_PATIENCE_SECONDS = 0.05
-"""A head waits at least so long for chunks that come sooner than a step would compute them."""
 
 
 @dataclass(slots=True, eq=False)

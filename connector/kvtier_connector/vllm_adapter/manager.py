@@ -8,7 +8,6 @@ ones to the GPU while the next are being read. A chunk that is being read for on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.cascade.split import LEAST_PATIENCE_SECONDS, Split, Splits, order_backwards
+from kvtier_connector.cascade.split import Split, Splits, order_backwards
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -43,8 +42,6 @@ URGENT_AHEAD = 256
 """While fewer chunks are being read, those that are read ahead of a request's turn go with the rest."""
 AT_ONCE = 64
 """Chunks that are handed to the I/O workers together."""
-LATE = 2.0
-"""A load that takes so many times as long as expected goes on only if the rest still comes sooner than computed."""
 _VOLUME = 0
 """Number of our tier among vLLM's secondary ones: it is the only one."""
 
@@ -178,7 +175,7 @@ class KVTierManager(TieringOffloadingManager):
         return all((chunk := self._chunks(key)) is not None and chunk.is_ready for key in keys)
 
     def read_ahead(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, may_split: bool = False) -> None:
-        """Fetch what the volume has of a prefix, for a request whose turn has not come; `decide` follows then."""
+        """Fetch a prefix that is loaded whole, for a request whose turn has not come; `decide` follows then."""
         fetched, chunks = self.fetches.under_way, self._chunks
         near = next((number for number, key in enumerate(keys) if not (key in fetched or chunks(key))), len(keys))
         count, unknown = self.match_prefix(keys[near:], req_context)
@@ -190,12 +187,11 @@ class KVTierManager(TieringOffloadingManager):
         on_volume = [key for key in keys[: near + count] if key in self.request(req_context).on_volume]
         if shared < near or unknown is not None or not (on_volume and self.fetches.room):
             return
-        way = self._choose_way(on_volume, req_context, may_split=may_split and on_volume[0] == keys[0])
-        # Other hits are read in their turn.
-        wanted = on_volume if way is Way.LOAD else []
+        if self._choose_way(on_volume, req_context, may_split=may_split and on_volume[0] == keys[0]) is not Way.LOAD:
+            return
         # The I/O workers begin with the first ones while the others are still being noted.
-        for first in range(0, len(wanted), AT_ONCE):
-            leased = self.fetches.lease(wanted[first : first + AT_ONCE], req_context)
+        for first in range(0, len(on_volume), AT_ONCE):
+            leased = self.fetches.lease(on_volume[first : first + AT_ONCE], req_context)
             self._note_source(leased, req_context)
 
     @override
@@ -229,10 +225,9 @@ class KVTierManager(TieringOffloadingManager):
             self.primary_tier.prepare_load(ready, req_context)
         self._note_source(fetched, req_context)
         self.fetches.end_lease(req_context)
-        rates = self.tier.rates
+        rates, size = self.tier.rates, self.tier.requests.tokens[0]
         load.began_at, load.ordered = rates.now(), len(fetched)
-        queued = self._ordered * self.tier.requests.tokens[0]
-        load.expected_seconds = rates.latency_seconds + rates.volume.seconds(queued)
+        load.patience_seconds = rates.patience_seconds(self._ordered * size, tokens=len(load.keys) * size)
         self.request(req_context).way = None
         if promoted:
             self.tier.transfers.promote(promoted)
@@ -244,10 +239,7 @@ class KVTierManager(TieringOffloadingManager):
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
         left, waited = load.rows.count(NO_ROW) - len(load.failed), rates.now() - load.began_at
         come = load.ordered - left
-        expected = rates.prefill.seconds(len(load.keys) * size)
-        if load.expected_seconds < math.inf:
-            expected = max(LEAST_PATIENCE_SECONDS, LATE * load.expected_seconds)
-        is_late = waited > expected and rates.prefill.value * waited > come * size
+        is_late = waited > load.patience_seconds and rates.prefill.value * waited > come * size
         if not left or not (rates.is_hanging or is_late):
             return
         if not come:

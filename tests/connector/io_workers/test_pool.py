@@ -254,7 +254,7 @@ def test_what_waits_in_line_is_late_when_no_worker_gets_on_and_they_are_replaced
     pool = pools.make(workers=2, stuck_seconds=1.0)
     pool.write(1)
     # It closes again at once: a busy machine may let a worker hang in the first read.
-    pool.breaker.admit = lambda _: True  # type: ignore[method-assign]
+    pool.breaker.admit = lambda _: True  # type: ignore[method-assign]  # of this breaker
     pool.load(0, 1)
     pool.wait_for(1)
     for process in pool.processes:

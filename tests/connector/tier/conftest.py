@@ -32,10 +32,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for constant in (
         "lookup.LEAST_WAIT_SECONDS",
         "lookup.MOST_WAIT_SECONDS",
+        "rates.LEAST_PATIENCE_SECONDS",
         "rates.STALLED_SECONDS",
         "transfers.RETRY_SECONDS",
     ):
         monkeypatch.setattr(f"kvtier_connector.cascade.{constant}", PATIENCE_SECONDS)
+    # All blocks that are offered are compared, however late that begins.
+    monkeypatch.setattr("kvtier_connector.cascade.releases._WAITING", 1000)
     patient = functools.partial(LookupWorker, lookup_seconds=PATIENCE_SECONDS)
     monkeypatch.setattr("kvtier_connector.cascade.attach.LookupWorker", patient)
 

@@ -13,8 +13,15 @@ from rig import TOKENS_PER_BLOCK, Rigs, keys
 from store_faults import GatedFs
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvtier_connector.cascade.rates import JOIN_SECONDS, KNOWN_SECONDS, STALLED_SECONDS, Rates, Way
-from kvtier_connector.cascade.split import LEAST_PATIENCE_SECONDS, Split, Splits
+from kvtier_connector.cascade.rates import (
+    JOIN_SECONDS,
+    KNOWN_SECONDS,
+    LEAST_PATIENCE_SECONDS,
+    STALLED_SECONDS,
+    Rates,
+    Way,
+)
+from kvtier_connector.cascade.split import Split, Splits
 
 PREFILL = 20_000.0
 PROMPT_SECONDS = 0.25
@@ -27,7 +34,7 @@ CHUNK_TOKENS = 128
 def stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a volume count as one that hangs when the product says so: these tests set the clock."""
     monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
-    monkeypatch.setattr("kvtier_connector.vllm_adapter.manager.LEAST_PATIENCE_SECONDS", LEAST_PATIENCE_SECONDS)
+    monkeypatch.setattr("kvtier_connector.cascade.rates.LEAST_PATIENCE_SECONDS", LEAST_PATIENCE_SECONDS)
 
 
 def read(rates: Rates, clock: Clock, tokens: int, *, seconds: float = 0.1) -> None:
