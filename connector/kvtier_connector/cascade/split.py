@@ -191,8 +191,7 @@ class Splits:
         earlier = itertools.takewhile(lambda each: each is not split, self._splits.values())
         heads = (1 - share) * sum(each.missing for each in earlier)
         others = max(0, ordered - (split.ordered - split.ready)) * split.chunk_tokens
-        queue = prefill * (others / volume + self.rates.latency_seconds)
-        tail = MARGIN * share * (split.missing + heads - queue)
+        tail = MARGIN * share * (split.missing + heads - others * prefill / volume)
         tail = max(tail, 2 * volume * self.rates.step_seconds) if tail > 0 else 0.0
         return int(max(split.computed, split.ready_from - tail))
 
