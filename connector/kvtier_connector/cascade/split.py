@@ -263,7 +263,7 @@ class Splits:
                 # That takes a moment, unless the volume is slower than it was.
                 now = self.rates.now()
                 split.waits_since = split.waits_since or now
-                if now - split.waits_since < LEAST_PATIENCE_SECONDS:
+                if now - split.waits_since < max(LEAST_PATIENCE_SECONDS, 2 * self.rates.latency_seconds):
                     return 0
         split.waits_since = 0.0
         target = computed + min(self.head_tokens, max(self.least_head_tokens, head))
