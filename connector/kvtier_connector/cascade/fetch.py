@@ -69,8 +69,8 @@ class Load:
         """Numbers of the chunks that do not come."""
         self.is_over = False
         """Whether the request goes on with what was loaded."""
-        self.began_at, self.ordered, self.patience_seconds = 0.0, 0, 0.0
-        """When it was ordered, on the clock of the rates; chunks that are read for it; when they are late."""
+        self.began_at = 0.0
+        """When it was ordered, on the clock of the rates."""
         self._parts: list[_Part] = []
         self._blocks_per_chunk = 1
 

@@ -22,10 +22,10 @@ NEW_SHARE = 0.3
 """Weight of a new measurement of a rate."""
 KNOWN_SECONDS = 60.0
 """A volume that lost is tried again after so long without a measurement."""
-LATE = 2.0
-"""A load that takes so many times as long as expected goes on only if the volume still gives more than the engine."""
 LEAST_PATIENCE_SECONDS = 0.05
 """Requests wait at least so long before the volume counts as slower than it was."""
+STALLED_SHARE = 0.25
+"""Of the time that computing its rest takes, a load waits for a volume that gives nothing to any request."""
 STALLED_SECONDS = 0.5
 """A volume that gives nothing for so long, while it is read, counts as one that hangs."""
 LEAST_WINDOW_SECONDS = 0.03
@@ -99,7 +99,7 @@ class Rates:
         self.is_hanging = False
         """Whether the volume is read and gives nothing."""
         self.latency_seconds = 0.0
-        """Time that reading one chunk takes."""
+        """Time that reading one chunk takes, where few others are read."""
         self.step_seconds = 0.0
         """Time that the last step took; 0 before the first."""
         self.now = now
@@ -111,7 +111,7 @@ class Rates:
         self._scheduled_at = 0.0
         self._window_began = self._moved_at = 0.0
         self._window_landed = 0
-        self._window_longest = 0.0
+        self._window_longest = self._window_reads = 0.0
         self._measured_at = -math.inf
 
     def note_step(self, tokens: int, in_flight: int) -> None:
@@ -151,10 +151,15 @@ class Rates:
         if tokens or not self._window_began:
             self._moved_at = now
         if reads:
-            self.latency_seconds += NEW_SHARE * (min(reads) - self.latency_seconds)
+            # Reads beside others take longer, so the least counts, and is forgotten slowly.
+            self.latency_seconds = min(*reads, 1.002 * self.latency_seconds or math.inf)
             self._window_longest = max(self._window_longest, *reads)
+            self._window_reads += sum(reads)
         self._window_landed += tokens
         seconds = now - self._window_began
+        if not is_reading:
+            # One after the other, they took no longer, however late this call is.
+            seconds = min(seconds, max(self._window_longest, self._window_reads))
         if self._window_began and self._window_landed and (seconds >= LEAST_WINDOW_SECONDS or not is_reading):
             if is_reading or self._window_landed > self.volume.value * seconds:
                 # After a late call, more comes with the next one, which is not late.
@@ -164,9 +169,9 @@ class Rates:
                 # It ended some time before this call, and after its longest read.
                 self.volume.observe(self._window_landed, self._window_longest)
             self._measured_at = now
-            self._window_began, self._window_landed, self._window_longest = now, 0, 0.0
+            self._window_began, self._window_landed, self._window_longest, self._window_reads = now, 0, 0.0, 0.0
         if not is_reading:
-            self._window_began, self._window_landed = 0.0, 0
+            self._window_began, self._window_landed, self._window_reads = 0.0, 0, 0.0
         elif not self._window_began:
             self._window_began = now
         self.is_hanging = is_reading and now - self._moved_at >= STALLED_SECONDS
@@ -223,11 +228,10 @@ class Rates:
         is_old = self.now() - self._measured_at >= KNOWN_SECONDS
         return trial if way is Way.COMPUTE and is_old else way
 
-    def patience_seconds(self, queued: float, *, tokens: int) -> float:
-        """Return how long a load of so many tokens waits for those that are queued, before its end is computed."""
-        if not self.volume.value:
-            return self.prefill.seconds(tokens)
-        return max(LEAST_PATIENCE_SECONDS, LATE * (self.latency_seconds + self.volume.seconds(queued)))
+    def is_stalled(self, computing: float) -> bool:
+        """Say whether the volume gives nothing to any request, for a share of so many seconds that computing takes."""
+        patience = max(LEAST_PATIENCE_SECONDS, STALLED_SHARE * computing)
+        return bool(self._window_began) and self.now() - self._moved_at > patience
 
     def seconds_to_compute(self, tokens: int) -> float:
         """Return how long computing so many tokens takes; 0 before the first measurement."""

@@ -27,7 +27,7 @@ HEAD_TOKENS = 2048
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
-"""Chunks are ordered ahead for so long, or for two steps. Those behind the join are read for nothing."""
+"""Chunks are ordered ahead for so long, two steps or two reads. Those behind the join are read for nothing."""
 FIRST_WINDOW_CHUNKS = 64
 """Ordered ahead as long as the volume's rate is not known."""
 LEAST_WINDOW_CHUNKS = 4
@@ -175,7 +175,8 @@ class Splits:
     def window_chunks(self, split: Split, ordered: int = 0) -> int:
         """Return how many chunks of a split may be ordered and not there yet, with those ordered for all requests."""
         # With less, a volume that waits for the next step seems slower than it is, and is given even less to read.
-        tokens = self.rates.volume.value * max(WINDOW_SECONDS, 2 * self.rates.step_seconds)
+        ahead = max(WINDOW_SECONDS, 2 * self.rates.step_seconds, 2 * self.rates.latency_seconds)
+        tokens = self.rates.volume.value * ahead
         window = max(LEAST_WINDOW_CHUNKS, math.ceil(tokens / split.chunk_tokens) or FIRST_WINDOW_CHUNKS)
         # Hits are read one after the other, as their heads are computed.
         own = split.ordered - split.ready
@@ -256,14 +257,13 @@ class Splits:
         if not (volume and prefill):
             # A volume that was never measured may have given all of it by the end of the next step.
             head = computed - split.local_tokens
-        elif self._is_moving(split):
+        elif self._is_moving(split, since=split.moved_at):
             left = missing - volume * self.rates.prefill.seconds(in_flight)
             head = math.ceil(max(0.0, left) * prefill / (prefill + volume))
             if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
                 # That takes a moment, unless the volume is slower than it was.
-                now = self.rates.now()
-                split.waits_since = split.waits_since or now
-                if now - split.waits_since < max(LEAST_PATIENCE_SECONDS, 2 * self.rates.latency_seconds):
+                split.waits_since = split.waits_since or self.rates.now()
+                if self._is_moving(split, since=split.waits_since):
                     return 0
         split.waits_since = 0.0
         target = computed + min(self.head_tokens, max(self.least_head_tokens, head))
@@ -278,8 +278,8 @@ class Splits:
 
         It is held back no longer than computing the whole hit takes, and not for a volume that gives nothing.
         """
-        waited = self.rates.now() - split.began_at
-        return self._is_moving(split) and waited < self.rates.prefill.seconds(split.end - split.local_tokens)
+        computing = self.rates.prefill.seconds(split.end - split.local_tokens)
+        return self._is_moving(split, since=split.moved_at) and self.rates.now() - split.began_at < computing
 
     def wait_for(self, keys: Sequence[OffloadKey], context: ReqContext) -> Callable[[], bool] | None:
         """Return what says that another split has computed or loaded the first of these chunks that it has.
@@ -298,7 +298,8 @@ class Splits:
         end = split.begin + (first + shared) * split.chunk_tokens
         return (lambda: split.is_over or split.computed >= end) if split.computed < end else None
 
-    def _is_moving(self, split: Split) -> bool:
-        expected = max(self.rates.latency_seconds, self.rates.volume.seconds(split.chunk_tokens))
-        patience = min(STALLED_SECONDS, max(LEAST_PATIENCE_SECONDS, 4 * expected))
-        return self.rates.now() - split.moved_at < patience
+    def _is_moving(self, split: Split, *, since: float) -> bool:
+        """Say whether the chunks that are ordered may still come, though nothing has since some time."""
+        ordered = (split.ordered - split.ready) * split.chunk_tokens
+        expected = 2 * (self.rates.latency_seconds + self.rates.volume.seconds(ordered))
+        return self.rates.now() - since < min(STALLED_SECONDS, max(LEAST_PATIENCE_SECONDS, expected))

@@ -225,9 +225,7 @@ class KVTierManager(TieringOffloadingManager):
             self.primary_tier.prepare_load(ready, req_context)
         self._note_source(fetched, req_context)
         self.fetches.end_lease(req_context)
-        rates, size = self.tier.rates, self.tier.requests.tokens[0]
-        load.began_at, load.ordered = rates.now(), len(fetched)
-        load.patience_seconds = rates.patience_seconds(self._ordered * size, tokens=len(load.keys) * size)
+        load.began_at = self.tier.rates.now()
         self.request(req_context).way = None
         if promoted:
             self.tier.transfers.promote(promoted)
@@ -237,14 +235,13 @@ class KVTierManager(TieringOffloadingManager):
     def give_up_late(self, load: Load) -> None:
         """Do without the rest of a load from a volume that hangs, or that became slower than computing."""
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
-        left, waited = load.rows.count(NO_ROW) - len(load.failed), rates.now() - load.began_at
-        come = load.ordered - left
-        is_late = waited > load.patience_seconds and rates.prefill.value * waited > come * size
-        if not left or not (rates.is_hanging or is_late):
+        left, tokens = load.rows.count(NO_ROW) - len(load.failed), len(load.keys) * size
+        # Of a load of several groups, vLLM computes everything if a part is missing.
+        computing = rates.prefill.seconds(left * size if len(self.tier.requests.tokens) == 1 else tokens)
+        is_late = rates.now() - load.began_at > rates.prefill.seconds(tokens)
+        is_slower = is_late and rates.volume.seconds(left * size) > computing
+        if not left or not (rates.is_hanging or is_slower or rates.is_stalled(computing)):
             return
-        if not come:
-            # The next hit is split, and measures the volume anew.
-            rates.volume.value = 0.0
         missing = self.request(load.context).missing
         for number, key in enumerate(load.keys):
             if load.rows[number] == NO_ROW and number not in load.failed:

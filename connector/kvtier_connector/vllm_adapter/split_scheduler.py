@@ -277,7 +277,7 @@ class SyncSplitScheduler(Scheduler):
         """Say whether a request that waits may have a hit, as far as that is known."""
         assert self._tier is not None
         found = self._tier.request(request.request_id)
-        return found is not None and bool(found.found or found.lookups or found.leased)
+        return found is not None and bool(found.found or found.lookups or found.on_volume)
 
     def _share_out(self, splits: Splits, heads: list[tuple[Request, Split]]) -> dict[str, int]:
         """Return the tokens of this step for each head: those that other requests leave."""
@@ -304,7 +304,7 @@ class SyncSplitScheduler(Scheduler):
             limits[request.request_id] = tokens
             self._room -= tokens
             left -= tokens
-            if split.computed + tokens == split.end:
+            if split.computed + tokens == split.end and request.num_tokens - split.end <= split.chunk_tokens:
                 # Heads behind it would hold up its first token.
                 self._room = min(self._room, splits.least_head_tokens)
         return limits

@@ -200,6 +200,43 @@ def test_what_a_late_call_leaves_to_the_next_does_not_make_the_volume_fast(clock
     assert rates.volume.value < 11_000
 
 
+def test_what_comes_between_two_calls_is_measured_by_its_reads(clock: Clock) -> None:
+    rates = Rates(now=clock)
+    rates.note_ordered()
+    # A long step of others.
+    clock.seconds += 0.2
+    rates.note_landed(1024, reads=[0.002] * 8, is_reading=False)
+    assert rates.volume.value >= 1024 / 0.016
+
+
+def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(clock: Clock) -> None:
+    rates = measured(clock, 10_000)
+    latencies = []
+    for seconds in (0.002, 0.2, 0.0005):
+        rates.note_landed(16, reads=[seconds], is_reading=True)
+        latencies.append(rates.latency_seconds)
+    assert latencies == pytest.approx([0.001, 0.001, 0.0005], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("landed", "seconds", "is_reading", "is_stalled"),
+    [
+        pytest.param(0, 0.3, True, True, id="nothing comes"),
+        pytest.param(0, 0.2, True, False, id="a moment of computing"),
+        pytest.param(16, 0.3, True, False, id="others get chunks"),
+        pytest.param(0, 0.3, False, False, id="nothing is read"),
+    ],
+)
+def test_a_volume_is_stalled_that_gives_nothing_for_a_part_of_the_time_that_computing_takes(
+    landed: int, seconds: float, is_reading: bool, is_stalled: bool, clock: Clock
+) -> None:
+    rates = measured(clock, 10_000)
+    rates.note_landed(0, is_reading=is_reading)
+    clock.seconds += seconds
+    rates.note_landed(landed, is_reading=is_reading)
+    assert rates.is_stalled(1.0) is is_stalled
+
+
 def split_hit(rates: Rates, tokens: int) -> tuple[Splits, Split]:
     """Return a hit whose last chunk has come, and no more so far."""
     split = Split(ReqContext(req_id="split"), range(tokens // CHUNK_TOKENS), 0, CHUNK_TOKENS, 0)  # type: ignore[arg-type]  # keys
@@ -242,7 +279,12 @@ def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right
         pytest.param(60.0, (PREFILL, 0.0), (None,), id="computing would be over"),
         pytest.param(STALLED_SECONDS, (1.0, 0.0), (None,), id="computing would take long"),
         pytest.param(STALLED_SECONDS, (0.0, 0.0), (None, WINDOW_TOKENS), id="nothing is known of computing"),
-        pytest.param(0.9 * PROMPT_SECONDS, (PROMPT_RATE, 500_000.0), (None,), id="it was expected long ago"),
+        pytest.param(
+            0.9 * PROMPT_SECONDS,
+            (PROMPT_RATE, 500_000.0),
+            (None,),
+            id="nothing comes for a part of the time that computing takes",
+        ),
     ],
 )
 def test_a_load_is_given_up_once_the_volume_hangs(
