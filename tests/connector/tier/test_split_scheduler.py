@@ -248,9 +248,13 @@ def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs) 
     fs.is_paced = False
     path = engines.file_of(second, prompt, CHUNKS - 3)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    second.ask("computes the rest", prompt)
+    second.add("computes the rest", prompt)
+    while path.exists() and not second.tier.transfers.loading:
+        second.step()
+    wait_until(lambda: not path.exists(), "the damage is noticed before the head is computed to there")
     second.run()
     second.assert_nothing_is_left()
+    assert second.answers["computes the rest"] == answer_of(prompt, 1)
     assert engines.assert_volume_holds(second, prompt) == CHUNKS
 
 
