@@ -24,7 +24,7 @@ KNOWN_SECONDS = 60.0
 """A volume that lost is tried again after so long without a measurement."""
 LEAST_PATIENCE_SECONDS = 0.05
 """Requests wait at least so long before the volume counts as slower than it was."""
-STALLED_SHARE = 0.25
+STALLED_SHARE = 0.1
 """Of the time that computing its rest takes, a load waits for a volume that gives nothing to any request."""
 STALLED_SECONDS = 0.5
 """A volume that gives nothing for so long, while it is read, counts as one that hangs."""
@@ -230,7 +230,7 @@ class Rates:
 
     def is_stalled(self, computing: float) -> bool:
         """Say whether the volume gives nothing to any request, for a share of so many seconds that computing takes."""
-        patience = max(LEAST_PATIENCE_SECONDS, STALLED_SHARE * computing)
+        patience = max(LEAST_PATIENCE_SECONDS, 2 * self.latency_seconds, STALLED_SHARE * computing)
         return bool(self._window_began) and self.now() - self._moved_at > patience
 
     def seconds_to_compute(self, tokens: int) -> float:

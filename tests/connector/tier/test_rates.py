@@ -222,7 +222,7 @@ def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(cloc
     ("landed", "seconds", "is_reading", "is_stalled"),
     [
         pytest.param(0, 0.3, True, True, id="nothing comes"),
-        pytest.param(0, 0.2, True, False, id="a moment of computing"),
+        pytest.param(0, 0.09, True, False, id="a moment of computing"),
         pytest.param(16, 0.3, True, False, id="others get chunks"),
         pytest.param(0, 0.3, False, False, id="nothing is read"),
     ],
