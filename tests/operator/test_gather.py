@@ -247,7 +247,7 @@ def test_what_is_no_report_is_refused(body: bytes) -> None:
 
 
 METRICS = b"""\
-# HELP vllm:kvtier_disk_refused Fields by which the directory belongs to somebody else.
+# HELP vllm:kvtier_disk_refused Fields by which the directory belongs to another tier.
 # TYPE vllm:kvtier_disk_refused gauge
 vllm:kvtier_disk_refused{engine="0",field="dtype",model_name="m"} 1.0
 vllm:kvtier_disk_refused{engine="1",field="dtype",model_name="m"} 1.0

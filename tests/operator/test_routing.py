@@ -320,7 +320,7 @@ def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -
     assert outcome.written.index(REDIS) < outcome.written.index(DEPLOYMENT)
     edited(cluster, connector={"type": "VLLMOffloading", "lmcache": None})
     assert REDIS not in cluster.existing()
-    # Nobody mounts a volume then, so that a claim that is not there is not missed.
+    # No pod mounts a volume then, so a claim that is not there is not missed.
     cluster = reconciled(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None})
     assert DEPLOYMENT in cluster.existing()
 

@@ -256,7 +256,8 @@ class KVTierManager(TieringOffloadingManager):
 
     def _order_backwards(self, split: Split) -> None:
         request, window = self.request(split.context), self.splits.window_chunks(split, self._ordered)
-        split.meeting = self.splits.expect_meeting(split, self._ordered)
+        if window > split.ordered - split.ready:
+            split.meeting = self.splits.expect_meeting(split, self._ordered)
         leased = order_backwards(split, window, fetches=self.fetches, request=request, find=self._chunks)
         self._note_source(leased, split.context)
 
