@@ -261,8 +261,8 @@ def placed(requests: Sequence[Request], engines: int, *, by_prefix: bool) -> lis
 def _asked(sizes: Sizes, heavy: HeavySizes) -> dict[str, list[Request]]:
     """Return what cells after a restart ask for; of cells without restart, their longest prompts."""
     long: dict[str, list[Request]] = {HeavyCell.LONG: long_prompts(heavy), HeavyCell.BURSTS: bursts(heavy)}
-    after = {Cell.SINGLE: workloads.singles(sizes), Cell.USERS: workloads.users(sizes), **long}
-    usual = [*workloads.arrivals(sizes), *workloads.shared_prefix(sizes), *after[Cell.SINGLE], *after[Cell.USERS]]
+    after = {Cell.SINGLE: workloads.singles(sizes), **long}
+    usual = [*workloads.arrivals(sizes), *workloads.shared_prefix(sizes), *after[Cell.SINGLE]]
     return {
         **after,
         PREPARE: usual,
@@ -332,19 +332,21 @@ def _route(player: Player, cell: str) -> None:
 
 
 def _slow_down(player: Player, cell: str) -> None:
-    """Slow the volume down to each of several rates; at the last it may hang."""
+    """Slow the volume down to several rates, each learnt by the first prompt; at the last it may hang."""
     bucket = throttle.Bucket(Path(os.environ[throttle.FILE]))
+    player.forget_all()
     for rate in player.heavy.volume_rates:
         name = f"{cell} {rate} GB/s" if rate else f"{cell} hung"
         for kind, asked in (
-            ("D", [workloads.arrivals(player.sizes)]),
             ("single", [[each] for each in workloads.singles(player.sizes)]),
+            ("D", [workloads.arrivals(player.sizes)]),
         ):
             bucket.rate = rate * 1e9
             for requests in asked:
                 player.note(f"{name} {kind}", player.ask(requests))
-            bucket.rate = math.inf
+            bucket.rate = bucket.rate or math.inf
             player.forget_all()
+    bucket.rate = math.inf
 
 
 def _kill(player: Player, cell: str) -> None:

@@ -12,14 +12,14 @@ mkdir -p "$out" "$work" "$ram" "${DISK:=/tmp/disk}"
 disk=$(realpath "$DISK")    # a tier refuses a directory below a link
 export PYTHONPATH=$PWD:$PWD/connector:$PWD/operator:$PWD/e2e/netfs:${PYTHONPATH:-} LMCACHE_TRACK_USAGE=false
 if [ "$device" = gpu ]; then
-  four=2048,8192,16384,32768 two=8192,32768 long=,120000 mib=24576 bursts=400 rates=3.125,1.25
+  four=2048,8192,16384,32768 two=8192,32768 long=,120000 mib=24576 bursts=240 rates=3.125,1.25
   large=qwen3_32b hybrid=gpt_oss_8_experts small=llama_3b
   routers=("kvtier:router,none:router") fewer='"agents":6,"agent_steps":2,"groups":24,'
 else
   four=256,1024 two=256,1024 long='' mib=1024 bursts=6 rates=0.1,0.05 large=gqa hybrid=gpt_oss_small
   small=llama routers=(kvtier:router none:router) fewer=''
 fi
-sizes() { echo "{$fewer\"users\":0,\"single_repetitions\":1,\"bursts\":$bursts,\"single_tokens\":[$1]${2-}}"; }
+sizes() { echo "{$fewer\"single_repetitions\":1,\"bursts\":$bursts,\"single_tokens\":[$1]${2-}}"; }
 
 # play VOLUME SIZES MORE...
 play() {
@@ -36,7 +36,7 @@ for part; do
       none:all-in-gpu:A:C:D:E:single:bursts512,kvtier:traffic:A:C:prepare-bursts512:bursts512:prepare:D:E:single:rates ;;
   disk) # four engines start at once
     play "$disk" "$(sizes "$four,${four#*,}")" \
-      kvtier:disk:prepare:D:single,kvtier-whole:disk:D:single,lmcache:disk:single,lmcache-disk:disk:single ;;
+      kvtier:disk:prepare:D:single,kvtier-whole:disk:D:single,lmcache:large:single,lmcache-disk:large:single ;;
   agents)
     runs=kvtier:agents:agents:returning,none:agents:agents,fs:agents:agents:returning
     play "$ram" "$(sizes "$two")" --shape "$hybrid" "$runs"

@@ -19,8 +19,8 @@ import yaml
 Request = dict[str, Any]
 """A prompt as `engines` reads it."""
 
-_CONVERSATION, _DOCUMENT, _BURST, _SHARED, _SINGLE, _USER, _NEVER, _WARM_UP = (
-    place * 10_000_000 for place in range(1, 9)
+_CONVERSATION, _DOCUMENT, _BURST, _SHARED, _SINGLE, _NEVER, _WARM_UP = (
+    place * 10_000_000 for place in (1, 2, 3, 4, 5, 7, 8)
 )
 NEXT_SEED = 90_000_000
 """Seeds of different workloads never meet, or one would find the blocks of another."""
@@ -42,8 +42,6 @@ class Cell(enum.StrEnum):
     """Prompts that come at once after a restart and share most of their tokens."""
     SINGLE = "single"
     """One prompt after another, after a restart."""
-    USERS = "users"
-    """Users with long prompts who return together, after a restart."""
     NEVER = "never"
     """Prompts that were never asked before."""
 
@@ -73,8 +71,6 @@ class Sizes:
     single_tokens: Sequence[int]
     single_repetitions: int
     single_output: int
-    users: int
-    user_tokens: int
     never_prompts: int
     never_tokens: int
     never_output: int
@@ -143,11 +139,6 @@ def singles(sizes: Sizes) -> list[Request]:
         for place, tokens in enumerate(sizes.single_tokens)
         for repetition in range(sizes.single_repetitions)
     ]
-
-
-def users(sizes: Sizes) -> list[Request]:
-    """Return the prompts of users who all come at once."""
-    return [make_request("user", [(_USER + n, sizes.user_tokens)], sizes.single_output) for n in range(sizes.users)]
 
 
 def never(sizes: Sizes, round_number: int) -> list[Request]:

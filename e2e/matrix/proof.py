@@ -90,6 +90,10 @@ def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dic
     at_once = {} if model.loras and device == "cpu" else {"cold": AT_ONCE_COLD}
     try:
         made = _run(writer, rounds, directory / "writer.log", at_once=at_once)
+        # The first engine's own hit may come through the connector, so one without it answers, too.
+        rounds = {"cold": prompts, "gpu": prompts} if device != "cpu" else {}
+        alone = _run(writer.without_tier(), rounds, directory / "alone.log", at_once=at_once) if rounds else {}
+        made |= {"alone": alone["gpu"]} if alone else {}
     except EngineEnded as error:
         return _without(writer, prompts, directory, message=str(error))
     stored = [path.stat().st_size for path in (directory / "volume").rglob("*.kvb")]
@@ -243,7 +247,7 @@ def tier(model: ModelClass, place: Path, device: str, args: Sequence[str], split
 def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round]) -> dict[str, Any]:
     """Compare the answers and say what they show."""
     gpu, disk, pair = made["gpu"].answers, read["disk"].answers, read["pair"].answers
-    counts = read["disk"].counts
+    counts, alone = read["disk"].counts, made["alone"].answers if "alone" in made else []
     both = list(zip(gpu, disk, strict=True))
     # Two engines that found as much of a prompt compute the rest by the same steps, to the same bits.
     alike = [(one, other) for one, other in both if one.cached_tokens == other.cached_tokens]
@@ -269,6 +273,11 @@ def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round
         "largest_difference": round(max(difference(*pair) for pair in both), 6),
         "recompute_difference": round(max(map(difference, made["cold"].answers, gpu)), 6),
         "twins_difference": difference(*made["twins"].answers),
+        "alone": len(alone),
+        "alone_difference": max(map(difference, alone, disk), default=0.0),
+        "alone_same": sum(
+            one.tokens == other.tokens or is_tie(one, other) for one, other in zip(alone, disk, strict=False)
+        ),
         "disk_blocks": counts.get(_READ, 0),
         "external_tokens": counts.get(_EXTERNAL, 0),
         # Blocks that were on the volume and were computed instead.
@@ -306,6 +315,8 @@ def _verdict(row: Mapping[str, Any], *, is_drafting: bool) -> str:
         return "wrong answers"
     if row["same_tokens"] + row["ties"] < row["prompts"] or row["largest_difference"] > rounding:
         return "undecided" if row["alike"] else "wrong answers"
+    if row["alone"] and (row["alone_same"] < row["prompts"] or row["alone_difference"] > rounding):
+        return "wrong answers: an engine without the tier gives others"
     if row["missed_blocks"]:
         return "undecided: the volume was too slow"
     return "works" if row["disk_blocks"] and row["external_tokens"] else "works without disk"

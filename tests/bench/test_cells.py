@@ -61,7 +61,7 @@ def test_given_sizes_are_those_of_either_kind() -> None:
     sizes, heavy = cells.sized(GPU_SIZES, given), cells.sized(GPU_HEAVY, given)
     assert cells.model_length(["single"], sizes, heavy) == 120832
     assert len(cells.agents(heavy, step=0)) == 4
-    assert sizes.users == GPU_SIZES.users
+    assert sizes.sharers == GPU_SIZES.sharers
 
 
 def request(at: float, cached: int, **changes: object) -> report.Record:
@@ -169,7 +169,6 @@ def everything(sizes: Sizes) -> list[list[workloads.Request]]:
         workloads.arrivals(sizes),
         workloads.shared_prefix(sizes) + workloads.sharers(sizes),
         workloads.singles(sizes),
-        workloads.users(sizes),
         *(workloads.never(sizes, number) for number in range(2)),
         cells.steps(heavy),
         cells.long_prompts(heavy),
@@ -315,7 +314,7 @@ class Rig:
         ("none", "restart", ["E"], ["E", "E in GPU"] * 3),
         ("none", "restart", ["single"], ["single first", "single in GPU"] * 2),
         ("fs", "restart", ["single"], ["single first", "single again", "single in GPU"] * 2),
-        ("fs", "restart", ["users"], ["users"] * 3),
+        ("fs", "restart", ["D"], ["D"] * 3),
         ("none", "agents", [], ["agents first", "agents"]),
         ("none", "long", [], ["long"] * 2),
         ("none", "bursts", [], ["bursts512 first", "bursts512"]),
@@ -367,7 +366,6 @@ def test_a_restart_finds_what_was_prepared_and_nothing_else(tmp_path: Path) -> N
         *([TINY_SIZES.arrival_tokens] * TINY_SIZES.arrivals),
         TINY_SIZES.shared_tokens,
         *TINY_SIZES.single_tokens,
-        *([TINY_SIZES.user_tokens] * TINY_SIZES.users),
         *TINY_SIZES.single_tokens,  # of the warm-up
     ]
     assert prepared == sum(prompts) // BLOCK_TOKENS
@@ -453,9 +451,9 @@ def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
     assert not seeds[3] & seeds[4]
 
 
-def test_users_come_again_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
+def test_prompts_arrive_again_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("fs", "restart", ["users"])
+    rig.traffic.play("fs", "restart", ["D"])
     assert rig.engines[0].calls[1:] == ["forget all"] * 3
 
 

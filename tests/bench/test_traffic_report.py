@@ -67,7 +67,7 @@ def test_a_percentile_is_a_value_that_was_measured(share: float, expected: float
 
 
 def numbers(*requests: Record) -> Numbers:
-    (found,) = measure([cell("users", "kvtier", 2.0, *requests)]).values()
+    (found,) = measure([cell("D", "kvtier", 2.0, *requests)]).values()
     return found
 
 
@@ -114,8 +114,13 @@ def test_an_answer_that_differs_from_the_one_of_the_same_engines_hit_in_the_gpu_
         cell("single first", "kvtier", 1.0, request(0.1, label="2048", output=[7, 7, 7, 7])),
         cell("single in GPU", "kvtier", 1.0, request(0.1, label="2048", output=[7, 7, 7, 7])),
         cell("single first", "none", 1.0, request(0.1, label="2048", cached=0, output=[8])),
+        cell("single first", "lmcache", 1.0, request(0.2, label="2048", cached=0)),
+        cell("single again", "lmcache", 1.0, request(0.1, label="2048", output=[6, 2, 3, 4])),
+        cell("single in GPU", "lmcache", 1.0, request(0.1, label="2048", output=[6, 2, 3, 4])),
     )
     assert table_row(text, "vLLM fs, from the volume")[1] == "0 / 1"
+    # A hit that loads nothing leaves the GPU what it computes from then on.
+    assert table_row(text, "LMCache, host memory, from the CPU tier")[1] == "0 / 1"
     assert table_row(text, "kvtier, from the volume")[1] == "1 / 1"
     assert "no offload, from the volume" not in text.partition("## Answers")[2]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,13 @@ def row(
     model: ModelClass = MODEL,
     gpu: list[ScoredAnswer] = ANSWERS,
     twin: int = 6,
-    strangers: float = 0,
+    alone: Sequence[ScoredAnswer] = (),
     **counts: float,
 ) -> dict[str, Any]:
     """Return the row of two prompts that the volume answers with ``disk``, and another engine's GPU with ``gpu``."""
     made = {"cold": Round(answers=gpu), "gpu": Round(answers=gpu), "twins": Round(answers=[answer(5), answer(twin)])}
+    strangers = counts.pop("strangers", 0)
+    made |= {"alone": Round(answers=list(alone))} if alone else {}
     found = {READ: 2, EXTERNAL: 256, **{f"{MISSES}:{cause}": count for cause, count in counts.items()}}
     read = {
         "disk": Round(answers=disk, counts=found | {name: counts[name] for name in counts.keys() & found.keys()}),
@@ -97,6 +100,13 @@ FIRST_BITS = [replace(answer(1, 2), logprobs=[{1: -1.3}, {2: -1.3}]), answer(3, 
         ("wrong answers: blocks were read for another identity", {"strangers": 2, "model": PICTURED}),
         ("blind: the answers do not depend on the prefix", {"twin": 5}),
         ("blind: nothing was preempted", {"model": PREEMPTED}),
+        # An engine that has no connector answers as this one does.
+        ("works", {"alone": ANSWERS}),
+        ("wrong answers: an engine without the tier gives others", {"alone": [answer(1, 2), answer(3, 5)]}),
+        (
+            "wrong answers: an engine without the tier gives others",
+            {"alone": [answer(1, 2), answer(3, 4, logprob=-9.0)]},
+        ),
     ],
 )
 def test_only_equal_answers_out_of_the_volume_are_called_working(verdict: str, given: dict[str, Any]) -> None:

@@ -179,7 +179,7 @@ class Fetches:
         self._line: OrderedDict[OffloadKey, None] = OrderedDict()
         """Those that wait for a row."""
         self._lessees: OrderedDict[str, ReqContext] = OrderedDict()
-        self._most_leased = int(primary.chunks * LEASED_SHARE)
+        self.most_leased = int(primary.chunks * LEASED_SHARE)
         self.is_held = False
         """Whether no row is given: the worker may still read rows that the CPU tier does not know of any more."""
 
@@ -203,7 +203,7 @@ class Fetches:
         if self._line or self.is_held:
             return 0
         leased = sum(len(self._request_of(lessee).leased) for lessee in self._lessees.values())
-        return max(0, min(self._most_leased - leased, self._primary.room))
+        return max(0, min(self.most_leased - leased, self._primary.room))
 
     def count_waiting_requests(self) -> int:
         """Return how many requests wait for rows."""

@@ -30,8 +30,6 @@ STALLED_SECONDS = 0.5
 """A volume that gives nothing for so long, while it is read, counts as one that hangs."""
 LEAST_WINDOW_SECONDS = 0.03
 """Shortest time over which the volume's rate is measured."""
-SLOW_READ_SECONDS = 0.1
-"""A chunk that takes so long lowers the volume's rate, though it was read alone."""
 MEASURED_TOKENS = 1024
 """A step of fewer tokens, and of fewer than half of what a step may compute, says little about the rate of prefill."""
 FIRST_MEASURED_TOKENS = 256
@@ -109,9 +107,7 @@ class Rates:
         self._ended = (0, 0.0)
         """Tokens and seconds of the step that ended before the last one; none where the GPU was idle between."""
         self._scheduled_at = 0.0
-        self._window_began = self._moved_at = 0.0
-        self._window_landed = 0
-        self._window_longest = self._window_reads = 0.0
+        self._window_began = self._moved_at = self._window_landed = 0.0
         self._measured_at = -math.inf
 
     def note_step(self, tokens: int, in_flight: int) -> None:
@@ -139,39 +135,30 @@ class Rates:
         if not self._window_began:
             self._window_began = self._moved_at = self.now()
 
-    def note_landed(self, tokens: int, *, reads: Sequence[float] = (), is_reading: bool) -> None:
+    def note_landed(self, tokens: int, *, reads: Sequence[tuple[float, float]] = (), is_reading: bool) -> None:
         """Take in how many tokens have come from the volume since the last call.
 
         Args:
             tokens: Tokens of the chunks that have landed.
-            reads: Seconds that the read of each of these chunks took.
+            reads: Of each of these chunks, the seconds that its read took and when it ended; 0 if that is not known.
             is_reading: Whether chunks are still being read.
         """
         now = self.now()
         if tokens or not self._window_began:
             self._moved_at = now
+        self._window_landed += tokens
         if reads:
             # Reads beside others take longer, so the least counts, and is forgotten slowly.
-            self.latency_seconds = min(*reads, 1.002 * self.latency_seconds or math.inf)
-            self._window_longest = max(self._window_longest, *reads)
-            self._window_reads += sum(reads)
-        self._window_landed += tokens
-        seconds = now - self._window_began
+            self.latency_seconds = min(*(seconds for seconds, _ in reads), 1.002 * self.latency_seconds or math.inf)
+            ended = max(ended for _, ended in reads) or now
+            seconds = ended - self._window_began
+            # Few chunks say how long a read takes and not what the volume gives, unless it gives more than was known.
+            is_more = not is_reading and self._window_landed > self.volume.value * seconds
+            if self._window_began and (seconds >= LEAST_WINDOW_SECONDS or is_more):
+                self.volume.observe(self._window_landed, max(seconds, 1e-3))
+                self._window_began, self._window_landed, self._measured_at = ended, 0, now
         if not is_reading:
-            # One after the other, they took no longer, however late this call is.
-            seconds = min(seconds, max(self._window_longest, self._window_reads))
-        if self._window_began and self._window_landed and (seconds >= LEAST_WINDOW_SECONDS or not is_reading):
-            if is_reading or self._window_landed > self.volume.value * seconds:
-                # After a late call, more comes with the next one, which is not late.
-                least = self._window_longest if seconds < LEAST_WINDOW_SECONDS else 0.0
-                self.volume.observe(self._window_landed, max(seconds, least, 1e-3))
-            elif self._window_longest >= SLOW_READ_SECONDS:
-                # It ended some time before this call, and after its longest read.
-                self.volume.observe(self._window_landed, self._window_longest)
-            self._measured_at = now
-            self._window_began, self._window_landed, self._window_longest, self._window_reads = now, 0, 0.0, 0.0
-        if not is_reading:
-            self._window_began, self._window_landed, self._window_reads = 0.0, 0, 0.0
+            self._window_began, self._window_landed = 0.0, 0
         elif not self._window_began:
             self._window_began = now
         self.is_hanging = is_reading and now - self._moved_at >= STALLED_SECONDS
@@ -194,6 +181,7 @@ class Rates:
         backlog: float = 0,
         answering: int = 0,
         may_split: bool = False,
+        most_ahead: float = math.inf,
     ) -> Way:
         """Say how a hit is there soonest, without pausing the answers of others for long.
 
@@ -204,6 +192,7 @@ class Rates:
             backlog: Tokens that the engine computes before.
             answering: Requests whose answers are under way; a step that computes a prompt pauses them.
             may_split: Whether the hit may be split.
+            most_ahead: Tokens that a split hit may read before it joins.
         """
         if tokens < self._min_tokens:
             return Way.SHORT
@@ -220,7 +209,8 @@ class Rates:
         }
         if may_split:
             work = queued + unread * (1 + paused) + backlog + busy * prefill
-            seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS
+            head = busy + self.prefill.seconds(backlog + tokens - most_ahead) if tokens > most_ahead else 0.0
+            seconds[Way.SPLIT] = max(work / (prefill + volume), head) + JOIN_SECONDS
             if tokens >= LONG_TOKENS:
                 # Its head is computed anyway, and a volume that is not read is not measured.
                 del seconds[Way.COMPUTE]

@@ -85,8 +85,8 @@ class Landed(NamedTuple):
     key: OffloadKey
     cause: str | None
     """Why its row does not hold it; None if it does, verified."""
-    seconds: float
-    """Time that a worker spent on it."""
+    done: Done
+    """When it ended, and how long that took."""
 
 
 class _Deferred(NamedTuple):
@@ -315,7 +315,7 @@ class Transfers:
             self._stats.count(metrics.LOADED_BLOCK_BYTES, self._row_bytes)
         else:
             self._stats.count(metrics.MISSES, cause=cause)
-        self._landed.append(Landed(key, cause, done.seconds))
+        self._landed.append(Landed(key, cause, done))
 
     def _remember_load(self, name: BlockKey, outcome: Answer | Refused | Ending) -> None:
         memory = self._attachment.memory

@@ -370,7 +370,7 @@ class WorkerPool:
             self._table.storing = storing
 
     def _take_answers(self) -> None:
-        for ticket, code, seconds, number in REPLY.iter_unpack(self._replies.receive()):
+        for ticket, code, seconds, ended, number in REPLY.iter_unpack(self._replies.receive()):
             task = self._tickets.pop(ticket, None)
             if task is None:
                 continue
@@ -386,7 +386,7 @@ class WorkerPool:
             else:
                 self._supervisor.note_work()
                 self._record(task, answer)
-                self._end(task, answer, seconds)
+                self._end(task, answer, seconds, ended)
 
     def _record(self, task: InFlight, answer: Answer) -> None:
         """Tell permit and breaker the outcome of a task."""
@@ -398,7 +398,7 @@ class WorkerPool:
         elif not task.is_skipped:
             self._breaker.record_load(cast("Outcome", answer))
 
-    def _end(self, task: InFlight, outcome: Answer | Refused | Ending, seconds: float = 0.0) -> None:
+    def _end(self, task: InFlight, outcome: Answer | Refused | Ending, *times: float) -> None:
         if task.state is TaskState.ENDED:
             return
         task.state = TaskState.ENDED
@@ -407,7 +407,7 @@ class WorkerPool:
             self._stores -= 1
         else:
             self._reads -= 1
-        self._done.append(Done(task.number, outcome, seconds))
+        self._done.append(Done(task.number, outcome, *times))
 
     def _undo_admission(self, task: InFlight) -> None:
         if task.lane is Lane.STORE:

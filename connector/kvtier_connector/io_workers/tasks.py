@@ -64,14 +64,16 @@ class Done(NamedTuple):
     task: int
     """The caller's number of the task."""
     outcome: Answer | Refused | Ending
-    seconds: float
+    seconds: float = 0.0
     """Time that a worker spent on the task."""
+    ended: float = 0.0
+    """When it ended, in seconds of `time.monotonic`; 0 if no worker worked on it."""
 
 
 TASK_BYTES = 512
 """Length of a message that hands a task to a worker."""
-REPLY = struct.Struct("=IIfQ")
-"""A worker's reply: ticket, code, seconds, number. Code and number are those of `encode_answer`."""
+REPLY = struct.Struct("=IIfdQ")
+"""A worker's reply: ticket, code, seconds, when it ended, number. Code and number are those of `encode_answer`."""
 
 _NONE, _HIT, _STORED, _FIRST_PLAIN = range(4)
 _PLAIN: tuple[Answer, ...] = (Miss(), Present(), *Fault, *StoreFault)

@@ -172,7 +172,8 @@ class Worker:
         answer = self._do(message) if self._table.ticket(message.entry) == ticket else None
         code, number = encode_answer(answer)
         self._rest()
-        self._reply(REPLY.pack(ticket, code, time.monotonic() - started, number))
+        ended = time.monotonic()
+        self._reply(REPLY.pack(ticket, code, ended - started, ended, number))
 
     def _rest(self) -> None:
         """Show that the worker is idle, and ready."""

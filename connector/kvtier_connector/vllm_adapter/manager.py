@@ -168,6 +168,7 @@ class KVTierManager(TieringOffloadingManager):
             backlog=backlog + heads,
             answering=answering,
             may_split=may_split,
+            most_ahead=self.fetches.most_leased * size[0],
         )
 
     def are_ready(self, keys: Iterable[OffloadKey]) -> bool:
@@ -328,7 +329,7 @@ class KVTierManager(TieringOffloadingManager):
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
         super()._process_finished_jobs(*args, **kwargs)
         landed = self.tier.transfers.take_landed()
-        reads = [each.seconds for each in landed if each.cause is None]
+        reads = [(each.done.seconds, each.done.ended) for each in landed if each.cause is None]
         tokens = self.tier.requests.tokens[0] * len(reads)
         self.tier.rates.note_landed(tokens, reads=reads, is_reading=self.tier.transfers.loading > 0)
         if landed:

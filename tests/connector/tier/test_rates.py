@@ -41,7 +41,7 @@ def read(rates: Rates, clock: Clock, tokens: int, *, seconds: float = 0.1) -> No
     """Read so many tokens in so many seconds, with more still to come."""
     rates.note_landed(0, is_reading=True)
     clock.seconds += seconds
-    rates.note_landed(tokens, reads=[0.001], is_reading=True)
+    rates.note_landed(tokens, reads=[(0.001, clock.seconds)], is_reading=True)
     rates.note_landed(0, is_reading=False)
 
 
@@ -64,6 +64,9 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
         pytest.param(100, {"tokens": 4_000}, Way.COMPUTE, Way.COMPUTE, id="a short hit of such a volume"),
         pytest.param(
             500_000, {"tokens": 32_000, "unread": 0}, Way.LOAD, Way.LOAD, id="a hit that others have ordered already"
+        ),
+        pytest.param(
+            40_000, {"tokens": 32_000, "most_ahead": 8_000}, Way.LOAD, Way.LOAD, id="more than may be read ahead"
         ),
         pytest.param(40_000, {"tokens": 16_000, "queued": 200_000}, Way.COMPUTE, Way.SPLIT, id="a queue of reads"),
         pytest.param(40_000, {"tokens": 16_000, "queued": 12_000}, Way.LOAD, Way.SPLIT, id="a short queue of reads"),
@@ -134,7 +137,7 @@ def test_a_volume_that_stops_giving_hangs_until_it_gives_or_its_reads_are_given_
     assert rates.is_hanging
     assert rates.choose(100, unread=100, may_split=True) is Way.COMPUTE
     if gives:
-        rates.note_landed(4000, reads=[STALLED_SECONDS], is_reading=True)
+        rates.note_landed(4000, reads=[(STALLED_SECONDS, 0.0)], is_reading=True)
     else:
         rates.note_landed(0, is_reading=False)
         assert rates.choose(100, unread=100) is Way.LOAD
@@ -144,11 +147,11 @@ def test_a_volume_that_stops_giving_hangs_until_it_gives_or_its_reads_are_given_
 def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Clock) -> None:
     rates = measured(clock, 500_000)
     for seconds, is_slower in ((0.001, False), (0.4, True)):
-        before = rates.volume.value
-        rates.note_landed(0, is_reading=True)
+        before, ended = rates.volume.value, clock.seconds + seconds
+        rates.note_ordered()
         # A long step passes before the engine notices.
         clock.seconds += 0.45
-        rates.note_landed(16, reads=[seconds], is_reading=False)
+        rates.note_landed(16, reads=[(seconds, ended)], is_reading=False)
         assert (rates.volume.value < before) is is_slower
 
 
@@ -190,30 +193,31 @@ def test_the_first_measurement_may_be_of_a_small_step(clock: Clock) -> None:
         clock.seconds += seconds
 
 
-def test_what_a_late_call_leaves_to_the_next_does_not_make_the_volume_fast(clock: Clock) -> None:
-    rates = measured(clock, 10_000)
-    rates.note_landed(0, is_reading=True)
-    clock.seconds += 0.4
-    rates.note_landed(3_000, reads=[0.1], is_reading=True)
-    clock.seconds += 0.001
-    rates.note_landed(1_000, reads=[0.1], is_reading=False)
-    assert rates.volume.value < 11_000
-
-
-def test_what_comes_between_two_calls_is_measured_by_its_reads(clock: Clock) -> None:
-    rates = Rates(now=clock)
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        pytest.param([0.05, 0.1, 0.15, 0.2], [], id="all of it came during one long step"),
+        pytest.param([0.05, 0.1], [0.15, 0.2], id="a late call leaves some to the next"),
+        pytest.param([0.05], [0.1, 0.15, 0.2], id="what comes last has waited for the rest"),
+    ],
+)
+def test_a_volume_is_measured_by_when_its_reads_ended(first: list[float], later: list[float], clock: Clock) -> None:
+    rates, ordered = Rates(now=clock), clock.seconds
     rates.note_ordered()
-    # A long step of others.
-    clock.seconds += 0.2
-    rates.note_landed(1024, reads=[0.002] * 8, is_reading=False)
-    assert rates.volume.value >= 1024 / 0.016
+    clock.seconds += 0.4
+    for ends in (first, later):
+        # Each read began when all were ordered.
+        reads = [(end, ordered + end) for end in ends]
+        rates.note_landed(512 * len(ends), reads=reads, is_reading=ends is first and bool(later))
+        clock.seconds += 0.001
+    assert rates.volume.value == pytest.approx(512 / 0.05)
 
 
 def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(clock: Clock) -> None:
     rates = measured(clock, 10_000)
     latencies = []
     for seconds in (0.002, 0.2, 0.0005):
-        rates.note_landed(16, reads=[seconds], is_reading=True)
+        rates.note_landed(16, reads=[(seconds, 0.0)], is_reading=True)
         latencies.append(rates.latency_seconds)
     assert latencies == pytest.approx([0.001, 0.001, 0.0005], rel=0.01)
 
