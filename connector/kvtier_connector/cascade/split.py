@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestGroupState
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.request import Request
@@ -21,6 +22,7 @@ from kvtier_connector.cascade.fetch import Fetches
 from kvtier_connector.cascade.rates import JOIN_SECONDS, LEAST_PATIENCE_SECONDS, STALLED_SECONDS, Rates
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
+from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 
 HEAD_TOKENS = 2048
 """Most tokens of a head in one step: a join waits for the end of the step under way."""
@@ -87,6 +89,12 @@ class Split:
     def is_overtaken(self) -> bool:
         """Whether the head was computed to the end of the hit."""
         return self.computed >= self.end
+
+    def offer(self, state: RequestGroupState, primary: CpuTier, request: TierRequest) -> None:
+        """Offer the head to the CPU tier like anything that was computed, unless it would take most of its rows."""
+        # Chunks that could not be read are offered in any case.
+        if request.missing or (self.computed - self.local_tokens) // self.chunk_tokens <= primary.room // 2:
+            state.next_stored_chunk_idx = self.local_tokens // self.chunk_tokens
 
     def count(self, stats: metrics.Stats, *, has_joined: bool) -> None:
         """Count how it ended: one that joins loads the chunks that were read, another computes them."""

@@ -130,8 +130,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self.is_splitting = False
         """Whether hits are split that can be."""
         self.manager.count_work = self._count_work
-        self._joined: set[str] = set()
-        """Requests that have joined, until they are asked for their tails."""
+        self._joined: dict[str, Split] = {}
+        """Splits of requests that have joined, until they are asked for their tails."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
 
@@ -197,12 +197,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             return
         split.count(self.manager.tier.stats, has_joined=has_joined)
         if has_joined:
-            self._joined.add(name)
+            self._joined[name] = split
             return
         self.manager.fetches.end_lease(status.req_context)
-        if self.manager.request(status.req_context).missing:
-            # Chunks that could not be read are offered again.
-            status.group_states[0].next_stored_chunk_idx = 0
+        split.offer(status.group_states[0], self.manager.primary_tier, self.manager.request(status.req_context))
 
     def _can_split(self, status: RequestOffloadState) -> bool:
         return self.is_splitting and status.max_load_tokens is None and may_be_split(status.req)
@@ -230,11 +228,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
         self._arriving.pop(name, None)
-        self._joined.discard(name)
-        is_found = num_external_tokens or self._req_status[name].num_locally_computed_tokens
+        status = self._req_status[name]
+        if (split := self._joined.pop(name, None)) is not None:
+            split.offer(status.group_states[0], self.manager.primary_tier, self.manager.request(status.req_context))
+        is_found = num_external_tokens or status.num_locally_computed_tokens
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
         self._first_tokens.begin(request, source)
-        status = self._req_status[name]
         if num_external_tokens == 0:
             if self._splits.get(name) is None:
                 # The chunks that were read ahead for it came to the GPU by another request.
@@ -326,7 +325,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self.manager.tier.rates.note_gone(request.num_in_flight_tokens)
         self._first_tokens.end(name)
         self.end_split(name, has_joined=False)
-        self._joined.discard(name)
+        self._joined.pop(name, None)
         self._arriving.pop(name, None)
         self._adapters.end(name)
         self._waits.pop(name, None)

@@ -115,6 +115,34 @@ def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(
     assert second.computed["computes"] >= len(prompt) - 2 * BLOCK_TOKENS
 
 
+@pytest.mark.parametrize(
+    ("chunks", "is_hanging"),
+    [
+        pytest.param(CHUNKS, False, id="it joins"),
+        pytest.param(CHUNKS, True, id="all of it is computed, since the volume hangs"),
+        pytest.param(58, False, id="its head would take most of the CPU tier, which is left to others"),
+    ],
+)
+def test_a_prompt_that_was_split_is_in_the_cpu_tier_afterwards(
+    engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch, chunks: int, *, is_hanging: bool
+) -> None:
+    monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
+    prompt = prompt_of(chunks, seed=1)
+    second = second_engine(engines, fs, prompt_of(CHUNKS), SHAPE, prompt)
+    second.add("splits", prompt)
+    if not is_hanging:
+        run_paced(second, fs, "splits")
+    second.run(lambda: "splits" in second.answers)
+    fs.give_all()
+    second.run()
+    wait_until(lambda: second.take_landed() >= 0 and not second.tier.transfers.loading, "reads have ended")
+    assert second.computed["splits"] > chunks * BLOCK_TOKENS // 2
+    second.scheduler.reset_prefix_cache()
+    assert (second.ask("again", prompt) < BLOCK_TOKENS) is (chunks == CHUNKS)
+    second.run()
+    second.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("is_splitting", [True, False])
 def test_users_see_what_is_read_as_cached_and_no_preemption(
     engines: Engines, fs: PacedFs, *, is_splitting: bool
