@@ -152,10 +152,12 @@ class Rates:
             self.latency_seconds = min(*(seconds for seconds, _ in reads), 1.002 * self.latency_seconds or math.inf)
             ended = max(ended for _, ended in reads) or now
             seconds = ended - self._window_began
-            # Few chunks say how long a read takes and not what the volume gives, unless it gives more than was known.
+            if is_short := seconds < LEAST_WINDOW_SECONDS:
+                # Chunks that come together were read together. A few may show that the volume gives more, and not less.
+                seconds = max(seconds, *(each for each, _ in reads), 1e-3)
             is_more = not is_reading and self._window_landed > self.volume.value * seconds
-            if self._window_began and (seconds >= LEAST_WINDOW_SECONDS or is_more):
-                self.volume.observe(self._window_landed, max(seconds, 1e-3))
+            if self._window_began and (is_more or not is_short):
+                self.volume.observe(self._window_landed, seconds)
                 self._window_began, self._window_landed, self._measured_at = ended, 0, now
         if not is_reading:
             self._window_began, self._window_landed = 0.0, 0

@@ -213,6 +213,16 @@ def test_a_volume_is_measured_by_when_its_reads_ended(first: list[float], later:
     assert rates.volume.value == pytest.approx(512 / 0.05)
 
 
+def test_chunks_that_were_read_together_make_no_volume_fast_whose_last_one_comes_a_moment_later(clock: Clock) -> None:
+    rates, ordered = Rates(now=clock), clock.seconds
+    rates.note_ordered()
+    for ends in ([0.1, 0.1, 0.1], [0.101]):
+        clock.seconds = ordered + ends[-1]
+        reads = [(end, ordered + end) for end in ends]
+        rates.note_landed(512 * len(ends), reads=reads, is_reading=len(ends) > 1)
+    assert rates.volume.value == pytest.approx(3 * 512 / 0.1)
+
+
 def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(clock: Clock) -> None:
     rates = measured(clock, 10_000)
     latencies = []
