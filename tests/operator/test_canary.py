@@ -12,11 +12,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
-from asking_pods import on_loop
+from asking_pods import Clock, ScriptedEngine, SharedVolume, StubEngine, on_loop, stub_engine
 from chart import render
 from fake_cluster import FakeCluster
 from granted import Rbac
-from proof_engines import Clock, ScriptedEngine, SharedVolume, StubEngine, stub_engine
 from tiers import NAMESPACE, TIER, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread

@@ -21,7 +21,7 @@ from aiohttp import web
 from e2e.bench.operator_scale import NAMESPACE, tier
 from e2e.bench.processes import MeasuredProcess, until
 from live import AGENT, TIERS, Client, operator_process
-from test_health import ask
+from test_http_client import ask
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_localcluster.apiserver.requests import parse_path

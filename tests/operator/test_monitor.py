@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asking_pods import nothing, on_loop
+from asking_pods import Clock, ScriptedEngine, SharedVolume, nothing, on_loop
 from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW, varied
-from proof_engines import Clock, ScriptedEngine, SharedVolume
 from tiers import tier
 from waiting import until
 

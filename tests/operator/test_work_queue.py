@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from clocks import Clock
-from waiting import until
+from waiting import Clock, until
 
 from kvtier_operator.kube import work_queue
 from kvtier_operator.kube.work_queue import Priority, Requeue, WorkQueue

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from clocks import Clock
-from waiting import until
+from waiting import Clock, until
 
 from kvtier_connector.contract.errors import LeaseConflict, LeaseUnavailable
 from kvtier_connector.contract.lease import Elector, LeaseApi, LeaseObject, LeaseSettings

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import children, key, payload, wait_until
 from store_faults import GatedFs
+from waiting import Clock
 
 from kvtier_connector.io_workers import lookups as lookups_module
 from kvtier_connector.io_workers.lookups import MOST_CALLS, Answer, BlockQuery, Found, LookupWorker, find

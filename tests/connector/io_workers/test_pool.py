@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from clocks import Clock
 from pools import (
     PATIENCE_SECONDS,
     ROW_BYTES,
@@ -29,6 +28,7 @@ from pools import (
     shut,
     wait_until,
 )
+from waiting import Clock
 
 from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers import supervisor as supervisor_module

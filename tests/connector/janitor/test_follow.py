@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from clocks import Clock
 from store_contract import NOW_NS, key
 from store_faults import KINDS, CrashError, CrashingFs, FailingFs, plant
-from test_journal import make_writer, note, only_file
+from test_records import make_writer, note, only_file
+from waiting import Clock
 
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.janitor.follow import ACTIVE_SECONDS, JournalFollower

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clocks import Clock
 from engine_fleet import Engines, stored
 from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
 from store_faults import GatedFs
 from vllm.v1.kv_offload.base import ReqContext
+from waiting import Clock
 
 from kvtier_connector.cascade.rates import (
     JOIN_SECONDS,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from clocks import Clock
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
@@ -22,6 +21,7 @@ from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import IterationStats
+from waiting import Clock
 
 from kvtier_connector.cascade.fetch import NO_ROW, Load
 from kvtier_connector.cascade.rates import STALLED_SECONDS, Rates
