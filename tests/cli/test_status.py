@@ -4,25 +4,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+import yaml
 from command import Command
 
 from kvtier_cli import report, status
 from kvtier_cli.client import Where
 from kvtier_operator.observe import engine_view
 
-METRICS = """
-vllm:prompt_tokens_total{engine="0"} 100000
-vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 72000
-vllm:prompt_tokens_cached_by_source_total{engine="0",source="device"} 8000
-vllm:kvtier_disk_compute_tokens_per_second{engine="0"} 20
-vllm:kvtier_disk_load_tokens_per_second{engine="0"} 200
-vllm:kvtier_disk_saved_seconds_total{engine="0",tenant="acme"} 2400
-vllm:kvtier_disk_saved_seconds_total{engine="0",tenant=""} 1200
-"""
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+METRICS = TABLES["metrics"]
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -87,33 +83,7 @@ def test_problems_come_first_and_conditions_without_one_are_only_counted() -> No
         assert click.style(text, fg=color) in next(line for line in everything.splitlines() if reason in line)
 
 
-ENGINE = """
-vllm:kvtier_vllm_release{engine="0",version="0.33.0",support="supported"} 1.0
-vllm:num_requests_running{engine="0"} 3.0
-vllm:num_requests_waiting{engine="0"} 1.0
-vllm:kv_cache_usage_perc{engine="0"} 0.41
-vllm:kv_offload_cpu_cache_usage_perc{engine="0"} 0.625
-vllm:kvtier_disk_active{engine="0"} 1.0
-vllm:kvtier_disk_mode{engine="0"} 0.0
-vllm:kvtier_disk_io_processes{engine="0"} 4.0
-vllm:kvtier_disk_load_breaker{engine="0"} 1.0
-vllm:kvtier_disk_read_blocks_total{engine="0"} 120.0
-vllm:kvtier_disk_read_bytes_total{engine="0"} 2.147483648e+09
-vllm:kvtier_disk_read_seconds_total{engine="0"} 2.0
-vllm:kvtier_disk_written_blocks_total{engine="0"} 80.0
-vllm:kvtier_disk_verdicts_total{engine="0",verdict="load"} 40.0
-vllm:kvtier_disk_verdicts_total{engine="0",verdict="split"} 3.0
-vllm:kvtier_disk_split_joins_total{engine="0"} 2.0
-vllm:kvtier_disk_split_tokens_total{engine="0",cause="computed"} 900.0
-vllm:kvtier_disk_queued_jobs{engine="0"} 2.0
-vllm:kvtier_disk_queued_load_bytes{engine="0"} 1.2582912e+07
-vllm:kvtier_disk_oldest_job_seconds{engine="0"} 0.2
-vllm:kvtier_disk_misses_total{engine="0",cause="absent"} 7.0
-vllm:kvtier_disk_misses_total{engine="0",cause="min_tokens"} 0.0
-vllm:kvtier_disk_shed_stores_total{engine="0",cause="no_permit"} 5.0
-vllm:kvtier_chunk_bytes{engine="0"} 1835008.0
-vllm:kvtier_token_bytes{engine="0"} 14336.0
-"""
+ENGINE = TABLES["engine"]
 CONFIG = '{"kv_connector_extra_config":{"secondary_tiers":[{"generation":"5a3dcba1ca2aa94d"}]}}'
 
 
@@ -144,52 +114,16 @@ class OneEngine:
 def test_a_look_into_an_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyPatch, kvtier: Command) -> None:
     monkeypatch.setattr(Where, "client", OneEngine(METRICS + ENGINE))
     page = kvtier("status", "--engine", "vllm-0")
-    for line in (
-        "ns/vllm-0  tier llama",
-        "generation  5a3dcba1ca2aa94d",
-        "vLLM        0.33.0 supported",
-        "volume      used, mode ReadWrite, 4 processes, loads are on trial",
-        "requests    3 running, 1 waiting, 0 of them for room to be loaded",
-        "GPU         41% of its KV in use",
-        "CPU tier    62% of its KV in use",
-        "blocks      120 read, 80 written, 0 were there already; one has 1.75 MiB, a token 14 KiB",
-        "prompts     100,000 tokens: 8.0% GPU, 0.0% CPU, 72.0% disk, 20.0% computed",
-        "hits        40 load, 3 split",
-        "splits      2 met their tail; tokens 900 computed",
-        "queue       2 jobs: 12 MiB to load, 0 B to store; the oldest waits 0.2 s",
-        "measured    reading 1 GiB/s in a process, loading 200 tokens/s, computing 20 tokens/s",
-        "not loaded  7 absent (blocks, by cause)",
-        "not stored  5 no_permit (blocks, by cause)",
-        "WARNING kvtier ns/llama: the volume hangs",
-    ):
+    for line in TABLES["lines"]:
         assert line in page
     assert "another thing" not in page
     found = kvtier.json("status", "--engine", "vllm-0")
-    assert found["volume"] == {
-        "isUsed": True,
-        "isKnown": True,
-        "isCompared": False,
-        "mode": "ReadWrite",
-        "refused": [],
-        "isKeyMissing": False,
-        "processes": 4,
-        "stuckProcesses": 0,
-        "loads": "on trial",
-        "stores": "let through",
-    }
+    assert found["volume"] == TABLES["volume"]
 
 
 @pytest.mark.parametrize(
     ("metrics", "words", "code"),
-    [
-        ("", "this engine reports none", 0),
-        ("vllm:kvtier_chunk_bytes NaN\nvllm:prompt_tokens_cached_by_source_total 3.0", "this engine reports none", 0),
-        ("vllm:kvtier_disk_active 0.0\nvllm:kvtier_disk_mode 3.0", "not used, mode unknown: see its log", 1),
-        ("vllm:kvtier_disk_active 0.0", "not used, mode ReadWrite: see its log", 1),
-        ("vllm:kvtier_disk_active 0.0\nvllm:kvtier_disk_release 1.0", "compares the blocks of another release", 0),
-        ('vllm:kvtier_disk_active 0.0\nvllm:kvtier_disk_mode{engine="0"} 2.0', "not used, mode Bypass", 0),
-        ('vllm:kvtier_disk_refused{field="dtype"} 1.0', "the directory has another dtype", 1),
-    ],
+    TABLES["without_the_volume"],
 )
 def test_an_engine_without_the_volume_says_why(
     metrics: str, words: str, code: int, monkeypatch: pytest.MonkeyPatch, kvtier: Command
@@ -206,36 +140,7 @@ LEAKS = (*SECRETS, "s3cret", "pw1", "patient")
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "using token hf_abcdefghijkl for the hub",
-        "api_key: sk-abcdefghijkl",
-        "Authorization: Bearer eyJhbGciOiJI.eyJzdWIiOiIx.sig",
-        "fetching https://user:hunter2@example.org/x",
-        "password=hunter2",
-        "Received request cmpl-1: prompt: 'once upon a time'",
-        '{"prompt": "once upon a time"}',
-        'kvtier_janitor_tenant_used_bytes{tenant="acme"} 5',
-        "/var/lib/kvtier/a/tenants/acme/blocks/000/00/x.kvb: No such file",
-        "export VLLM_API_KEY=s3cret; export AWS_SECRET_ACCESS_KEY=s3cret",
-        "MY_KEY=s3cret vllm serve",
-        '{"api_key": "s3cret","token":"abc"}',
-        r'"{\"api_key\": \"s3cret and more s3cret\"}"',
-        'args: [sh, -c, "vllm serve m --api-key s3cret"]',
-        "argv: ['--api-key', 's3cret']",
-        "non-default args: {'api_key': ['s3cret', 'abc'], 'port': 8000}",
-        "Namespace(ssl_keyfile_password='pw1')",
-        "password: 'one s3cret of two words'",
-        "Authorization: Token s3cret",
-        "Cookie: a=1; session=s3cret",
-        "https://s3cret@example.org/m",
-        "Generated response chatcmpl-1: output: 'the patient is ill', output_token_ids: None",
-        'Request chatcmpl-1 JSON body: {"input": "the patient is ill"}',
-        '{"input": ["the patient is ill"]}',
-        r'"{\"messages\": [{\"content\": \"the patient\"}]}"',
-        "validation error [type=string_type, input_value='the patient is ill', input_type=str]",
-        "api_key=s3cret prompt: 'the patient is ill'",
-        "token=prompt:'of the patient'",
-    ],
+    TABLES["leaks"],
 )
 def test_a_line_leaves_out_what_may_be_a_secret_or_a_prompt(line: str) -> None:
     assert not any(leak in report.redact_line(line) for leak in LEAKS)
@@ -245,16 +150,7 @@ def test_a_line_leaves_out_what_may_be_a_secret_or_a_prompt(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        'vllm:prompt_tokens_total{engine="0"} 5.0',
-        'vllm:kvtier_disk_misses_total{cause="key_missing"} 5.0',
-        "tokenizer='Qwen/Qwen3-8B', max_num_batched_tokens=8192, tokenizer_mode=auto",
-        "Avg prompt throughput: 5.0 tokens/s, Avg generation throughput: 3.0 tokens/s",
-        "KeyError: 'layers.0'",
-        "INFO 11-22 engine.py:1 ready in 5 s",
-        "kvtier_disk_active 1.0",
-        "",
-    ],
+    TABLES["kept"],
 )
 def test_a_line_that_only_looks_like_one_stays(line: str) -> None:
     assert report.redact_line(line) == line

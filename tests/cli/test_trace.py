@@ -12,6 +12,8 @@ import pytest
 import yaml
 from command import Command
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 TOKEN_BYTES = 131_072
 """KV of a token of this model."""
 CHUNK_TOKENS = 64
@@ -136,23 +138,7 @@ def test_the_page_names_each_tier_once_and_the_picture_is_drawn(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
-    [
-        ([{"hash_ids": [1]}], "line 1: must have timestamp (ms), input_length (tokens) and hash_ids"),
-        ([asked(0, 1), {**asked(0, 1), "hash_ids": [[1], 2]}], "line 2: must have timestamp (ms)"),
-        ([{"secret": "text"}], 'line 1: must have one of "messages" and "prompt"'),
-        ([], "holds no request"),
-        *(
-            ([asked(0, 1), {**asked(0, 1), field: value}], "line 2: must have timestamp (ms)")
-            for field, value in (
-                ("timestamp", float("nan")),
-                ("timestamp", float("inf")),
-                ("input_length", float("inf")),
-                ("input_length", 0),
-                ("input_length", -1000),
-                ("hash_ids", "abc"),
-            )
-        ),
-    ],
+    TABLES["refused"],
 )
 def test_what_is_no_trace_is_refused_by_line(rows: list[Any], message: str, tmp_path: Path, kvtier: Command) -> None:
     error = kvtier.fails("plan", tier(tmp_path), "--trace", trace(tmp_path, rows), code=2)

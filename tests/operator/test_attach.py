@@ -28,6 +28,8 @@ from kvtier_operator.parts.external.attach import Path as Steps
 from kvtier_operator.parts.external.templates import ANNOTATION, KINDS, attach_document, detach_document, is_values
 from kvtier_operator.plan import TierPlan
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 FOREIGN = Path(__file__).parent / "foreign"
 TIER = FOREIGN / "tier.yaml"
 FILES = sorted(path.stem for path in FOREIGN.glob("*.yaml") if path != TIER)
@@ -310,15 +312,7 @@ def validate(document: Manifest) -> None:
         kubernetes_schemas.validate(document, "1.37")
 
 
-SAMPLES = {
-    "inferenceservice": {"model": {"name": "meta-llama/meta-llama-3-8b-instruct"}, "cpu": {"size": "4Gi"}},
-    "llminferenceservice": {"model": {"name": "Qwen/Qwen2.5-7B-Instruct"}},
-    "values": {
-        "model": {"name": "facebook/opt-125m", "config": {"architectures": ["OPTForCausalLM"]}},
-        "engine": {"image": "vllm/vllm-openai:latest", "memory": "1Gi"},
-        "cpu": {"size": "1Gi"},
-    },
-}
+SAMPLES = TABLES["samples"]
 """Sample of another project, and the tier to which it is attached."""
 
 

@@ -20,6 +20,8 @@ from kvtier_operator.api import TierSpec, connector_spec, crd, parse
 from kvtier_operator.api.pod_template import REFUSED
 from kvtier_operator.errors import SpecInvalid
 
+TABLES = yaml.safe_load(Path(__file__).with_name("good_input.yaml").read_text())
+
 GOLDEN = Path(__file__).parent / "golden"
 ABSENT = "~remove"
 
@@ -139,23 +141,7 @@ ENCODER = (
 
 @pytest.mark.parametrize(
     ("changes", "at", "says"),
-    [
-        ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
-        ({"spec.zzz": {}}, "spec.zzz", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
-        ({"spec": ABSENT}, "spec", "must be an object with at least model, cpu and volume"),
-        ({"spec": []}, "spec", "must be an object with at least model, cpu and volume"),
-        ({"spec.model.config": {"is_encoder_decoder": True}}, "spec.model.config", ENCODER),
-        (
-            {"spec.engine.env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
-            "spec.engine.env",
-            "name 'A' is given twice; keep one of them",
-        ),
-        (
-            {"spec.engine.podTemplate.labels": {"team": "a b"}},
-            "spec.engine.podTemplate.labels.team",
-            "must match ^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
-        ),
-    ],
+    TABLES["offline"],
 )
 def test_what_is_read_offline_is_refused_as_a_strict_api_server_would(
     changes: Mapping[str, Any], at: str, says: str
@@ -165,38 +151,7 @@ def test_what_is_read_offline_is_refused_as_a_strict_api_server_would(
     assert (refused.value.field, refused.value.message) == (at, says)
 
 
-GOOD = [
-    {},
-    {"spec.replicas": 0},
-    {"spec.replicas": 2},
-    {"spec.replicas": 2, "spec.volume.claim.accessModes": ["ReadWriteOnce"]},
-    {"spec.replicas": 2, "spec.volume": {"existingClaim": "kv", "path": "team-a/kv.1"}},
-    {"spec.volume.deletionPolicy": "Delete"},
-    {"spec.engine": {"accelerator": {"resource": "none"}, "tensorParallel": 2, "args": [], "env": []}},
-    {"spec.engine": {"accelerator": {"perPod": 8}, "tensorParallel": 8}},
-    {"spec.disk.budget.maxBytes": "2Ti"},
-    {"spec.disk": {"budget": {}}, "spec.hash": {}},
-    {"spec.cpu.size": "0.5Gi"},
-    {"spec.cpu.size": "1e9"},
-    {"spec.engine.args": ["--model-impl", "vllm", "--tokenizer", "x", "--kv-cache-dtype=fp8", "-q", "fp8", "-pp", "2"]},
-    {"spec.engine.args": ["--hf-overrides", '{"rope_scaling": {"a b": 1}}', "--served-model-name", "a", "b"]},
-    {"spec.engine.args": ["--compilation-config={'level': 3}", "--config-format", "hf", "--seed", "-1"]},
-    {"spec.engine.env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}, {"name": "EMPTY"}]},
-    {"spec.engine.podTemplate.labels": {"app.kubernetes.io/part-of": "search", "team": ""}},
-    {"metadata.name": "a" * 40},
-    {"spec.model.loras": [{"name": "org/sql", "source": {"claim": "a.b", "path": "c/d.e"}}]},
-    {"spec.model.loras": [{"name": "sql", "source": {"hub": "a/b"}}], "spec.model.maxLoraRank": 64},
-    {"spec.engine.args": ["--enable-lora", "--lora-modules", "a=b"]},
-    {"spec.engine.args": ["--scheduler-cls", "my.Scheduler"], "spec.disk": {"splitHits": "Off"}},
-    {"spec.engine.args": ["--scheduling-policy=priority", "--scheduler-reserve-full-isl"]},
-    *(
-        {
-            "spec.engine.podTemplate.volumes": [{"name": "v", "emptyDir": {}}],
-            "spec.engine.podTemplate.volumeMounts": [{"name": "v", "mountPath": path}],
-        }
-        for path in ("/tmp/hf", "/tmp/.cache", "/mnt", "/opt/models/", "/var/cache", "/etc/..ssl", "/dev/x")
-    ),
-]
+GOOD = TABLES["accepted"]
 
 
 @pytest.mark.parametrize("changes", GOOD, ids=str)
@@ -243,18 +198,7 @@ def test_the_place_of_the_blocks_cannot_change(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ({}, {"spec.volume.claim.size": "3Ti"}),
-        ({"spec.volume.claim.size": "2048Gi"}, {"spec.volume.claim.size": "2Ti"}),
-        ({"spec.volume.deletionPolicy": "Delete"}, {"spec.volume.deletionPolicy": "Retain"}),
-        (
-            {"spec.volume.claim.accessModes": ["ReadWriteOnce", "ReadWriteMany"]},
-            {"spec.volume.claim.accessModes": ["ReadWriteMany", "ReadWriteOnce"]},
-        ),
-        ({}, {"spec.replicas": 3, "spec.model.name": "other", "spec.cpu.size": "1Gi", "spec.hash.seed": "7"}),
-        ({}, {"spec.disk.budget.maxBytes": "1Ti"}),
-        (EXISTING, EXISTING),
-    ],
+    TABLES["edits"],
 )
 def test_everything_else_can_change(before: Mapping[str, Any], after: Mapping[str, Any], server: Admission) -> None:
     assert server.refusals(tier(after), tier(before)) == []
@@ -297,22 +241,7 @@ def test_the_operator_refuses_what_the_api_server_refuses_and_nothing_else(
 
 NATIVE = ("Bundled", "VLLMOffloading", "VLLMTiering")
 ALL = (*NATIVE, "SimpleCPU", "LMCache")
-BY_FIELD: dict[str, Any] = {
-    "disk.mode": "ReadOnly",
-    "disk.encryption": {"secretName": "k", "activeKey": "a"},
-    "disk.tenants.from": "CacheSalt",
-    "disk.admission.minReuse": 2,
-    "disk.admission.minTokens": 512,
-    "disk.splitHits": "Off",
-    "disk.budget.maxBytes": "1Ti",
-    "disk.budget.minBytes": "1Gi",
-    "disk.budget.ttl": "24h",
-    "disk.blockTokens": 64,
-    "disk.canonicalLayout": True,
-    "disk.compression": "Auto",
-    "generations.acrossReleases": "Verified",
-    "cpu.evictionPolicy": "arc",
-}
+BY_FIELD: dict[str, Any] = TABLES["by_field"]
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -346,18 +275,7 @@ ON_DISK = {"localDisk": {"size": "100Gi"}}
 )
 @pytest.mark.parametrize(
     ("args", "is_taken"),
-    [
-        ([], True),
-        (["--data-parallel-size=1"], True),
-        (["--data-parallel-size=8", "--data-parallel-size-local=1"], True),
-        (["-dp", "8", "-dpl=1"], True),
-        (["--data-parallel-rpc-port=4000", "--dtype=bfloat16"], True),
-        (["--data-parallel-size=11"], False),
-        (["--data-parallel-size", "2"], False),
-        (["--data_parallel_size=2"], False),
-        (["-dp=2"], False),
-        (["--data-parallel-size=8", "--data-parallel-size-local=2"], False),
-    ],
+    TABLES["data_parallel"],
     ids=str,
 )
 def test_engine_cores_of_one_pod_do_not_write_into_one_directory(
@@ -383,18 +301,7 @@ def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> No
 
 @pytest.mark.parametrize(
     ("image", "mode", "is_taken"),
-    [
-        ("registry.example/lmcache/vllm-openai:v0.5.3", "MultiProcess", False),
-        ("registry.example/lmcache/vllm-openai:v0.5.5-cu13", "MultiProcess", False),
-        ("registry.example/lmcache/vllm-openai:0.4.1", "MultiProcess", False),
-        ("registry.example/lmcache/vllm-openai:v0.5.0@sha256:" + "0" * 64, "MultiProcess", False),
-        ("lmcache/vllm-openai:v0.5.6", "MultiProcess", True),
-        ("lmcache/vllm-openai:v0.5.60", "MultiProcess", True),
-        ("lmcache/vllm-openai:v0.50.1", "MultiProcess", True),
-        ("lmcache/vllm-openai:latest", "MultiProcess", True),
-        ("example/vllm-openai:v0.5.3", "MultiProcess", True),
-        ("lmcache/vllm-openai:v0.5.3", "InProcess", True),
-    ],
+    TABLES["images_of_lmcache"],
 )
 def test_an_image_whose_lmcache_cannot_start_its_cache_server_is_refused(
     image: str, mode: str, is_taken: bool, server: Admission

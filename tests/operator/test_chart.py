@@ -21,45 +21,13 @@ from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
 from kvtier_operator import names
 from kvtier_operator.parts.external.templates import PORT
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 GOLDEN = Path(__file__).parent / "golden_chart"
 OLDEST, NEWEST = "1.29", "1.37"
 SCHEMALESS = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
-VALUES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "namespaced": {"scope": "Namespaced", "namespaces": ["team-a", "team-b"]},
-    "own-namespace": {"scope": "Namespaced"},
-    "replicas": {"replicas": 3, "priorityClassName": "system-cluster-critical"},
-    "one-without-election": {"leaderElection": {"enabled": False}},
-    "network-policy": {"networkPolicy": {"enabled": True, "scrapers": [{"podSelector": {}}], "egress": [{"to": [{}]}]}},
-    "closed": {"networkPolicy": {"enabled": True, "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]}},
-    "monitors": {
-        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}, "podMonitor": {"enabled": True}}
-    },
-    "monitoring": {
-        "metrics": {
-            "tiers": {"podMonitor": {"enabled": True, "labels": {"release": "p"}}},
-            "rules": {"enabled": True},
-            "dashboards": {"enabled": True, "annotations": {"grafana_folder": "kvtier"}},
-        }
-    },
-    "digest": {"image": {"digest": "sha256:" + "0" * 64}, "imagePullSecrets": [{"name": "pull"}]},
-    "foreign-account": {"serviceAccount": {"create": False, "name": "theirs"}, "rbac": {"create": False}},
-    "no-roles-for-people": {"rbac": {"aggregate": False}},
-    "no-crd": {"crds": {"install": False}},
-    "quiet": {"metrics": {"enabled": False}, "podLabels": {"team": "a"}, "podAnnotations": {"x": "y"}},
-    "placed": {
-        "nodeSelector": {"kubernetes.io/os": "linux"},
-        "tolerations": [{"key": "infra", "operator": "Exists"}],
-        "affinity": {"podAntiAffinity": {}},
-        "topologySpreadConstraints": [
-            {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
-        ],
-        "settings": {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}]},
-        "connectorImage": "r/c:1",
-        "janitorImage": "r/j:1",
-    },
-}
+VALUES: dict[str, dict[str, Any]] = TABLES["values"]
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -83,17 +51,7 @@ def test_what_is_rendered_is_as_it_was_reviewed(case: str, request: pytest.Fixtu
 
 @pytest.mark.parametrize(
     ("values", "complaint"),
-    [
-        ({"replica": 2}, "replica"),
-        ({"replicas": "2"}, "replicas"),
-        ({"scope": "namespaced"}, "scope"),
-        ({"namespaces": ["a"]}, "set scope to Namespaced"),
-        ({"namespaces": ["UPPER"], "scope": "Namespaced"}, "namespaces"),
-        ({"replicas": 2, "leaderElection": {"enabled": False}}, "needs leaderElection.enabled"),
-        ({"metrics": {"enabled": False, "podMonitor": {"enabled": True}}}, "metrics.enabled"),
-        ({"serviceAccount": {"create": False}}, "serviceAccount.name"),
-        ({"image": {"digest": "latest"}}, "digest"),
-    ],
+    TABLES["refused"],
 )
 def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(HelmFailed, match=complaint):

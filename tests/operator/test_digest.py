@@ -37,6 +37,8 @@ from kvtier_operator.plan.report import describe_diff
 from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import Snapshot
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 
 def digest_of(**changes: Any) -> str:
     parsed = parse(tier(**changes))
@@ -55,26 +57,7 @@ def test_key_order_does_not_matter() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"model": {"name": "meta-llama/Llama-3.2-1B"}},
-        {"model": {"revision": "0e9e39f"}},
-        {"engine": {"image": "vllm/vllm-openai:v0.32.1"}},
-        {"engine": {"accelerator": {"resource": "amd.com/gpu"}}},
-        {"engine": {"accelerator": {"perPod": 2}, "tensorParallel": 2}},
-        {"engine": {"args": ["--kv-cache-dtype=fp8"]}},
-        {"engine": {"args": ["--kv_cache_dtype", "fp8"]}},
-        {"engine": {"args": ["--hf-overrides.rope_theta", "5e5"]}},
-        {"engine": {"args": ["--max-model-len", "131072"]}},
-        {"engine": {"args": ["--disable-hybrid-kv-cache-manager"]}},
-        {"engine": {"args": ["--no-disable-hybrid-kv-cache-manager"]}},
-        {"engine": {"args": ["--spec-method", "eagle", "--spec-model", "draft", "--spec-tokens=3"]}},
-        {"engine": {"args": ["--spec-model=draft"]}},
-        {"engine": {"args": ["--model-class-overrides.LlamaForCausalLM", "mine:Llama"]}},
-        {"engine": {"env": [{"name": "VLLM_KV_CACHE_LAYOUT", "value": "HND"}]}},
-        {"hash": {"seed": "7"}},
-        {"disk": {"blockTokens": 128}},
-        {"hash": {"algorithm": "sha256"}},
-    ],
+    TABLES["starts_a_generation"],
     ids=str,
 )
 def test_what_changes_the_bytes_or_names_of_blocks_starts_a_generation(change: dict[str, Any]) -> None:
@@ -83,21 +66,7 @@ def test_what_changes_the_bytes_or_names_of_blocks_starts_a_generation(change: d
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"replicas": 5},
-        {"cpu": {"size": "128Gi", "evictionPolicy": "arc"}},
-        {"volume": {"claim": {"size": "4Ti"}}},
-        {"engine": {"ephemeralStorage": "64Gi", "accelerator": {"memory": "80Gi"}}},
-        {"disk": {"budget": {"maxBytes": "1Ti"}, "mode": "ReadOnly"}},
-        {"engine": {"memory": "32Gi", "cpu": "8", "args": ["--max-num-seqs", "64", "--enforce-eager"]}},
-        {"engine": {"env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]}},
-        {"engine": {"podTemplate": {"labels": {"team": "search"}}}},
-        {"disk": {"budget": {"ttl": "1h", "lowWatermark": "50%"}}, "generations": {"keepPrevious": 3}},
-        {"disk": {"encryption": {"secretName": "keys", "activeKey": "a"}}},
-        {"disk": {"tenants": {"from": "CacheSalt", "defaultMaxBytes": "1Gi"}}},
-        {"janitor": {"enabled": False}},
-        {"paused": True},
-    ],
+    TABLES["keeps_the_cache"],
     ids=str,
 )
 def test_everything_else_keeps_the_cache(change: dict[str, Any]) -> None:
@@ -190,20 +159,7 @@ def explain(before: dict[str, Any], after: dict[str, Any], *, warm_bytes: int | 
     return explain_edit(parse(tier(**before)), parse(tier(**after)), TIER, connector_image="c:1", warm_bytes=warm_bytes)
 
 
-EDITS: list[tuple[dict[str, Any], bool, bool]] = [
-    ({"model": {"revision": "abc"}}, True, True),
-    ({"engine": {"tensorParallel": 2, "accelerator": {"perPod": 2}}}, True, True),
-    ({"engine": {"args": ["--max-num-seqs", "8"]}}, False, True),
-    ({"engine": {"args": ["--dtype", "float16"]}}, True, True),
-    ({"cpu": {"size": "32Gi"}}, False, True),
-    ({"disk": {"splitHits": "Off"}}, False, True),
-    ({"hash": {"seed": "1"}}, True, True),
-    ({"connector": {"type": "VLLMTiering"}}, True, True),
-    ({"replicas": 5}, False, False),
-    ({"paused": True}, False, False),
-    ({"volume": {"claim": {"size": "3Ti"}}}, False, False),
-    ({}, False, False),
-]
+EDITS: list[tuple[dict[str, Any], bool, bool]] = TABLES["edits"]
 
 
 @pytest.mark.parametrize(("edit", "discards", "restarts"), EDITS, ids=[str(edit) for edit, _, _ in EDITS])
@@ -370,16 +326,7 @@ def test_several_tiers_make_several_pages(tmp_path: Path, kvtier: Command) -> No
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        ("TIER --config text.json", "text.json: is not JSON: "),
-        ("TIER --config numbers.json", "is not a model's config.json: that is one JSON object"),
-        ("TIER --nodes TIER", "holds no nodes: kubectl get nodes,pods -A -o yaml prints"),
-        ("image.png", "is not text in UTF-8"),
-        ("TIER --nodes node.yaml", "holds a node or a pod that cannot be read (KeyError('name'))"),
-        ("TIER TIER", "takes one FILE; to compare two, add --diff"),
-        ("--diff TIER TIER TIER", "takes OLD and NEW, or one FILE"),
-        ("share.yaml", "spec.cpu.fraction: is a share of nodes that are not known"),
-    ],
+    TABLES["refused"],
 )
 def test_what_cannot_be_planned_is_said_in_words(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command

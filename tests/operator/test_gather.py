@@ -6,9 +6,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from asking_pods import ScriptedAsker
 from fake_cluster import FakeCluster, condition, status
 from hypothesis import given
@@ -25,6 +27,8 @@ from kvtier_operator.observe.pod_reports import EngineCounters
 from kvtier_operator.observe.poller import Poller
 from kvtier_operator.reconcile import Inputs, reconcile
 from kvtier_operator.snapshot import EngineReport
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 USAGE = Usage(
     tier="serving/llama",
@@ -292,26 +296,7 @@ def test_metrics_of_an_engine_say_how_it_uses_the_volume(body: bytes, report: di
     assert pod_reports.read_metrics(body) == EngineReport(**report)
 
 
-COUNTERS = """\
-# HELP vllm:prompt_tokens_cached_by_source_total Prefix-cache hit tokens
-vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="disk"} 512.0
-vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="device"} 99.0
-vllm:prompt_tokens_cached_by_source_total{engine="1",model_name="m",source="disk"} 8.0
-vllm:cache_config_info{block_size="16",cache_dtype="auto"} 1.0
-vllm:kvtier_disk_written_blocks_total{engine="0",model_name="a \\"quoted\\" name"} 7.0
-vllm:kvtier_disk_present_blocks_total{engine="0"} 2.0
-vllm:kvtier_disk_verdicts_total{engine="0",verdict="load"} 5.0
-vllm:kvtier_disk_verdicts_total{engine="0",verdict="compute"} 3.0
-vllm:kvtier_disk_load_tokens_per_second{engine="0"} 4000.0
-vllm:kvtier_disk_compute_tokens_per_second{engine="0"} 1e3
-vllm:kvtier_disk_active{engine="0"} 1.0
-vllm:num_requests_running{engine="0"} 1.0
-vllm:num_requests_waiting{engine="0"} 2.0
-vllm:request_success_total{engine="0",finished_reason="stop"} 4.0
-vllm:request_success_total{engine="0",finished_reason="length"} 6.0
-vllm:kvtier_disk_queued_jobs{engine="0"} nonsense
-vllm:unreadable{
-"""
+COUNTERS = TABLES["counters"]
 
 
 def test_the_numbers_that_matter_are_read_and_the_rest_is_left() -> None:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from tiers import (
     CONFIG,
@@ -22,6 +24,8 @@ from tiers import (
 
 from kvtier_connector.contract import janitor
 from kvtier_operator import names
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
 
@@ -194,20 +198,7 @@ def test_an_edit_reaches_the_engines_without_a_new_pod(
 
 @pytest.mark.parametrize(
     ("edit", "told"),
-    [
-        ({"generations": {"keepPrevious": 0}}, {"keep_previous": 0}),
-        ({"disk": BUDGET}, {"max_bytes": 1 << 40, "ttl_seconds": 3600, "low_watermark": 0.5}),
-        ({"disk": {"tenants": QUOTAS}}, {"quotas": {"acme": 1 << 40}, "default_quota_bytes": 1 << 30}),
-        *(
-            ({"disk": {"budget": {"minFree": free}}}, {"min_free_fraction": share, "min_free_bytes": count})
-            for free, share, count in (
-                ("0%", 0, 0),
-                ("7%", 0.07, 0),
-                ("50Gi", 0, 50 << 30),
-                ("1.5e9", 0, 1_500_000_000),
-            )
-        ),
-    ],
+    TABLES["told_to_the_janitor"],
     ids=str,
 )
 def test_an_edit_reaches_the_janitor_without_a_new_pod(edit: dict[str, Any], told: dict[str, Any]) -> None:

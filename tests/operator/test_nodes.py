@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,8 @@ from kvtier_operator.plan import (
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 from kvtier_operator.snapshot import Engines, Snapshot
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 REF = names.tier_ref(tier())
 GIB = 1 << 30
@@ -104,16 +108,7 @@ def test_a_share_is_of_the_node_on_which_an_engine_has_least_room(
 
 @pytest.mark.parametrize(
     ("template", "spec", "matches"),
-    [
-        ({}, {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}, False),
-        ({}, {"taints": [{"key": "gpu", "effect": "PreferNoSchedule"}]}, True),
-        ({}, {"taints": [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]}, True),
-        ({"tolerations": [{"operator": "Exists"}]}, {"taints": [{"key": "gpu", "effect": "NoExecute"}]}, True),
-        ({"tolerations": [{**OF_GPU, "value": "b"}]}, {"taints": [{**OF_GPU, "value": "a"}]}, False),
-        ({}, {"unschedulable": True}, False),
-        ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "a"}}, True),
-        ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "b"}}, False),
-    ],
+    TABLES["taints"],
 )
 def test_a_node_matches_as_the_scheduler_would_have_it(
     template: dict[str, Any], spec: dict[str, Any], matches: bool
@@ -124,17 +119,7 @@ def test_a_node_matches_as_the_scheduler_would_have_it(
 
 @pytest.mark.parametrize(
     ("key", "operator", "values", "matches"),
-    [
-        ("zone", "In", ["a", "b"], True),
-        ("zone", "NotIn", ["a"], False),
-        ("zone", "Exists", None, True),
-        ("zone", "DoesNotExist", None, False),
-        ("zone", "Gt", ["1"], False),
-        ("zone", "In", [], False),
-        # As numbers, not as texts.
-        ("generation", "Gt", ["9"], True),
-        ("generation", "Lt", ["9"], False),
-    ],
+    TABLES["affinity"],
 )
 def test_required_affinity_counts(key: str, operator: str, values: list[str] | None, matches: bool) -> None:
     expression = {"key": key, "operator": operator, **({} if values is None else {"values": values})}
@@ -217,15 +202,7 @@ def kv(name: str, **layout: Any) -> ModelLayout:
 
 @pytest.mark.parametrize(
     ("name", "layout", "blocks"),
-    [
-        ("meta-llama/Llama-3.1-8B-Instruct", {}, 4),
-        ("meta-llama/Llama-3.1-8B-Instruct", {"is_cpu_build": True}, 1),
-        ("meta-llama/Llama-3.1-405B-Instruct", {}, 1),
-        ("Qwen/Qwen2.5-0.5B-Instruct", {}, 32),
-        ("deepseek-ai/DeepSeek-R1", {}, 4),
-        ("openai/gpt-oss-20b", {}, 16),
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {}, None),
-    ],
+    TABLES["blocks_of_a_file"],
 )
 def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], blocks: int | None) -> None:
     assert chunks.choose_chunking(kv(name, **layout), asked_tokens=None).blocks == blocks

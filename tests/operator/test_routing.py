@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from healthy_tier import READY_POD, REF, UNREADY_POD, VIEW, changed, check_verdict, conditions, varied
 from test_reconcile import of_somebody
@@ -21,6 +23,8 @@ from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts.connectors import stores
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import ContainerStatus, Engines, Pod
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
 ENGINE_SERVICE = ObjectKey(api_version="v1", kind="Service", name=names.engine(REF))
@@ -69,15 +73,7 @@ def test_a_router_runs_as_the_pod_template_says() -> None:
 
 @pytest.mark.parametrize(
     ("routing", "field", "words"),
-    [
-        ({"router": {}}, "spec.routing.router", "no request would go through: set spec.routing.type to Router"),
-        ({"type": "Router", "clientIP": {}}, "spec.routing.clientIP", "set spec.routing.type to ClientIP"),
-        ({"type": "Router", "router": {"args": ["--policy=random"]}}, "args", "set spec.routing.router.policy"),
-        ({"type": "Router", "router": {"args": ["--worker-url", "http://x"]}}, "args", "by their labels"),
-        ({"type": "Sticky"}, "spec.routing.type", "Router"),
-        ({"type": "Router", "router": {"image": ""}}, "spec.routing.router.image", "at least 1 character"),
-        ({"inferencePool": {}}, "spec.routing.inferencePool.endpointPicker", "required"),
-    ],
+    TABLES["refused"],
 )
 def test_what_cannot_be_routed_is_refused_by_name(routing: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(SpecInvalid, match=words) as refused:

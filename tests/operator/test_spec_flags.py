@@ -27,6 +27,8 @@ from kvtier_operator.parts.crash_causes import explain
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.engine_args import IDENTITY, is_identity
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 VALUES = [
     ("0", 0),
     ("64", 64),
@@ -52,25 +54,7 @@ VALUES = [
     *((text, 2**63 - 1) for text in ("8Ei", "1e400", "1e99999999999999999999")),
     ("-9Ei", -(2**63 - 1)),
 ]
-NONE = (
-    "",
-    " ",
-    "Gi",
-    ".",
-    "lots",
-    "64GB",
-    "64gi",
-    "64ki",
-    "1K",
-    "1 Gi",
-    " 1Gi",
-    "1Gi\n",
-    "1,5",
-    "1e",
-    "1e3Ki",
-    "--1",
-    "٣",
-)
+NONE = TABLES["no_quantities"]
 
 
 @pytest.mark.parametrize(("text", "value"), VALUES)

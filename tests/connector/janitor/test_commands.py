@@ -44,7 +44,7 @@ OPERATOR = Path(app.__file__).parents[1]
 
 
 @pytest.fixture
-def engine(rig: Rig) -> Engine:
+def filled(rig: Rig) -> Engine:
     engine = rig.engine()
     engine.put_chain(*range(6))
     return engine
@@ -57,26 +57,26 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
 
 @pytest.mark.parametrize(("yes", "left"), [((), list(range(6))), (("--yes",), [])])
 def test_a_purge_needs_yes(
-    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], yes: tuple[str, ...], left: list[int]
+    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], yes: tuple[str, ...], left: list[int]
 ) -> None:
     answer = run_json(capsys, "purge", rig.dir, "--all", *yes)
     assert (answer["dryRun"], answer["blocks"], answer["bytes"]) == (not yes, 6, 6 * BLOCK_BYTES)
-    assert engine.there(range(6)) == left
+    assert filled.there(range(6)) == left
 
 
-def test_what_an_adapter_computed_goes_alone(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_adapter_computed_goes_alone(filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     for number, (name, contents) in enumerate([("sql", "a"), ("sql", "b"), ("chat", "a")], start=10):
-        engine.put(number, lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
-        engine.put(number, tenant="alice", lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
+        filled.put(number, lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
+        filled.put(number, tenant="alice", lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
     assert run_json(capsys, "purge", rig.dir, "--lora", "sql")["blocks"] == 4
     answer = run_json(capsys, "purge", rig.dir, "--lora", "sql", "--tenant", "alice", "--yes")
     assert answer["blocks"] == 2
     answer = run_json(capsys, "purge", rig.dir, "--lora", "sql", "--yes")
     assert answer["blocks"] == 2
-    assert engine.there(range(20)) == [*range(6), 12]
-    assert engine.there(range(20), tenant="alice") == [12]
+    assert filled.there(range(20)) == [*range(6), 12]
+    assert filled.there(range(20), tenant="alice") == [12]
     assert run_json(capsys, "purge", rig.dir, "--lora", "sql", "--yes")["blocks"] == 0
-    (engine.root / block_path(key(12))).write_bytes(OUTDATED.read_bytes())
+    (filled.root / block_path(key(12))).write_bytes(OUTDATED.read_bytes())
     assert main(["purge", str(rig.dir), "--lora", "chat", "--yes", "-o", "json"]) == 1
     (generation,) = json.loads(capsys.readouterr().out)["generations"]
     assert "blocks of another release do not tell their adapter; purge this generation" in generation["problem"]
@@ -84,10 +84,10 @@ def test_what_an_adapter_computed_goes_alone(engine: Engine, rig: Rig, capsys: p
 
 
 def test_a_tenant_goes_with_damaged_blocks_or_a_generation(
-    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]
+    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.put(1, 2, tenant="alice")
-    quarantine = engine.root / "tenants/alice/quarantine"
+    filled.put(1, 2, tenant="alice")
+    quarantine = filled.root / "tenants/alice/quarantine"
     quarantine.mkdir()
     (quarantine / "x").write_bytes(b"secret")
     answer = run_json(capsys, "purge", rig.dir, "--tenant", "alice", "--yes")
@@ -96,16 +96,16 @@ def test_a_tenant_goes_with_damaged_blocks_or_a_generation(
     other.put(1)
     run_json(capsys, "purge", rig.dir, "--generation", "bb", "--yes")
     assert other.there(range(6)) == []
-    assert engine.there(range(6)) == list(range(6))
+    assert filled.there(range(6)) == list(range(6))
     assert list(quarantine.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "arguments", [[], ["--all", "--tenant", "alice"], ["--all", "--lora", "sql"], ["--older-than", "7d"]]
 )
-def test_an_unclear_purge_is_misuse(engine: Engine, rig: Rig, arguments: list[str]) -> None:
+def test_an_unclear_purge_is_misuse(filled: Engine, rig: Rig, arguments: list[str]) -> None:
     assert main(["purge", str(rig.dir), *arguments]) == 2
-    assert len(engine.there(range(6))) == 6
+    assert len(filled.there(range(6))) == 6
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_unclear_purge_is_misuse(engine: Engine, rig: Rig, arguments: list[st
     ],
 )
 def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
-    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     assert main([word.replace("DIR", str(rig.dir)) for word in arguments]) == 2
     assert complaint in capsys.readouterr().err
@@ -143,30 +143,30 @@ def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
     ],
 )
 def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
-    engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
-    engine.put(1, tenant="alice")
+    filled.put(1, tenant="alice")
     rig.engine("bb").put(1, tenant="bob")
     (rig.dir / "blob").write_bytes(b"\xff")
     assert main([word.replace("DIR", str(rig.dir)) for word in arguments]) == 1
     assert complaint in capsys.readouterr().err
-    assert engine.there(range(6)) == list(range(6))
+    assert filled.there(range(6)) == list(range(6))
 
 
 def test_a_generation_named_through_a_link_is_purged(
-    engine: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    filled: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "short").symlink_to(engine.root)
+    (tmp_path / "short").symlink_to(filled.root)
     assert run_json(capsys, "purge", tmp_path / "short", "--all", "--yes")["blocks"] == 6
-    assert engine.there(range(6)) == []
+    assert filled.there(range(6)) == []
 
 
-def test_a_sweep_by_hand_keeps_the_limits_given(engine: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_by_hand_keeps_the_limits_given(filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--max-bytes", str(6 * BLOCK_BYTES), "--high", "80%", "--low", "50%")
     assert run_json(capsys, "gc", rig.dir, *limits)["evicted"] == {"budget": 3}
-    assert engine.there(range(6)) == list(range(6))
+    assert filled.there(range(6)) == list(range(6))
     assert run_json(capsys, "gc", rig.dir, *limits, "--yes")["evicted"] == {"budget": 3}
-    assert engine.there(range(6)) == [0, 1, 2]
+    assert filled.there(range(6)) == [0, 1, 2]
     assert not (rig.dir / PERMIT_FILE).exists()
     # More than half of it, so every file is looked at first.
     limits = ("--max-bytes", str(3 * BLOCK_BYTES), "--low", "1%")
@@ -215,7 +215,7 @@ def kvtier(*words: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
-def test_no_verb_waits_for_libraries_that_it_does_not_use(engine: Engine, rig: Rig) -> None:
+def test_no_verb_waits_for_libraries_that_it_does_not_use(filled: Engine, rig: Rig) -> None:
     blocked = ("kopf", "kubernetes", "pydantic", "yaml", "vllm", "torch", "aiohttp")
     for words in (["inspect", str(rig.dir)], ["check", str(rig.dir)], ["purge", str(rig.dir), "--all"], ["--version"]):
         done = kvtier(*words, blocked=blocked)
@@ -228,7 +228,7 @@ def test_every_verb_is_listed_before_anything_is_imported() -> None:
     assert all(f"  {name} " in listed.stdout for name in app.VERBS)
 
 
-def test_without_the_package_of_a_checksum_a_check_says_what_is_missing(engine: Engine, rig: Rig) -> None:
+def test_without_the_package_of_a_checksum_a_check_says_what_is_missing(filled: Engine, rig: Rig) -> None:
     done = kvtier("check", str(rig.dir), blocked=("cryptography",))
     assert (done.returncode, "pip install cryptography" in done.stdout) == (1, True)
 
