@@ -9,9 +9,12 @@ from pathlib import Path
 
 import ci_tools
 import pytest
+import yaml
 
 import kvtier_connector
 import kvtier_operator
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 house = ci_tools.load("house")
 
@@ -88,38 +91,12 @@ def test_the_imports_of_the_product_are_read() -> None:
 suppressions = ci_tools.load("suppressions")
 
 
-@pytest.mark.parametrize(
-    "comment",
-    [
-        "# noqa",
-        "# noqa: S104",
-        "#noqa:S104",
-        "# NOQA : S104",
-        "# noqa: PLR0913, PLR0917",
-        "# noqa: PLR0913 PLR0917 -",
-        "# ruff: noqa: E501",
-        "# type: ignore",
-        "# type: ignore[arg-type, return-value]",
-        "# type: ignore[no-untyped-def] # noqa: ANN202",
-    ],
-)
+@pytest.mark.parametrize("comment", TABLES["without_a_reason"])
 def test_what_is_silenced_without_a_reason_is_found_with_its_line(comment: str) -> None:
     assert suppressions.unexplained(f'"""Text."""\nvalue = 1  {comment}\n') == [(2, comment)]
 
 
-@pytest.mark.parametrize(
-    "comment",
-    [
-        "# noqa: S104  the kubelet is outside",
-        "# noqa: PLR0913, PLR0917 - vLLM's signature",
-        "# noqa: PLR2004 (plural, name, subresource)",
-        "# noqa: PLR2004  1m",
-        "# ruff: noqa: E501  a table",
-        "# type: ignore[misc]  # frozen, as the test says",
-        "# type: ignore[no-untyped-def] # noqa: ANN202  the library's",
-        "# nothing is silenced here",
-    ],
-)
+@pytest.mark.parametrize("comment", TABLES["with_a_reason"])
 def test_a_reason_in_the_same_line_is_enough(comment: str) -> None:
     assert suppressions.unexplained(f"value = 1  {comment}\n") == []
 

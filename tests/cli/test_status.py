@@ -121,10 +121,7 @@ def test_a_look_into_an_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyP
     assert found["volume"] == TABLES["volume"]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "words", "code"),
-    TABLES["without_the_volume"],
-)
+@pytest.mark.parametrize(("metrics", "words", "code"), TABLES["without_the_volume"])
 def test_an_engine_without_the_volume_says_why(
     metrics: str, words: str, code: int, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
@@ -138,20 +135,14 @@ SECRETS = ("hunter2", "hf_abcdefghijkl", "sk-abcdefghijkl", "eyJhbGciOiJI.eyJzdW
 LEAKS = (*SECRETS, "s3cret", "pw1", "patient")
 
 
-@pytest.mark.parametrize(
-    "line",
-    TABLES["leaks"],
-)
+@pytest.mark.parametrize("line", TABLES["leaks"])
 def test_a_line_leaves_out_what_may_be_a_secret_or_a_prompt(line: str) -> None:
     assert not any(leak in report.redact_line(line) for leak in LEAKS)
     held = {"metadata": {"annotations": {"said": line}}, "spec": {"args": ["sh", "-c", line]}}
     assert not any(leak in json.dumps(report.redact_manifest(held)) for leak in LEAKS)
 
 
-@pytest.mark.parametrize(
-    "line",
-    TABLES["kept"],
-)
+@pytest.mark.parametrize("line", TABLES["kept"])
 def test_a_line_that_only_looks_like_one_stays(line: str) -> None:
     assert report.redact_line(line) == line
 

@@ -136,10 +136,7 @@ def test_the_page_names_each_tier_once_and_the_picture_is_drawn(tmp_path: Path, 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    TABLES["refused"],
-)
+@pytest.mark.parametrize(("rows", "message"), TABLES["refused"])
 def test_what_is_no_trace_is_refused_by_line(rows: list[Any], message: str, tmp_path: Path, kvtier: Command) -> None:
     error = kvtier.fails("plan", tier(tmp_path), "--trace", trace(tmp_path, rows), code=2)
     assert message in error

@@ -139,10 +139,7 @@ ENCODER = (
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "at", "says"),
-    TABLES["offline"],
-)
+@pytest.mark.parametrize(("changes", "at", "says"), TABLES["offline"])
 def test_what_is_read_offline_is_refused_as_a_strict_api_server_would(
     changes: Mapping[str, Any], at: str, says: str
 ) -> None:
@@ -196,10 +193,7 @@ def test_the_place_of_the_blocks_cannot_change(
     assert server.refusals(tier(after), tier(before)) == [(at, says.format(at))]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    TABLES["edits"],
-)
+@pytest.mark.parametrize(("before", "after"), TABLES["edits"])
 def test_everything_else_can_change(before: Mapping[str, Any], after: Mapping[str, Any], server: Admission) -> None:
     assert server.refusals(tier(after), tier(before)) == []
 
@@ -273,11 +267,7 @@ ON_DISK = {"localDisk": {"size": "100Gi"}}
         ({"type": "Hybrid", "hybrid": {"lmcache": ON_DISK}}, "spec.connector.hybrid.lmcache.localDisk"),
     ],
 )
-@pytest.mark.parametrize(
-    ("args", "is_taken"),
-    TABLES["data_parallel"],
-    ids=str,
-)
+@pytest.mark.parametrize(("args", "is_taken"), TABLES["data_parallel"], ids=str)
 def test_engine_cores_of_one_pod_do_not_write_into_one_directory(
     connector: dict[str, Any], at: str, args: list[str], is_taken: bool, server: Admission
 ) -> None:
@@ -299,10 +289,7 @@ def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> No
     assert server.refusals(with_volume, without) == []
 
 
-@pytest.mark.parametrize(
-    ("image", "mode", "is_taken"),
-    TABLES["images_of_lmcache"],
-)
+@pytest.mark.parametrize(("image", "mode", "is_taken"), TABLES["images_of_lmcache"])
 def test_an_image_whose_lmcache_cannot_start_its_cache_server_is_refused(
     image: str, mode: str, is_taken: bool, server: Admission
 ) -> None:

@@ -49,10 +49,7 @@ def test_what_is_rendered_is_as_it_was_reviewed(case: str, request: pytest.Fixtu
     assert text == path.read_text(), "make golden, and review the diff"
 
 
-@pytest.mark.parametrize(
-    ("values", "complaint"),
-    TABLES["refused"],
-)
+@pytest.mark.parametrize(("values", "complaint"), TABLES["refused"])
 def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(HelmFailed, match=complaint):
         render(values)

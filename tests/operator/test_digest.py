@@ -55,20 +55,12 @@ def test_key_order_does_not_matter() -> None:
     assert digest.digest({"a": 1, "b": {"c": [1], "d": None}}) == digest.digest({"b": {"d": None, "c": [1]}, "a": 1})
 
 
-@pytest.mark.parametrize(
-    "change",
-    TABLES["starts_a_generation"],
-    ids=str,
-)
+@pytest.mark.parametrize("change", TABLES["starts_a_generation"], ids=str)
 def test_what_changes_the_bytes_or_names_of_blocks_starts_a_generation(change: dict[str, Any]) -> None:
     assert digest_of(**change) != digest_of()
 
 
-@pytest.mark.parametrize(
-    "change",
-    TABLES["keeps_the_cache"],
-    ids=str,
-)
+@pytest.mark.parametrize("change", TABLES["keeps_the_cache"], ids=str)
 def test_everything_else_keeps_the_cache(change: dict[str, Any]) -> None:
     assert digest_of(**change) == digest_of()
 
@@ -324,10 +316,7 @@ def test_several_tiers_make_several_pages(tmp_path: Path, kvtier: Command) -> No
     assert "\n\nserving/other: " in text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    TABLES["refused"],
-)
+@pytest.mark.parametrize(("words", "message"), TABLES["refused"])
 def test_what_cannot_be_planned_is_said_in_words(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:

@@ -196,11 +196,7 @@ def test_an_edit_reaches_the_engines_without_a_new_pod(
     assert live(cluster).items() >= told.items()
 
 
-@pytest.mark.parametrize(
-    ("edit", "told"),
-    TABLES["told_to_the_janitor"],
-    ids=str,
-)
+@pytest.mark.parametrize(("edit", "told"), TABLES["told_to_the_janitor"], ids=str)
 def test_an_edit_reaches_the_janitor_without_a_new_pod(edit: dict[str, Any], told: dict[str, Any]) -> None:
     cluster = reconciled(disk={"tenants": {"from": "Parameter"}})
     assert edited(cluster, **edit).written == (JANITOR_CONFIG,)

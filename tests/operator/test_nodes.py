@@ -106,10 +106,7 @@ def test_a_share_is_of_the_node_on_which_an_engine_has_least_room(
     assert cpu_gib(*objects, percent=percent, engine={"args": args}) == gib
 
 
-@pytest.mark.parametrize(
-    ("template", "spec", "matches"),
-    TABLES["taints"],
-)
+@pytest.mark.parametrize(("template", "spec", "matches"), TABLES["taints"])
 def test_a_node_matches_as_the_scheduler_would_have_it(
     template: dict[str, Any], spec: dict[str, Any], matches: bool
 ) -> None:
@@ -117,10 +114,7 @@ def test_a_node_matches_as_the_scheduler_would_have_it(
     assert bool(nodes.matching(parsed, from_objects([node(**copy.deepcopy(spec))]))) is matches
 
 
-@pytest.mark.parametrize(
-    ("key", "operator", "values", "matches"),
-    TABLES["affinity"],
-)
+@pytest.mark.parametrize(("key", "operator", "values", "matches"), TABLES["affinity"])
 def test_required_affinity_counts(key: str, operator: str, values: list[str] | None, matches: bool) -> None:
     expression = {"key": key, "operator": operator, **({} if values is None else {"values": values})}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
@@ -200,10 +194,7 @@ def kv(name: str, **layout: Any) -> ModelLayout:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "blocks"),
-    TABLES["blocks_of_a_file"],
-)
+@pytest.mark.parametrize(("name", "layout", "blocks"), TABLES["blocks_of_a_file"])
 def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], blocks: int | None) -> None:
     assert chunks.choose_chunking(kv(name, **layout), asked_tokens=None).blocks == blocks
 

@@ -71,10 +71,7 @@ def test_a_router_runs_as_the_pod_template_says() -> None:
     assert len(found) == 3
 
 
-@pytest.mark.parametrize(
-    ("routing", "field", "words"),
-    TABLES["refused"],
-)
+@pytest.mark.parametrize(("routing", "field", "words"), TABLES["refused"])
 def test_what_cannot_be_routed_is_refused_by_name(routing: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(SpecInvalid, match=words) as refused:
         parse(tier(routing=routing))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from store_faults import HookedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key, payload
 
@@ -37,6 +38,8 @@ from kvtier_connector.store.layout import (
     block_path,
 )
 from kvtier_connector.store.permit import PERMIT_FILE
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 OUTDATED = Path(__file__).parents[1] / "data/block_v2_gmac.kvb"
@@ -108,21 +111,7 @@ def test_an_unclear_purge_is_misuse(filled: Engine, rig: Rig, arguments: list[st
     assert len(filled.there(range(6))) == 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["purge", "DIR", "--all", "--threads", "0"], "0 is not in the range 1<=x<=64"),
-        (["purge", "DIR/none", "--all"], "is no directory; a tier is named without a slash"),
-        (["check", "DIR", "--threads", "many"], "'many' is not a valid integer"),
-        (["gc", "DIR", "--max-bytes", "many"], "'many' is no size; write it as 100Gi"),
-        (["gc", "DIR", "--max-bytes", "64GB"], "'64GB' is no size; write it as 64G or 64Gi"),
-        (["gc", "DIR", "--low", "75"], "'75' is no share; write it as 90%"),
-        (["gc", "DIR", "--keep-previous", "-1"], "-1 is not in the range x>=0"),
-        (["gc", "DIR", "--config", "DIR/none"], "does not exist"),
-        (["gc", "DIR", "--high", "50%", "--low", "60%"], "--low 0.6 must be below --high 0.5"),
-        (["gc", "DIR", "--ttl", "0d"], "'0d' is no time of more than 0; write it as 7d"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "complaint"), TABLES["misuse"])
 def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
     filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
@@ -130,18 +119,7 @@ def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["gc", "DIR", "--current", "cc", "--keep-previous", "0"], "holds no generation cc; kvtier inspect shows"),
-        (["gc", "DIR", "--config", "DIR/blob"], "not text"),
-        (["purge", "DIR", "--generation", "cc"], "holds no generation cc; kvtier inspect shows"),
-        (["purge", "DIR", "--tenant", "alcie"], "holds no tenant alcie; kvtier inspect shows"),
-        (["purge", "DIR", "--tenant", "alice", "--generation", "bb"], "holds no tenant alice"),
-        (["purge", "DIR", "--tenant", "Bad!"], "'Bad!' cannot be a tenant: must be 1 to 32 of a-z, 0-9"),
-        (["purge", "DIR", "--tenant", "../alice"], "'../alice' cannot be a tenant: must be"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "complaint"), TABLES["refused"])
 def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
     filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:

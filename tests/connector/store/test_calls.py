@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from store_contract import BLOCK_BYTES, key, pages, payload, read, remove, writes
 from store_faults import NotingFs, ShortFs
 
@@ -22,6 +23,8 @@ from kvtier_connector.store.identity import RootClaim, RootState, claim
 from kvtier_connector.store.layout import BlockKey, block_path
 from kvtier_connector.store.mounts import UNKNOWN, Mount, advice, mount_of
 from kvtier_connector.store.reading import PIECE_BYTES
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def hashed(number: int) -> BlockKey:
@@ -208,18 +211,7 @@ broken line
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/mnt/gluster/ns.llama/aa", "GlusterFS"),
-        ("/mnt/glusterx", "ext4"),
-        ("/mnt/moose", "MooseFS"),
-        ("/mnt/nfs/x", "NFS"),
-        ("/mnt/a b/x", "CephFS"),
-        ("/mnt/hidden/x", "Lustre"),
-        ("/var/lib", "ext4"),
-    ],
-)
+@pytest.mark.parametrize(("path", "name"), TABLES["types"])
 def test_a_file_system_is_called_by_its_name(path: str, name: str) -> None:
     assert mount_of(path, table=TABLE).name == name
 
@@ -233,19 +225,7 @@ def test_this_machine_tells_of_its_own() -> None:
     assert mount_of("/proc/self").type == "proc"
 
 
-@pytest.mark.parametrize(
-    ("type_", "options", "words"),
-    [
-        ("nfs4", "noac,nconnect=4", ["noac"]),
-        ("nfs4", "nocto,nconnect=4", ["nocto"]),
-        ("nfs", "rsize=65536,wsize=1048576,nconnect=2", ["rsize of 1048576"]),
-        ("nfs4", "rsize=1048576", ["nconnect"]),
-        ("nfs4", "nconnect=2,lookupcache=none,sync", ["sync", "lookupcache"]),
-        ("fuse.glusterfs", "max_read=131072", ["max_read is 131072"]),
-        ("ext4", "rw", ["of one node"]),
-        ("ceph", "rw", []),
-    ],
-)
+@pytest.mark.parametrize(("type_", "options", "words"), TABLES["options"])
 def test_an_option_that_costs_speed_or_safety_is_named(type_: str, options: str, words: list[str]) -> None:
     found = advice(Mount(type_, "x", dict(part.partition("=")[::2] for part in options.split(","))))
     assert len(found) == len(words)

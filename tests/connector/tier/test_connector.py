@@ -15,6 +15,7 @@ from typing import Any
 
 import prometheus_client
 import pytest
+import yaml
 from engine_fleet import Engines
 from engine_parts import prompt_of
 from rig import Rigs, key, keys, wait_until
@@ -34,6 +35,8 @@ from kvtier_connector.vllm_adapter.connector import choose, idle_connector
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.offloading_connector import KVTierConnector
 from kvtier_connector.vllm_adapter.worker import KVTierMetadata, KVTierWorkerMetadata, WorkerQuestion
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 MODULE = "kvtier_connector.vllm_adapter.connector"
 CONFIG = KVTransferConfig(kv_connector="KVTierConnector", kv_connector_module_path=MODULE, kv_role="kv_both")
@@ -71,21 +74,7 @@ def reported(chosen: type[Any], config: Any = None) -> dict[tuple[str, ...], flo
     }
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [
-        ("0.33.0", "0.33.0"),
-        ("v0.33.1", "0.33.1"),
-        ("v0.33.0-x86_64", "0.33.0"),
-        ("0.33.0+cpu", "0.33.0"),
-        ("0.33.0rc1+cpu", "0.33.0rc1"),
-        ("0.33.1.dev7+g0123abc", "0.33.1.dev7"),
-        ("0.33", None),
-        ("latest", None),
-        ("nightly-0.33.0", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("version", "release"), TABLES["releases"])
 def test_a_version_or_the_tag_of_an_image_names_its_release(version: str, release: str | None) -> None:
     assert vllm_release(version) == release
 

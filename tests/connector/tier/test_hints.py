@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from engine_fleet import LATER, PROMPT, Engines, finish, restart
 from engine_parts import BLOCK_TOKENS, Shape, answer_of
 from engine_rig import SimulatedEngine
@@ -32,6 +34,8 @@ from kvtier_connector.cascade.hints import (
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.journal import RECORD_BYTES
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def action(kind: str, payload: dict[str, Any] | None = None, version: str = "1.0") -> dict[str, Any]:
@@ -152,25 +156,7 @@ def test_a_prompt_is_public_only_if_its_client_says_so_or_nothing(value: Any) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("given_params", "left"),
-    [
-        ("sk-live", None),
-        ({"max_load_tokens": "sk-live", "max_offload_tokens": 5}, {"max_load_tokens": None, "max_offload_tokens": 5}),
-        (
-            {"max_load_tokens": True, "max_offload_tokens": -1, "x": 1},
-            {"max_load_tokens": None, "max_offload_tokens": None, "x": 1},
-        ),
-        ({"kv_load_tiers": []}, {"kv_load_tiers": []}),
-        (
-            {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
-            {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
-        ),
-        ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "sk-live"}]}, {"kv_load_tiers": [{"medium": "CPU"}]}),
-        ({"kv_load_tiers": [{"medium": "sk-live"}], "x": 1}, {"kv_load_tiers": None, "x": 1}),
-        ({"kv_load_tiers": {"medium": "CPU"}}, {"kv_load_tiers": None}),
-    ],
-)
+@pytest.mark.parametrize(("given_params", "left"), TABLES["understood_by_vllm"])
 def test_vllm_gets_what_it_understands(given_params: Any, left: Any) -> None:
     assert parse_hints(given_params, None)[1] == left
 
