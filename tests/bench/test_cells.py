@@ -430,9 +430,7 @@ def test_an_engine_that_does_not_start_leaves_the_others_of_its_group(tmp_path: 
 
 
 @pytest.mark.parametrize(("backend", "disk"), [("kvtier", {}), ("kvtier-whole", {"splitHits": "Off"})])
-def test_an_engine_has_the_scheduler_that_the_operator_gives_a_tier(
-    tmp_path: Path, backend: str, disk: dict[str, str]
-) -> None:
+def test_an_engine_has_the_scheduler_that_its_tier_has(tmp_path: Path, backend: str, disk: dict[str, str]) -> None:
     model = {"name": "meta-llama/Llama-3.1-8B-Instruct"}
     tier = {"model": model, "cpu": {"size": "1Gi"}, "volume": {"existingClaim": "blocks"}, "disk": disk}
     container, _ = rendering.engine_of(rendering.body_of("bench", tier))

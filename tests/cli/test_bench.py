@@ -126,7 +126,7 @@ def test_the_page_says_what_a_hit_is_worth(asked: Callable[..., Tier], kvtier: C
     assert "found nothing on the volume: kvtier status llama" in kvtier("bench", "llama", code=1)
 
 
-def test_prompts_are_new_in_each_run_and_asked_until_admission_stores_them(
+def test_prompts_are_new_in_each_run_and_asked_until_they_are_stored(
     asked: Callable[..., Tier], kvtier: Command
 ) -> None:
     seeds = []

@@ -26,9 +26,7 @@ def test_a_definition_is_established(http: Http, widgets: str) -> None:
     assert status["acceptedNames"]["kind"] == "Widget"
 
 
-def test_what_the_schema_does_not_know_is_dropped_and_defaults_are_filled_in_also_in_items(
-    http: Http, widgets: str
-) -> None:
+def test_what_the_schema_does_not_know_is_dropped_and_defaults_are_filled_in(http: Http, widgets: str) -> None:
     manifest = widget(unknown=1, free={"anything": {"goes": 1}}, ports=[{"name": "a", "more": 2}])
     _, made = http("POST", widgets, manifest)
     free = {"anything": {"goes": 1}}
@@ -55,7 +53,7 @@ def test_a_null_counts_as_absent_unless_it_is_allowed(http: Http, widgets: str) 
     ],
     ids=["maximum", "type", "required", "enum", "length", "list map", "set"],
 )
-def test_a_value_that_does_not_fit_is_refused_by_its_field(
+def test_a_value_that_is_wrong_is_refused_by_field(
     http: Http, widgets: str, spec: Json, field: str, words: str
 ) -> None:
     code, refused = http("POST", widgets, widget(**spec))

@@ -121,7 +121,7 @@ def test_a_category_shows_custom_resources_among_the_others(kubectl: Kubectl, wi
     ],
     ids=["deployment", "configmap", "claim"],
 )
-def test_the_columns_of_built_in_kinds_are_printed(
+def test_columns_of_built_in_kinds_are_shown(
     kubectl: Kubectl, target: Target, manifest: Json, columns: list[str]
 ) -> None:
     kubectl("create", "-f", "-", stdin=manifest)

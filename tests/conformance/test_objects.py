@@ -131,9 +131,7 @@ def test_a_dry_run_answers_and_stores_nothing(http: Http, core: str) -> None:
 
 
 @pytest.mark.since(25)
-def test_unknown_fields_are_refused_warned_of_or_dropped_as_the_client_asks(
-    http: Http, core: str, kubectl: Kubectl
-) -> None:
+def test_unknown_fields_are_refused_warned_of_or_dropped_as_asked(http: Http, core: str, kubectl: Kubectl) -> None:
     wrong = {**config_map("wrong"), "dta": {"a": "1"}}
     code, refused = http("POST", f"{core}/configmaps", wrong, fieldValidation="Strict")
     assert code == 400
@@ -222,9 +220,7 @@ def managers(manifest: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["manager"], each["operation"]): each for each in manifest["metadata"]["managedFields"]}
 
 
-def test_applying_creates_then_changes_and_drops_what_is_applied_no_more(
-    apply: Apply, http: Http, widgets: str
-) -> None:
+def test_applying_creates_changes_and_drops_what_is_applied_no_more(apply: Apply, http: Http, widgets: str) -> None:
     code, refused = http("PATCH", f"{widgets}/a", widget(), media_type=APPLY)
     assert (code, refused["reason"]) == (422, "Invalid"), "it needs a field manager"
     assert apply(widgets, widget(note="x", arguments=["a"], mode="Slow"))[0] == 201

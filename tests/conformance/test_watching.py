@@ -86,11 +86,7 @@ def test_a_list_comes_in_pages_of_which_the_first_says_how_many_are_left(http: H
 
 @pytest.mark.parametrize(
     "query",
-    [
-        {"limit": "1", "continue": "nonsense"},
-        {"watch": "true", "resourceVersion": "x"},
-        {"labelSelector": "a b"},
-    ],
+    [{"limit": "1", "continue": "nonsense"}, {"watch": "true", "resourceVersion": "x"}, {"labelSelector": "a b"}],
     ids=["continue token", "version", "selector"],
 )
 def test_what_a_list_or_a_watch_cannot_be_asked_is_refused(http: Http, core: str, query: dict[str, str]) -> None:

@@ -117,9 +117,7 @@ def test_a_model_whose_copy_was_interrupted_is_copied_again(tmp_path: Path) -> N
     place_model(model, claim)
 
 
-def test_a_container_that_keeps_ending_is_refused_with_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_that_keeps_ending_is_told_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_stack(ROOT, tmp_path, Progress()) as stack:
         last = {"terminated": {"exitCode": 137, "reason": "Error"}}
         status = {"name": "engine", "restartCount": 2, "lastState": last}

@@ -185,9 +185,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 @pytest.mark.timeout(600)
-def test_every_block_of_every_prompt_comes_to_the_volume(
-    bench: Bench, cold: Tier, tmp_path: Path, kvtier: Command
-) -> None:
+def test_every_block_of_a_prompt_comes_to_the_volume(bench: Bench, cold: Tier, tmp_path: Path, kvtier: Command) -> None:
     chat = {"messages": [{"role": "user", "content": "y" * 64}]}
     file = write(tmp_path / "prompts.jsonl", *PROMPTS, chat)
     found = kvtier.json("warm", cold.name, str(file))

@@ -117,9 +117,7 @@ def test_the_answer_to_a_write_that_comes_after_the_deletion_brings_nothing_back
     assert data(store) == {"a": "labelled again"}
 
 
-def test_what_vanished_between_two_lists_is_told_and_what_was_written_meanwhile_stays(
-    store: ObjectStore, told: Told
-) -> None:
+def test_what_vanished_between_two_lists_is_told_and_what_was_written_stays(store: ObjectStore, told: Told) -> None:
     for number, name in enumerate(("stays", "goes")):
         store.on_update(config(number, name=name, uid=name))
     store.enter(config(9, name="made", uid="made"))

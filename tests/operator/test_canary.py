@@ -194,7 +194,7 @@ def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
 
 
 @pytest.mark.parametrize(("asked", "cached"), [(64, 48), (96, 0), (400, 0), (None, None)])
-def test_the_template_of_a_chat_in_the_engines_own_cache_is_no_proof(
+def test_a_template_of_chats_in_the_engines_cache_is_no_proof(
     engine: Asked, asked: int | None, cached: int | None
 ) -> None:
     usage = {"prompt_tokens": asked, "prompt_tokens_details": {"cached_tokens": 48}}
@@ -267,11 +267,7 @@ OF_OPTIONAL = KeySource(secret="s", entry="k", is_optional=True)
 
 @pytest.mark.parametrize(
     ("source", "objects", "key"),
-    [
-        (OF_SECRET, [secret(k=b"sesame")], "sesame"),
-        (OF_OPTIONAL, [], ""),
-        (OF_OPTIONAL, [secret(other=b"x")], ""),
-    ],
+    [(OF_SECRET, [secret(k=b"sesame")], "sesame"), (OF_OPTIONAL, [], ""), (OF_OPTIONAL, [secret(other=b"x")], "")],
 )
 def test_a_key_is_read_from_its_secret_and_may_be_optional(source: KeySource, objects: list[Any], key: str) -> None:
     assert read_key(FakeCluster(*objects), TIER, source) == key
@@ -314,9 +310,7 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(asker: HttpClie
 @pytest.mark.parametrize(
     "scope", [{}, {"scope": "Namespaced", "namespaces": [NAMESPACE]}], ids=["cluster", "namespaced"]
 )
-def test_the_chart_lets_the_operator_read_the_secrets_it_is_told_and_no_other(
-    api: ApiServerThread, scope: dict[str, Any]
-) -> None:
+def test_the_chart_lets_the_operator_read_the_given_secrets_only(api: ApiServerThread, scope: dict[str, Any]) -> None:
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     for name in ("ours", "theirs"):
         api.create(secret(name, k=b"sesame"))

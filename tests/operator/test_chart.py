@@ -213,9 +213,7 @@ def environment(api: ApiServerThread, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "KUBECONFIG": config, "HELM_CACHE_HOME": str(tmp_path)}
 
 
-def test_a_crd_that_was_applied_by_hand_is_taken_over_as_the_page_says(
-    api: ApiServerThread, environment: dict[str, str]
-) -> None:
+def test_a_crd_applied_by_hand_is_taken_over_as_documented(api: ApiServerThread, environment: dict[str, str]) -> None:
     kubectl = tools.binary("kubectl")
     crd = ROOT / "crds" / "kvcachetier.yaml"
     subprocess.run([kubectl, "apply", "--server-side", f"--filename={crd}"], check=True, env=environment)

@@ -53,7 +53,7 @@ def walk(schema: dict[str, Any], path: str = "", repeats: int = 1) -> Iterator[t
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.30", "1.31", "1.32", "1.33", "1.34", "1.37"])
-def test_every_supported_kubernetes_knows_every_field_of_the_definition(
+def test_every_supported_kubernetes_knows_all_fields_of_the_definition(
     definition: dict[str, Any], version: str
 ) -> None:
     kubernetes_schemas.validate(definition, version)
@@ -97,9 +97,7 @@ def test_no_rule_costs_more_than_the_api_server_allows(schema: dict[str, Any]) -
     assert sum(found.values()) < SHARE * DEFINITION_LIMIT
 
 
-def test_the_committed_files_are_fresh_and_a_stale_one_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_committed_files_are_fresh_and_a_stale_one_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert crd.main(["--check"]) == 0
     (tmp_path / "crds").mkdir()
     (tmp_path / "docs").mkdir()
@@ -114,9 +112,7 @@ def test_the_committed_files_are_fresh_and_a_stale_one_is_noticed(
 @pytest.mark.parametrize(
     "emptied", [{}, {"engine": {"accelerator": {}, "podTemplate": {}}, "hash": {}, "disk": {"budget": {}}}]
 )
-def test_what_the_api_server_fills_in_is_what_the_operator_assumes(
-    schema: dict[str, Any], emptied: dict[str, Any]
-) -> None:
+def test_the_operator_assumes_what_the_api_server_fills_in(schema: dict[str, Any], emptied: dict[str, Any]) -> None:
     bare, stored = copy.deepcopy(MINIMAL), copy.deepcopy(MINIMAL)
     stored["spec"] |= emptied
     set_defaults(stored, schema)

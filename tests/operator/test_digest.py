@@ -155,9 +155,7 @@ EDITS: list[tuple[dict[str, Any], bool, bool]] = TABLES["edits"]
 
 
 @pytest.mark.parametrize(("edit", "discards", "restarts"), EDITS, ids=[str(edit) for edit, _, _ in EDITS])
-def test_an_edit_discards_and_restarts_what_the_operator_would(
-    edit: dict[str, Any], discards: bool, restarts: bool
-) -> None:
+def test_an_edit_tells_what_it_discards_and_restarts(edit: dict[str, Any], discards: bool, restarts: bool) -> None:
     found = explain({}, edit)
     assert found.discards_cache is discards
     assert found.restarted_pods == (2 if restarts else 0)
@@ -376,9 +374,7 @@ def test_tiers_that_come_and_go_are_named(tmp_path: Path, kvtier: Command) -> No
     ]
 
 
-def test_a_file_is_compared_with_what_stands_in_the_cluster(
-    tmp_path: Path, kvtier: Command, api: ApiServerThread
-) -> None:
+def test_a_file_is_compared_with_what_the_cluster_has(tmp_path: Path, kvtier: Command, api: ApiServerThread) -> None:
     api.create(live.body())
     reconcile(connect(), TierName(namespace="default", name="llama"), Inputs(connector_image="c:1", clock=lambda: NOON))
     text = kvtier("plan", "--diff", write(tmp_path / "new.yaml", live.body(cpu={"size": "32Gi"})))

@@ -94,13 +94,14 @@ class World:
         return status(self.cluster)["replicas"], status(self.cluster)["readyReplicas"]
 
 
-def test_the_operator_makes_everything_but_the_engines_and_their_service() -> None:
+def test_the_operator_makes_everything_but_the_engines_and_their_service_and_notes_what_it_decided() -> None:
     world = World()
     world.condition("Ready")
     kinds = {(key.kind, key.name) for key in world.cluster.existing()}
     assert {("PersistentVolumeClaim", "llama-blocks"), ("ConfigMap", "llama-connector")} < kinds
     assert JANITOR in world.cluster.existing()
     assert not kinds & {(kind, "llama-engine") for kind in ("Deployment", "Service", "PodDisruptionBudget")}
+    assert names.ANNOTATION_DECISIONS in world.cluster.look(CONFIG)["metadata"]["annotations"]
 
 
 OWNERS_FLAGS = {"--revision", "--host", "--port", "--served-model-name", "--tensor-parallel-size", "--shutdown-timeout"}
@@ -117,46 +118,35 @@ def test_an_attached_engine_gets_all_that_makes_an_engine_of_ours_one_but_what_i
     assert needed - mounted == {"/tmp"}
 
 
-def test_engines_of_ours_go_when_a_tier_is_given_engines_of_another_owner() -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_engines_of_ours_go_when_a_tier_is_given_those_of_another_owner_and_what_is_left_is_not_counted(
+    *, is_ours: bool
+) -> None:
     world = World(tier())
     world.condition("Ready")
     assert DEPLOYMENT in world.cluster.existing()
-    world.edited(**external()["spec"], replicas=None)
-    assert DEPLOYMENT not in world.cluster.existing()
-
-
-def test_a_deployment_that_is_left_since_no_tier_controls_it_is_not_counted() -> None:
-    world = World(tier())
-    world.condition("Ready")
-    world.cluster.edit(DEPLOYMENT, {"metadata": {"ownerReferences": None}})
+    if not is_ours:
+        world.cluster.edit(DEPLOYMENT, {"metadata": {"ownerReferences": None}})
     world.add("one", attached(POD))
     world.edited(**external()["spec"], replicas=None)
     assert world.condition("Available")[2] == "1 of 1 attached engines serve"
-    assert DEPLOYMENT in world.cluster.existing()
+    assert (DEPLOYMENT in world.cluster.existing()) is not is_ours
 
 
-def test_attached_pods_make_a_tier_ready_and_are_counted() -> None:
-    world = World()
-    for name in ("one", "two"):
-        world.add(name, attached(POD))
-    assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
-    assert world.condition("HashSeedConsistent")[:2] == ("True", "SeedsAgree")
-    assert world.condition("Available")[2] == "2 of 2 attached engines serve"
-    assert world.condition("SizingFits")[:2] == ("Unknown", "NotApplicable")
-    assert world.replicas() == (2, 2)
-
-
-def test_pods_that_are_not_attached_serve_no_tier() -> None:
+def test_attached_pods_make_a_tier_ready_and_are_counted_and_others_serve_none() -> None:
     world = World()
     world.add("stranger", POD)
     assert world.condition("Available")[:2] == ("False", "Unavailable")
-    world.add("engine", attached(POD))
-    found, _, message = world.condition("Available")
-    assert found == "True"
-    assert message.startswith(
-        "1 of 1 attached engines serve; 1 more of the selector's pods are no engines of this tier"
-    )
-    assert world.replicas() == (1, 1)
+    for name in ("one", "two"):
+        world.add(name, attached(POD))
+    others = "1 more of the selector's pods are no engines of this tier"
+    assert world.condition("Available")[2].startswith(f"2 of 2 attached engines serve; {others}")
+    assert world.replicas() == (2, 2)
+    world.cluster.remove(ObjectKey(api_version="v1", kind="Pod", name="stranger"))
+    assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
+    assert world.condition("HashSeedConsistent")[:2] == ("True", "SeedsAgree")
+    assert world.condition("Available") == ("True", "Serving", "2 of 2 attached engines serve")
+    assert world.condition("SizingFits")[:2] == ("Unknown", "NotApplicable")
 
 
 def without(path: str) -> dict[str, Any]:
@@ -217,12 +207,6 @@ def test_an_edit_of_the_tier_tells_which_pods_have_the_configuration_of_before()
     assert (found, reason) == ("False", "AttachedOutdated")
     assert "pod early" in message
     assert "deployment/vllm" in message
-
-
-def test_what_was_decided_once_stands_in_the_config_map() -> None:
-    world = World()
-    world.condition("Ready")
-    assert names.ANNOTATION_DECISIONS in world.cluster.look(CONFIG)["metadata"]["annotations"]
 
 
 @pytest.mark.parametrize("refused", [{"engine": {"memory": "12 gigs"}}, {"disk": {"blockTokens": 24}}])

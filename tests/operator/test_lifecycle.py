@@ -145,7 +145,7 @@ def test_an_object_of_somebody_else_is_refused_until_it_is_gone(kubectl: Client)
 
 
 @pytest.mark.usefixtures("controllers")
-def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
+def test_dropped_watches_expired_versions_and_an_end_of_kopf_are_outlived(
     api: ApiServerThread, kubectl: Client
 ) -> None:
     ended: list[str] = []
@@ -167,9 +167,7 @@ def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
     assert ended
 
 
-def test_tiers_whose_watch_fails_are_found_and_missed_by_the_list_of_tiers(
-    api: ApiServerThread, kubectl: Client
-) -> None:
+def test_tiers_whose_watch_fails_are_found_and_missed_by_their_list(api: ApiServerThread, kubectl: Client) -> None:
     health = Health()
 
     def deaf(request: Any) -> ApiError | None:

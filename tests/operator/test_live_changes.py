@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from fake_cluster import FakeCluster, condition, edited, reconciled, run
-from tiers import (
-    CONFIG,
-    DEPLOYMENT,
-    JANITOR,
-    JANITOR_CONFIG,
-    LEASE,
-    TIER_KEY,
-    merge,
-    ready_deployment,
-    tier,
-)
+from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, LEASE, TIER_KEY, merge, ready_deployment, tier
 
 from kvtier_connector.contract import janitor
 from kvtier_operator import names
@@ -188,7 +178,7 @@ QUOTAS = {"quotas": [{"tenant": "acme", "maxBytes": "1Ti"}], "defaultMaxBytes": 
     ],
     ids=["mode", "key"],
 )
-def test_an_edit_reaches_the_engines_without_a_new_pod(
+def test_an_edit_reaches_engines_and_no_new_pod(
     disk: dict[str, Any], edit: dict[str, Any], told: dict[str, Any]
 ) -> None:
     cluster = reconciled(disk=disk)

@@ -132,9 +132,7 @@ ROUTED = {"routing": {"type": "Router"}, "kvEvents": {}, "proof": {"preflight": 
         ("llama-preflight", INTERNET, 443, False),
     ],
 )
-def test_traffic_that_a_component_needs_is_let_and_no_other(
-    source: str, target: str, port: int, *, is_let: bool
-) -> None:
+def test_traffic_that_a_part_needs_is_let_and_no_other(source: str, target: str, port: int, *, is_let: bool) -> None:
     found = network(policy={"scrapers": [MONITORING]}, **ROUTED)
     found.pods["llama-preflight"] = ("serving", names.selector(names.tier_ref(tier()), names.COMPONENT_PREFLIGHT))
     assert found.lets(source, target, port) is is_let

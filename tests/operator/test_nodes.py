@@ -20,16 +20,7 @@ from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import Capacity
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.inventory import Inventory, from_objects
-from kvtier_operator.plan import (
-    Decisions,
-    Refusal,
-    chunks,
-    decide,
-    decisions,
-    engine_args,
-    models,
-    nodes,
-)
+from kvtier_operator.plan import Decisions, Refusal, chunks, decide, decisions, engine_args, models, nodes
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
 from kvtier_operator.snapshot import Engines, Snapshot
@@ -107,9 +98,7 @@ def test_a_share_is_of_the_node_on_which_an_engine_has_least_room(
 
 
 @pytest.mark.parametrize(("template", "spec", "matches"), TABLES["taints"])
-def test_a_node_matches_as_the_scheduler_would_have_it(
-    template: dict[str, Any], spec: dict[str, Any], matches: bool
-) -> None:
+def test_a_node_matches_as_for_the_scheduler(template: dict[str, Any], spec: dict[str, Any], matches: bool) -> None:
     parsed = parse(tier(engine={"podTemplate": template}))
     assert bool(nodes.matching(parsed, from_objects([node(**copy.deepcopy(spec))]))) is matches
 

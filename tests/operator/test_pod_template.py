@@ -171,9 +171,7 @@ def test_an_init_container_that_did_its_work_is_no_trouble() -> None:
 @pytest.mark.parametrize(
     ("template", "grace", "shutdown"), [({}, 90, 60), ({"terminationGracePeriodSeconds": 180}, 180, 150)]
 )
-def test_what_an_engine_may_take_to_end_fits_into_what_its_pod_may(
-    template: dict[str, Any], grace: int, shutdown: int
-) -> None:
+def test_what_an_engine_takes_to_end_fits_into_its_pods(template: dict[str, Any], grace: int, shutdown: int) -> None:
     pod = pod_of(**template)
     (waits,) = (int(each) for each in re.findall(r"sleep\((\d+)\)", str(container(pod)["lifecycle"]["preStop"])))
 

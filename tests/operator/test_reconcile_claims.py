@@ -135,9 +135,7 @@ def test_a_tier_made_anew_over_a_claim_that_was_grown_by_hand_gets_its_engines()
 
 
 @pytest.mark.parametrize(("mode", "is_beside"), [("ReadWriteOnce", True), ("ReadWriteMany", False)])
-def test_janitor_and_replicas_run_on_one_node_where_a_claim_of_the_users_is_of_one_node(
-    mode: str, is_beside: bool
-) -> None:
+def test_janitor_and_replicas_run_on_one_node_where_the_users_claim_is_of_one(mode: str, is_beside: bool) -> None:
     volume = {"claim": None, "existingClaim": "mine"}
     cluster = FakeCluster(tier(replicas=2, volume=volume), claim("mine", mode))
     assert run(cluster).failure is None

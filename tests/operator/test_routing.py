@@ -141,9 +141,7 @@ def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
         (KindMissing("cannot apply InferencePool/llama-engine: 404"), "PoolKindMissing", 5),
     ],
 )
-def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
-    why: ClusterError, reason: str, seconds: float
-) -> None:
+def test_an_inference_pool_that_cannot_be_made_is_tried_again(why: ClusterError, reason: str, seconds: float) -> None:
     cluster = FakeCluster(tier(routing=WITH_POOL))
     cluster.broken[names.POOL_KIND] = ({"apply"}, why)
     outcome = run(cluster)

@@ -284,9 +284,7 @@ WITHOUT = "pod llama-engine-1 serves without the volume"
     ],
     ids=str,
 )
-def test_an_engine_that_does_without_the_volume_is_named_with_the_reason(
-    report: EngineReport, reason: str, words: str
-) -> None:
+def test_an_engine_without_the_volume_is_named_with_the_reason(report: EngineReport, reason: str, words: str) -> None:
     pods = (replace(READY_POD, report=EngineReport()), replace(READY_POD, name="llama-engine-1", report=report))
     check_verdict(varied(changed(pods=pods), spec=ENCRYPTED), "DiskHealthy", "False", reason, words)
 

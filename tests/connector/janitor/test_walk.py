@@ -182,9 +182,7 @@ def test_older_generations_go_before_the_current_one(rig: Rig) -> None:
         ({"aa.r1": 4, "bb": 3, "aa.r2": 2, "aa": 5}, {"aa", "aa.r2", "bb"}),
     ],
 )
-def test_generations_beyond_those_to_keep_go_when_nobody_uses_them(
-    rig: Rig, days: dict[str, int], kept: set[str]
-) -> None:
+def test_generations_beyond_those_to_keep_go_when_unused(rig: Rig, days: dict[str, int], kept: set[str]) -> None:
     for name, age in days.items():
         engine = rig.engine(name)
         engine.put(*range(3))

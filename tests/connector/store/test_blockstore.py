@@ -165,7 +165,7 @@ def test_a_good_block_that_replaces_a_damaged_one_before_or_after_the_look_at_it
     ("number", "calls", "is_removed"),
     [(errno.ENOSPC, {"rename", "mkdir"}, True), (errno.EROFS, {"rename", "mkdir", "unlink"}, False)],
 )
-def test_damaged_blocks_that_cannot_be_moved_are_removed(
+def test_damaged_blocks_that_cannot_move_are_removed(
     root: Path, number: int, calls: set[str], is_removed: bool
 ) -> None:
     BlockStore(root).put(key(1), payload(1))

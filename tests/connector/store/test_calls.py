@@ -161,9 +161,7 @@ def test_large_blocks_are_read_in_pieces_through_page_cache_only(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "fs",
-    [LOCAL, ShortFs(3001), ShortFs(300_000), WorkerFileSystem()],
-    ids=["whole", "tiny", "short", "mapped"],
+    "fs", [LOCAL, ShortFs(3001), ShortFs(300_000), WorkerFileSystem()], ids=["whole", "tiny", "short", "mapped"]
 )
 def test_the_pieces_make_up_the_block(tmp_path: Path, fs: FileSystem) -> None:
     BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))

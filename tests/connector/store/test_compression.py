@@ -103,12 +103,7 @@ READS: list[Reader] = [read, stream]
     ("direct", "fs"), [(False, LOCAL), (None, LOCAL), (False, WorkerFileSystem())], ids=["cached", "direct", "mapped"]
 )
 def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - what is combined
-    root: Path,
-    keys_dir: Path,
-    read: Reader,
-    is_encrypted: bool,
-    direct: bool | None,
-    fs: FileSystem,
+    root: Path, keys_dir: Path, read: Reader, is_encrypted: bool, direct: bool | None, fs: FileSystem
 ) -> None:
     keys = keys_dir if is_encrypted else None
     block = numbers(1)
@@ -271,9 +266,7 @@ def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: P
         ({"read_rate": 3e9, "write_rate": 2e9, "processors": 2}, False),
     ],
 )
-def test_blocks_are_compressed_where_loads_gain_and_stores_do_not_lose(
-    change: dict[str, float], is_worth_it: bool
-) -> None:
+def test_blocks_are_compressed_where_loads_gain_and_no_store_loses(change: dict[str, float], is_worth_it: bool) -> None:
     rates = {
         "ratio": 0.7, "pack_rate": 1e9, "unpack_rate": 1.5e9, "read_rate": 0.5e9, "write_rate": 0.3e9, "processors": 4,
     } | change  # fmt: skip

@@ -125,9 +125,7 @@ def test_a_permit_ends_when_it_is_not_renewed_also_for_an_engine_that_starts_lat
 
 
 @pytest.mark.parametrize("skew", [-3600.0, 3600.0, None], ids=["behind", "ahead", "unknown"])
-def test_where_modification_times_are_not_of_one_clock_the_next_renewal_counts(
-    volume: Volume, skew: float | None
-) -> None:
+def test_where_modification_times_are_not_of_one_clock_a_renewal_counts(volume: Volume, skew: float | None) -> None:
     engine = volume.start_engine(knows_time=skew is not None)
     volume.renew(stamped=volume.time() + (skew or 0))
     engine.refresh()

@@ -266,9 +266,7 @@ def test_several_groups_load_blocks_of_a_named_adapter_only(engines: Engines, ad
     assert ask(engines.make(shape), "model", None) == REST
 
 
-def test_an_adapter_loaded_in_place_has_blocks_under_its_contents(
-    engines: Engines, adapter: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_loaded_in_place_has_blocks_by_its_contents(engines: Engines, adapter: Path, tmp_path: Path) -> None:
     engine = engines.make(ONE_ADAPTER)
     engine.lora_manager.add_adapter(request_for(write(tmp_path / "moved", "second"), inplace=True))
     assert ask(engine, "a", request_for(adapter)) == len(PROMPT)

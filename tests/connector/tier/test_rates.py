@@ -83,9 +83,7 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
         ),
     ],
 )
-def test_a_hit_takes_the_way_that_is_over_first(
-    volume: float, work: dict[str, int], whole: Way, split: Way, clock: Clock
-) -> None:
+def test_a_hit_takes_the_faster_way(volume: float, work: dict[str, int], whole: Way, split: Way, clock: Clock) -> None:
     rates = measured(clock, volume)
     work = {"unread": work["tokens"], **work}
     assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (whole, split)
@@ -123,9 +121,7 @@ def test_a_volume_that_won_stays_the_way_however_long_ago_it_was_read(clock: Clo
 
 
 @pytest.mark.parametrize("gives", [True, False])
-def test_a_volume_that_stops_giving_hangs_until_it_gives_or_its_reads_are_given_up(
-    clock: Clock, *, gives: bool
-) -> None:
+def test_a_volume_that_stops_hangs_until_it_gives_or_its_reads_are_given_up(clock: Clock, *, gives: bool) -> None:
     rates = measured(clock, 500_000)
     rates.note_landed(0, is_reading=True)
     clock.seconds += STALLED_SECONDS

@@ -438,9 +438,7 @@ def test_a_request_may_end_between_two_pieces(engines: Engines, monkeypatch: pyt
     engine.assert_nothing_is_left()
 
 
-def test_a_request_that_is_taken_back_waits_for_the_report_of_its_load(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_taken_back_waits_for_its_load(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt = ready_to_load(engines, 1.0)
     engine.add("reads", prompt, answer=BLOCK_TOKENS)
     with monkeypatch.context() as held_back:

@@ -86,9 +86,7 @@ def blocks_of(volume: Path) -> set[Path]:
 
 @pytest.mark.engine
 @pytest.mark.timeout(2400)
-def test_a_newer_vllm_uses_the_blocks_once_its_own_agree(
-    releases: Upgrade, stored: tuple[Path, dict[str, Any]]
-) -> None:
+def test_a_newer_vllm_uses_blocks_once_its_own_agree(releases: Upgrade, stored: tuple[Path, dict[str, Any]]) -> None:
     first, before = stored
     volume, after = releases.upgrade(first)
     assert (before["release"], after["release"]) == ("0.32.0", "0.33.0")
