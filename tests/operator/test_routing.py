@@ -184,7 +184,7 @@ def pod_template(cluster: FakeCluster) -> Manifest:
     return dict(cluster.look(REDIS)["spec"]["template"])
 
 
-def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_for_another_one(
+def test_a_redis_that_runs_is_repaired_and_left_alone_by_another_release_until_the_spec_asks_for_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_this_release = stores.servers
@@ -198,6 +198,10 @@ def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_
 
     cluster = reconciled(connector=WITH_REDIS)
     before = pod_template(cluster)
+    cluster.edit(REDIS, {"spec": {"template": {"spec": {"containers": [{"name": "redis", "image": "theirs"}]}}}})
+    run(cluster)
+    assert pod_template(cluster)["spec"]["containers"][0]["image"] == before["spec"]["containers"][0]["image"]
+    before = pod_template(cluster)
     monkeypatch.setattr(stores, "servers", servers)
     edited(cluster, replicas=3)
     assert pod_template(cluster) == before
@@ -205,14 +209,6 @@ def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_
     (container,) = pod_template(cluster)["spec"]["containers"]
     assert "--new" in container["args"]
     assert str(2 << 30) in container["args"]
-
-
-def test_a_redis_that_somebody_edits_is_repaired() -> None:
-    cluster = reconciled(connector=WITH_REDIS)
-    before = pod_template(cluster)
-    cluster.edit(REDIS, {"spec": {"template": {"spec": {"containers": [{"name": "redis", "image": "theirs"}]}}}})
-    run(cluster)
-    assert pod_template(cluster)["spec"]["containers"][0]["image"] == before["spec"]["containers"][0]["image"]
 
 
 @pytest.mark.parametrize(("connector", "name"), [(WITH_REDIS, "llama-redis"), (WITH_MASTER, "llama-mooncake")])
@@ -270,7 +266,7 @@ def test_a_tier_with_another_connector_keeps_its_claim_and_loses_its_janitor() -
 COUNTED = {"usedBytes": 1 << 30, "blocks": 9}
 
 
-def test_what_the_status_says_of_generations_follows_the_connector() -> None:
+def test_what_the_status_says_of_generations_follows_the_connector_and_who_counts_them() -> None:
     cluster = reconciled()
     bundled = generation(cluster)
     cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": bundled, "role": "Current", **COUNTED}]}})
@@ -282,17 +278,12 @@ def test_what_the_status_says_of_generations_follows_the_connector() -> None:
     assert told["generations"] == [{"digest": bundled, "role": "Previous", **COUNTED}]
     assert told["generation"]["root"].endswith(generation(cluster))
 
-    edited(cluster, connector={"type": "SimpleCPU"})
+    edited(cluster, janitor={"enabled": False})
+    assert "generations" not in cluster.look(TIER_KEY)["status"]
+    edited(cluster, janitor={"enabled": True}, connector={"type": "SimpleCPU"})
     told = cluster.look(TIER_KEY)["status"]
     assert "generations" not in told
     assert set(told["generation"]) == {"current"}  # its blocks are in no directory of the volume
-
-
-def test_generations_that_nobody_counts_any_more_are_not_told() -> None:
-    cluster = reconciled()
-    cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": generation(cluster), **COUNTED}]}})
-    edited(cluster, janitor={"enabled": False})
-    assert "generations" not in cluster.look(TIER_KEY)["status"]
 
 
 def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
