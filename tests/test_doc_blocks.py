@@ -318,22 +318,16 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_every_page_is_found_from_the_readme() -> None:
+def test_every_page_is_in_the_readme_and_the_menu_and_every_target_of_make_is_explained() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text()))
     written = {
         str(page.relative_to(ROOT)) for folder in ("docs", "connector", "crds") for page in (ROOT / folder).glob("*.md")
     }
     assert written - linked == set()
-
-
-def test_every_target_of_make_is_explained() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     explained = set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
     assert targets - explained == set()
-
-
-def test_every_page_of_the_site_is_in_its_menu() -> None:
     site = ci_tools.load("site")
     menu = (ROOT / "mkdocs.yml").read_text()
     own = [page for page in site.pages() if "results" not in page.parts]
@@ -404,20 +398,14 @@ def test_every_fault_of_the_page_is_proved_by_tests_that_exist() -> None:
     assert missing == []
 
 
-def test_every_metric_that_the_page_names_is_served() -> None:
+def test_metrics_causes_and_conditions_of_the_page_of_faults_are_those_of_the_code() -> None:
     served = (ROOT / "connector/METRICS.md").read_text()
     named = set(re.findall(r"vllm:kvtier_\w+", FAULTS))
     assert [name for name in named if f"`{name}`" not in served] == []
-
-
-def test_every_cause_that_the_page_names_is_one_the_connector_counts() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "connector/kvtier_connector").rglob("*.py"))
     causes = set(re.findall(r'cause="(\w+)"', FAULTS))
     assert len(causes) > 8
     assert [cause for cause in causes if f'"{cause}"' not in sources] == []
-
-
-def test_every_condition_that_the_page_names_is_reported() -> None:
     reported = (ROOT / "docs/conditions.md").read_text()
     named = set(re.findall(r"condition `(\w+)`", FAULTS))
     assert named

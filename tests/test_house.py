@@ -166,13 +166,10 @@ def test_plain_english_is_not(source: str) -> None:
     assert found(source) == []
 
 
-def test_words_that_are_names_of_things_elsewhere_are_refused_in_the_product_only() -> None:
+def test_private_words_are_refused_in_the_product_and_a_name_counts_once_in_a_module() -> None:
     source = "dashboard = board(site)\n"
     assert found(source, is_product=False) == []
     assert found(source) == [(1, "name board"), (1, "name site")]
-
-
-def test_a_name_counts_once_in_a_module() -> None:
     assert found("mover = 1\nprint(mover)\nmover.start()\n") == [(1, "name mover")]
 
 

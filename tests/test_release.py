@@ -114,16 +114,13 @@ def test_a_workflow_may_do_no_more_than_it_says(workflow: Path) -> None:
             )
 
 
-def test_every_action_is_pinned_by_a_digest_and_the_same_everywhere() -> None:
+def test_every_action_is_pinned_by_a_digest_and_dependabot_looks_at_what_is_there() -> None:
     text = "".join(path.read_text() for path in WORKFLOWS)
     used = [each for each in re.findall(r"uses: (.*)", text) if not each.startswith("./")]
     pinned = [re.fullmatch(r"([\w-]+/[\w-]+)(?:/[\w-]+)*@([0-9a-f]{40}) # (v[0-9.]+)", each) for each in used]
     assert [each for each, found in zip(used, pinned, strict=True) if found is None] == []
     digests = {(found[1], found[2], found[3]) for found in pinned if found is not None}
     assert len(digests) == len({name for name, _, _ in digests})
-
-
-def test_dependabot_looks_at_what_is_there() -> None:
     found = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())
     assert {each["package-ecosystem"] for each in found["updates"]} == {"github-actions", "docker"}
     for each in found["updates"]:

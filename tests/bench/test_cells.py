@@ -202,13 +202,10 @@ def test_every_part_is_whole_blocks_and_one_token_is_left_to_compute(sizes: Size
         assert len(prompt(request)) % block_tokens == 1
 
 
-def test_no_two_workloads_share_a_first_part() -> None:
+def test_sharers_have_the_prepared_prefix_in_common_and_no_two_workloads_a_first_part() -> None:
     kinds = [*everything(GPU_SIZES), workloads.warm_up(GPU_SIZES)]
     firsts = [{request["parts"][0] for request in requests} for requests in kinds]
     assert all(not one & other for one, other in itertools.combinations(firsts, 2))
-
-
-def test_sharers_have_the_prepared_prefix_in_common_and_nothing_after_it() -> None:
     prefix = prompt(workloads.shared_prefix(TINY_SIZES)[0])[:-1]
     prompts = [prompt(request) for request in workloads.sharers(TINY_SIZES)]
     assert all(tokens[: len(prefix)] == prefix for tokens in prompts)

@@ -207,13 +207,10 @@ def test_what_follows_a_prompt_of_several_lines_stays(next_record: str) -> None:
         assert next_record in found
 
 
-def test_records_of_json_are_each_by_themselves() -> None:
+def test_records_of_json_stand_alone_and_the_rest_of_one_that_was_cut_off_is_left_out() -> None:
     found = report.redact_log('{"message": "a", "prompt": "once"}\n{"message": "wrote"}\n', is_cut=False)
     assert "once" not in found
     assert '{"message": "wrote"}' in found
-
-
-def test_the_rest_of_a_record_whose_beginning_was_cut_off_is_left_out() -> None:
     lines = "upon a time\nINFO 11-22 07:43:17 [a.py:1] ready\n"
     assert "upon" not in report.redact_log(lines, is_cut=True)
     assert report.redact_log(lines, is_cut=False) == lines

@@ -67,7 +67,7 @@ ROUND = [asked(0, 1, 2), asked(1000, 3, 4), asked(60_000, 1, 2), asked(61_000, 3
 """4 prompts of 4,612 tokens; host memory holds two blocks, so it never has one again: 2,048 tokens are elsewhere."""
 
 
-def test_a_volume_serves_what_host_memory_has_evicted(plan: Plan) -> None:
+def test_a_volume_serves_what_host_memory_has_evicted_and_replicas_share_it(plan: Plan) -> None:
     found = plan(ROUND)
     served = shares(found)
     assert served["host memory", 128 << 20] == 0
@@ -75,9 +75,6 @@ def test_a_volume_serves_what_host_memory_has_evicted(plan: Plan) -> None:
     assert (found["requests"], found["promptTokens"], found["seconds"]) == (4, 4612, 61)
     # The second minute reads 2,048 tokens of 128 KiB.
     assert found["busiestMinuteGBs"] == round(2048 * TOKEN_BYTES / 60 / 1e9, 3)
-
-
-def test_replicas_share_the_volume_and_nothing_else(plan: Plan) -> None:
     rows = [asked(number, 1, 2) for number in range(3)]
     alone, two = (shares(plan(rows, replicas=replicas)) for replicas in (1, 2))
     assert alone["host memory", 128 << 20] == alone["any size", None] == round(2048 / 3075, 4)

@@ -14,27 +14,22 @@ JSON_PATCH = "application/json-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 
 
-def test_a_new_object_has_an_identity(http: Http, core: str) -> None:
+def test_a_new_object_has_an_identity_and_a_name_can_be_generated(http: Http, core: str) -> None:
     code, made = http("POST", f"{core}/configmaps", config_map())
     assert code == 201
     assert {"uid", "resourceVersion", "creationTimestamp"} <= made["metadata"].keys()
     assert http("POST", f"{core}/configmaps", config_map())[1]["reason"] == "AlreadyExists"
-
-
-def test_a_name_can_be_generated(http: Http, core: str) -> None:
     _, made = http("POST", f"{core}/configmaps", {"metadata": {"generateName": "made-"}})
     assert made["metadata"]["name"].startswith("made-")
     assert len(made["metadata"]["name"]) == len("made-") + 5
 
 
-def test_a_write_that_changes_nothing_leaves_the_version(http: Http, core: str) -> None:
+def test_a_write_that_changes_nothing_leaves_the_version_and_one_upon_an_older_is_refused(
+    http: Http, core: str
+) -> None:
     _, made = http("POST", f"{core}/configmaps", config_map(a="1"))
     _, same = http("PATCH", f"{core}/configmaps/c", {"data": {"a": "1"}}, media_type=MERGE)
     assert same["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
-
-
-def test_a_write_that_is_based_on_an_older_version_is_refused(http: Http, core: str) -> None:
-    _, made = http("POST", f"{core}/configmaps", config_map(a="1"))
     http("PATCH", f"{core}/configmaps/c", {"data": {"a": "2"}}, media_type=MERGE)
     code, refused = http("PUT", f"{core}/configmaps/c", {**made, "data": {"a": "3"}})
     assert (code, refused["reason"]) == (409, "Conflict")
@@ -234,18 +229,13 @@ def test_applying_creates_changes_and_drops_what_is_applied_no_more(apply: Apply
     assert same["metadata"]["resourceVersion"] == changed["metadata"]["resourceVersion"]
 
 
-def test_a_field_of_another_manager_is_a_conflict_that_names_it(apply: Apply, widgets: str) -> None:
-    apply(widgets, widget())
+def test_a_field_of_another_manager_is_a_conflict_that_names_it_unless_forced(apply: Apply, widgets: str) -> None:
+    apply(widgets, widget(note="x"))
     code, refused = apply(widgets, widget(size=2), manager="two")
     assert (code, refused["reason"]) == (409, "Conflict")
     cause = refused["details"]["causes"][0]
-    assert cause["reason"] == "FieldManagerConflict"
-    assert cause["field"] == ".spec.size"
+    assert (cause["reason"], cause["field"]) == ("FieldManagerConflict", ".spec.size")
     assert 'conflict with "one"' in cause["message"]
-
-
-def test_force_takes_a_field_over(apply: Apply, widgets: str) -> None:
-    apply(widgets, widget(note="x"))
     code, taken = apply(widgets, widget(size=2), manager="two", force="true")
     assert (code, taken["spec"]["size"]) == (200, 2)
     assert managers(taken)["one", "Apply"]["fieldsV1"] == {"f:spec": {"f:note": {}}}
@@ -268,12 +258,13 @@ def test_what_an_update_wrote_belongs_to_the_updater(apply: Apply, http: Http, w
     assert apply(widgets, widget(note="x"))[0] == 409
 
 
-def test_items_of_a_list_map_belong_to_who_applied_them(apply: Apply, widgets: str) -> None:
-    apply(widgets, widget(ports=[{"name": "a", "port": 1}]))
-    _, both = apply(widgets, widget(ports=[{"name": "b", "port": 2}]), manager="two")
+def test_items_of_a_list_map_and_of_a_set_belong_to_who_applied_them(apply: Apply, widgets: str) -> None:
+    apply(widgets, widget(ports=[{"name": "a", "port": 1}], tags=["a", "b"]))
+    _, both = apply(widgets, widget(ports=[{"name": "b", "port": 2}], tags=["b", "c"]), manager="two")
     assert [port["name"] for port in both["spec"]["ports"]] == ["a", "b"]
+    assert sorted(both["spec"]["tags"]) == ["a", "b", "c"]
     _, left = apply(widgets, widget())
-    assert left["spec"]["ports"] == [{"name": "b", "port": 2}]
+    assert (left["spec"]["ports"], sorted(left["spec"]["tags"])) == ([{"name": "b", "port": 2}], ["b", "c"])
 
 
 def test_the_fields_of_one_item_of_a_list_map_have_owners_of_their_own(apply: Apply, widgets: str) -> None:
@@ -282,14 +273,6 @@ def test_the_fields_of_one_item_of_a_list_map_have_owners_of_their_own(apply: Ap
     assert both["spec"]["ports"] == [{"name": "a", "port": 1, "path": "/x"}]
     keys = managers(both)["two", "Apply"]["fieldsV1"]["f:spec"]["f:ports"]
     assert keys == {'k:{"name":"a"}': {".": {}, "f:name": {}, "f:path": {}}}
-
-
-def test_a_set_unites_what_its_appliers_want(apply: Apply, widgets: str) -> None:
-    apply(widgets, widget(tags=["a", "b"]))
-    _, both = apply(widgets, widget(tags=["b", "c"]), manager="two")
-    assert sorted(both["spec"]["tags"]) == ["a", "b", "c"]
-    _, left = apply(widgets, widget())
-    assert sorted(left["spec"]["tags"]) == ["b", "c"]
 
 
 @pytest.mark.parametrize(

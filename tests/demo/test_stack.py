@@ -196,21 +196,15 @@ def test_anything_less_is_refused(changes: dict[str, Any], complaint: str) -> No
     assert any(complaint in problem for problem in problems(rows(more=replace(LOADED, **changes), **changes)))
 
 
-def test_one_prompt_that_is_computed_is_no_refutation_unless_its_tokens_are_others() -> None:
+def test_a_cold_prompt_that_was_cached_and_tokens_that_differ_are_refused() -> None:
     assert problems(rows(**vars(COMPUTED))) == []
     assert len(problems(rows(**{**vars(COMPUTED), "token_ids": (5, 6, 8)}))) == 1
-
-
-def test_a_cold_prompt_that_was_cached_is_refused() -> None:
     warm = [Row(what="computed", source="", engine="A", answers=(LOADED,), references=())]
     assert any("cached already" in problem for problem in problems(warm))
 
 
-def test_a_table_without_the_second_replica_is_refused() -> None:
+def test_the_table_shows_both_replicas_with_the_median_of_every_row_and_flags_other_tokens() -> None:
     assert problems(rows()[:1]) == ["the second replica was never asked"]
-
-
-def test_the_table_shows_the_median_of_every_row_and_flags_other_tokens() -> None:
     found = rows(seconds_to_first_token=9.0, token_ids=(1, 2, 3))
     slow = replace(LOADED, seconds_to_first_token=0.6)
     lines = report.table([found[0], replace(found[1], answers=(found[1].answers[1], LOADED, slow))]).splitlines()

@@ -103,15 +103,12 @@ def test_only_equal_answers_out_of_the_volume_are_called_working(verdict: str, g
     assert row(**given)["verdict"] == verdict
 
 
-def test_every_class_is_asked_at_least_32_prompts_of_differing_lengths_with_shared_beginnings() -> None:
+def test_classes_are_asked_32_prompts_with_shared_beginnings_and_the_page_says_what_was_run() -> None:
     prompts = asking.prompts(VOCABULARY)
     assert len(prompts) >= 32
     assert len({len(prompt) for prompt in prompts}) >= 32
     for prompt in prompts:
         assert any(other is not prompt and other[:64] == prompt[:64] for other in prompts) or len(prompt) < 250
-
-
-def test_the_page_says_what_was_run() -> None:
     assert page.PAGE.read_text() == page.text()
 
 

@@ -161,11 +161,9 @@ def test_no_query_of_a_panel_is_empty(panel: dict[str, Any], replay: Replay) -> 
     assert [query for query in queries if not shows(query, replay, is_table=is_table)] == []
 
 
-def test_newer_metrics_are_in_no_sample(replay: Replay) -> None:
+def test_hits_of_each_kind_and_evictions_were_recorded_without_newer_metrics(replay: Replay) -> None:
     assert [name for name in NEWER if replay.at_end(f"count({name})")] == []
 
-
-def test_hits_of_each_kind_and_evictions_were_recorded(replay: Replay) -> None:
     def total(expression: str) -> float:
         return sum(float(series["value"][1]) for series in replay.at_end(expression))
 
@@ -341,13 +339,10 @@ def causes_of(alert: str, label: str) -> set[str]:
     return set(choice.split("|"))
 
 
-def test_engines_that_end_for_a_cause_that_is_known_raise_the_alert() -> None:
+def test_each_known_cause_of_an_end_and_all_damage_raise_their_alert() -> None:
     passing = {Reason.HUB_UNREACHABLE, Reason.STALE_SHM}
     known = {reason.value for reason in crash_causes.LASTING | passing}
     # Which engines end again and again for want of a device, too, but have an alert of its own: it names the remedy.
     assert known - causes_of("KVTierCrashLoop", "reason") == {Reason.DEVICE_MISSING.value}
-
-
-def test_all_damage_to_files_raises_the_alert_and_nothing_else() -> None:
     damage = {fault.value for fault in Fault if fault.is_damage}
     assert causes_of("KVTierDamagedBlocks", "cause") == damage

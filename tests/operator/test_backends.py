@@ -106,21 +106,17 @@ def vllm(request: pytest.FixtureRequest) -> dict[str, Any]:
     return answers
 
 
-def test_vllm_reads_each_command_line_as_it_was_meant(vllm: dict[str, Any]) -> None:
+def test_vllm_reads_each_command_line_and_finds_the_children_of_a_hybrid_and_the_cache_server(
+    vllm: dict[str, Any],
+) -> None:
     for case, expected in CASES.items():
         answer = vllm["read"][case]
         assert {key: answer.get(key) for key in expected} == expected, case
-
-
-def test_vllm_finds_the_children_of_a_hybrid(vllm: dict[str, Any]) -> None:
     for case, expected in CHILDREN.items():
         answer = vllm["read"][case]
         assert (answer["class"], answer["policy"]) == ("MultiConnector", "recompute")
         found = [{key: child.get(key) for key in one} for child, one in zip(answer["children"], expected, strict=True)]
         assert found == expected, case
-
-
-def test_vllm_knows_the_connector_of_lmcaches_cache_server(vllm: dict[str, Any]) -> None:
     answer = vllm["read"]["lmcache-processes"]
     assert answer["class"] in {"LMCacheMPConnector", "LMCacheMPConnectorUpstream", "needs lmcache"}
     assert answer["document"]["kv_connector_extra_config"]["lmcache.mp.autostart"] is True

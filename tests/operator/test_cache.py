@@ -126,13 +126,10 @@ def test_what_vanished_between_two_lists_is_told_and_what_was_written_stays(stor
     assert told.names == ["stays", "goes", "goes"]
 
 
-def test_a_list_of_one_namespace_says_nothing_of_another(store: ObjectStore) -> None:
+def test_an_object_is_found_by_its_label_of_now_and_a_list_speaks_of_one_namespace(store: ObjectStore) -> None:
     store.on_update(config(1))
     store.on_list(Scope("v1", "ConfigMap", "elsewhere"), frozenset(), "8")
     assert data(store) == {}
-
-
-def test_an_object_is_found_by_the_tier_whose_label_it_has_now(store: ObjectStore) -> None:
     store.on_update(config(1))
     store.on_update(config(2, label="other"))
     assert (store.names_of(NAMESPACE, "llama"), store.names_of(NAMESPACE, "other")) == ((), ("c",))
@@ -330,17 +327,16 @@ def test_an_object_that_was_replaced_meanwhile_is_not_written(cluster: Kubernete
         cluster.delete(KEY, "default", uid="another")
 
 
-def test_a_field_of_somebody_else_is_not_taken_when_creating(api: ApiServerThread, cluster: KubernetesCluster) -> None:
-    api.create(config_map(a="theirs"))
-    with pytest.raises(errors.ClusterConflict, match="conflict"):
-        cluster.apply(config_map(a="ours"), over=None)
-
-
-def test_lists_are_of_the_selected_and_know_their_kind(cluster: KubernetesCluster) -> None:
+def test_a_field_of_others_is_not_taken_when_creating_and_lists_are_of_the_selected(
+    api: ApiServerThread, cluster: KubernetesCluster
+) -> None:
     cluster.apply(config_map(a="1"), over=None)
     found = cluster.list("v1", "ConfigMap", namespace="default", selector="x=y")
     assert [(each["kind"], each["metadata"]["name"]) for each in found] == [("ConfigMap", "a")]
     assert cluster.list("v1", "ConfigMap", namespace="default", selector="x=z") == []
+    api.create(theirs := {**config_map(a="theirs"), "metadata": {**config_map()["metadata"], "name": "b"}})
+    with pytest.raises(errors.ClusterConflict, match="conflict"):
+        cluster.apply({**theirs, "data": {"a": "ours"}}, over=None)
 
 
 @pytest.mark.parametrize(("count", "pages"), [(0, [0]), (2, [2]), (5, [2, 2, 1])])
@@ -357,37 +353,28 @@ def test_long_lists_are_read_in_pages_that_leave_nothing_out(
     assert {each["kind"] for page in found for each in page} <= {"ConfigMap"}
 
 
-def test_what_is_not_there_is_none_to_get_and_nothing_to_delete(cluster: KubernetesCluster) -> None:
+def test_what_is_not_there_is_none_to_get_delete_or_have_a_status(cluster: KubernetesCluster) -> None:
     assert cluster.get(KEY, "default") is None
     cluster.delete(KEY, "default", uid="any")
-
-
-def test_the_status_of_a_tier_that_is_gone_is_nobodys_business(cluster: KubernetesCluster) -> None:
     cluster.patch_status(TIER, {"replicas": 1}, resource_version="1")
 
 
 @pytest.mark.parametrize(
-    ("code", "error"),
+    ("error", "codes"),
     [
-        (400, errors.ClusterRejected),
-        (401, errors.ClusterForbidden),
-        (403, errors.ClusterForbidden),
-        (409, errors.ClusterConflict),
-        (422, errors.ClusterRejected),
-        (429, errors.ClusterUnavailable),
-        (500, errors.ClusterUnavailable),
-        (503, errors.ClusterUnavailable),
+        (errors.ClusterRejected, (400, 422)),
+        (errors.ClusterForbidden, (401, 403)),
+        (errors.ClusterConflict, (409,)),
+        (errors.ClusterUnavailable, (429, 500, 503)),
     ],
 )
-def test_every_answer_has_its_exception(
-    api: ApiServerThread, cluster: KubernetesCluster, code: int, error: type[errors.ClusterError]
+def test_every_answer_has_its_exception_and_a_server_that_is_gone_is_unavailable(
+    api: ApiServerThread, cluster: KubernetesCluster, error: type[errors.ClusterError], codes: tuple[int, ...]
 ) -> None:
-    api.server.faults.append(lambda request: ApiError(code, "Reason", "because"))
-    with pytest.raises(error, match=rf"^cannot read ConfigMap/a: {code} because$"):
-        cluster.get(KEY, "default")
-
-
-def test_an_api_server_that_is_gone_is_unavailable(api: ApiServerThread, cluster: KubernetesCluster) -> None:
+    for code in codes:
+        api.server.faults[:] = [lambda request, code=code: ApiError(code, "Reason", "because")]
+        with pytest.raises(error, match=rf"^cannot read ConfigMap/a: {code} because$"):
+            cluster.get(KEY, "default")
     api.close()
     with pytest.raises(errors.ClusterUnavailable, match="cannot read ConfigMap/a"):
         cluster.get(KEY, "default")

@@ -63,14 +63,11 @@ def test_the_schema_is_structural_and_its_rules_compile(definition: dict[str, An
     assert structural_problems(definition) == []
 
 
-def test_every_default_keeps_to_the_rules_before_anything_is_filled_in_below_it(schema: dict[str, Any]) -> None:
+def test_defaults_keep_to_the_rules_and_fields_have_a_sentence_each(schema: dict[str, Any]) -> None:
     for path, below, _ in walk(schema):
         if "default" in below:
             default = below["default"]
             assert rule_problems(default, None, below, path) + rule_problems(default, default, below, path) == [], path
-
-
-def test_every_field_has_a_description_that_is_a_sentence(schema: dict[str, Any]) -> None:
     for top in ("spec", "status"):
         for path, below, _ in walk(schema["properties"][top], top):
             if not path.endswith(("[]", ".*")) or "properties" in below:
@@ -184,14 +181,11 @@ def test_the_full_sample_has_every_field() -> None:
     ]
 
 
-def test_a_null_is_a_field_left_out() -> None:
+def test_a_null_is_a_field_left_out_and_a_spec_survives_a_round_trip_through_json() -> None:
     body = copy.deepcopy(MINIMAL)
     body["spec"] |= {"replicas": None, "engine": {"args": None, "podTemplate": None}, "hash": {"seed": None}}
     body["spec"]["volume"] |= {"existingClaim": None, "path": None}
     assert parse(body) == parse(MINIMAL)
-
-
-def test_a_spec_survives_a_round_trip_through_json() -> None:
     spec = parse(FULL)
     assert parse({"spec": spec.to_manifest()}) == spec
 

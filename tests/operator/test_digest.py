@@ -46,12 +46,9 @@ def digest_of(**changes: Any) -> str:
     return digest.digest(digest.identity(parsed, decisions.chunking.settings()))
 
 
-def test_the_digest_of_a_tier_never_changes() -> None:
+def test_the_digest_of_a_tier_never_changes_whatever_the_order_of_keys() -> None:
     # Every user's cache is under such a digest: a new value here throws all of them away and belongs in CHANGELOG.md.
     assert digest_of() == "d52b88e792be67e2"
-
-
-def test_key_order_does_not_matter() -> None:
     assert digest.digest({"a": 1, "b": {"c": [1], "d": None}}) == digest.digest({"b": {"d": None, "c": [1]}, "a": 1})
 
 
@@ -85,14 +82,11 @@ def extra_config(made: TierPlan) -> dict[str, Any]:
     return dict(json.loads(word.partition("=")[2])["kv_connector_extra_config"])
 
 
-def test_engines_of_other_numbers_of_ranks_share_a_generation_and_the_size_of_files() -> None:
+def test_engines_of_other_numbers_of_ranks_share_a_generation_only_in_the_canonical_layout() -> None:
     plans = [plan(ranks=ranks) for ranks in (1, 2, 4, 8)]
     assert len({made.generation.digest for made in plans}) == 1
     assert len({json.dumps(made.decisions.chunking.settings()) for made in plans}) == 1
     assert all(extra_config(made)["canonical_layout"] is True for made in plans)
-
-
-def test_without_it_each_number_of_ranks_has_a_generation_and_vllm_is_told_nothing() -> None:
     digests = {made.generation.digest for made in (plan(), plan(on=False), plan(on=False, ranks=2))}
     assert len(digests) == 3
     assert "canonical_layout" not in extra_config(plan(on=False))
@@ -173,22 +167,16 @@ def test_only_the_fields_that_cost_something_are_blamed() -> None:
     assert "spec.engine.tensorParallel" in {change.field for change in together.changes if change.is_new_generation}
 
 
-def test_a_field_that_goes_is_told_as_absent() -> None:
+def test_a_field_that_goes_a_share_without_nodes_and_what_is_refused_are_compared_as_they_stand() -> None:
     found = explain({"disk": {"budget": {"maxBytes": "1Ti"}}}, {})
     assert [(change.field, change.before, change.after) for change in found.changes] == [
         ("spec.disk.budget.maxBytes", "1Ti", None)
     ]
-
-
-def test_a_share_of_nodes_that_nobody_shows_is_compared_as_a_share() -> None:
     half, same, more = ({"cpu": {"size": None, "fraction": share}, "replicas": 2} for share in ("50%", "50%", "60%"))
     assert explain(half, {**same, "replicas": 3}).restarted_pods == 0
     assert explain(half, more).restarted_pods == 2
     assert explain({}, half).restarted_pods == 2
     assert not explain({}, half).discards_cache
-
-
-def test_what_cannot_be_carried_out_is_not_explained() -> None:
     with pytest.raises(SpecInvalid, match="blockTokens: 96 is no multiple of the 64 tokens"):
         explain({}, {"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}})
 
@@ -298,14 +286,13 @@ def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, kvtier
     assert "nodes" not in found
 
 
-def test_a_config_beside_it_tells_what_the_name_does_not(tmp_path: Path, kvtier: Command) -> None:
+def test_several_tiers_make_several_pages_and_a_config_beside_one_tells_what_its_name_does_not(
+    tmp_path: Path, kvtier: Command
+) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}))
     file = write(tmp_path / "tier.yaml", tier(model={"name": "/models/mine"}))
     assert "4 layers x 2 x 64 x 4 KV heads x 2 B" in kvtier("plan", file, "--config", str(config))
-
-
-def test_several_tiers_make_several_pages(tmp_path: Path, kvtier: Command) -> None:
     second = tier()
     second["metadata"]["name"] = "other"
     listed = {"apiVersion": "v1", "kind": "List", "items": [tier(), second]}

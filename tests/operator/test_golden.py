@@ -276,10 +276,7 @@ def test_argo_cd_says_of_a_tier_what_its_conditions_say(view: Progress, verdict:
     assert words in message
 
 
-def test_what_was_said_of_an_earlier_spec_is_not_believed() -> None:
+def test_argo_cd_waits_for_a_tier_that_was_not_looked_at_since_its_spec_changed() -> None:
     assert judged(VIEW, generation=VIEW.generation + 1)[0] == "Progressing"
-
-
-def test_a_tier_that_nobody_has_looked_at_is_on_its_way() -> None:
     for resource in ({}, {"status": {}}, {"status": {"observedGeneration": 1}}):
         assert health({"metadata": {"generation": 1, "creationTimestamp": LATER}, **resource})[0] == "Progressing"

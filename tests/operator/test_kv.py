@@ -98,13 +98,10 @@ def test_the_way_an_engine_is_split_counts(args: list[str], tp: int, token_bytes
     assert kv(DENSE, EngineLayout(args=engine_args.read(args), tensor_parallel=tp)).token_bytes == token_bytes
 
 
-def test_copies_of_heads_are_explained() -> None:
+def test_copies_of_heads_are_explained_and_a_latent_is_kept_once_or_for_each_rank() -> None:
     found = kv(DENSE, EngineLayout(tensor_parallel=16))
     assert found.formula == "2 x 128 x 16 KV heads (8 heads, each on 2 of 16 ranks) x 2 B"
     assert kv(DENSE, EngineLayout(tensor_parallel=16, is_canonical=True)).token_bytes == 131072
-
-
-def test_one_latent_is_kept_once_on_one_node_and_once_for_each_rank_over_pipeline_stages() -> None:
     latent = {**LATENT, "num_hidden_layers": 60}
     assert kv(latent, EngineLayout(tensor_parallel=8)).token_bytes == 69120
     assert kv(latent, EngineLayout(tensor_parallel=8, args=engine_args.read(["-pp=2"]))).token_bytes == 8 * 69120

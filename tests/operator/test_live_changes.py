@@ -193,16 +193,13 @@ def test_an_edit_reaches_the_janitor_without_a_new_pod(edit: dict[str, Any], tol
     assert vars(janitors(cluster)).items() >= told.items()
 
 
-def test_the_lease_is_left_to_its_holder() -> None:
+def test_the_lease_is_left_to_its_holder_and_the_janitor_is_told_of_a_generation() -> None:
     cluster = reconciled()
     cluster.edit(LEASE, {"spec": {"holderIdentity": "llama-janitor-0_1"}})
     assert run(cluster).written == ()
     assert cluster.look(LEASE)["spec"] == {"holderIdentity": "llama-janitor-0_1"}
     cluster.remove(LEASE)
     assert run(cluster).written == (LEASE,)
-
-
-def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
     cluster = reconciled()
     before = janitors(cluster)
     assert JANITOR not in edited(cluster, hash={"seed": "7"}).written

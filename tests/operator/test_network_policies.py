@@ -169,22 +169,16 @@ def test_each_pod_of_a_tier_is_selected_by_one_policy(connector: dict[str, Any] 
     assert {pod: len(found.of(pod)) for pod in ours} == dict.fromkeys(ours, 1)
 
 
-def test_engines_reach_the_redis_of_their_tier_alone() -> None:
+def test_engines_reach_their_redis_and_each_other_and_no_policy_is_made_unasked() -> None:
     found = network(connector=TRIAL)
     assert found.lets("llama-engine", "llama-redis", 10_001)
     assert not found.lets("client", "llama-redis", 10_001)
     assert not found.lets("llama-redis", INTERNET, 443)
-
-
-def test_engines_of_two_roles_reach_each_other() -> None:
     found = network(connector=HYBRID)
     found.pods["decode"] = ("serving", {**found.pods["llama-engine"][1], names.LABEL_TIER: "decode"})
     assert found.lets("decode", "llama-engine", 5600)
     assert found.lets("llama-engine", "decode", 5600)
     assert not network().lets("client", "llama-engine", 5600)
-
-
-def test_no_policy_is_made_where_none_is_asked_for() -> None:
     made = rendered(tier()).values()
     assert not [each for each in (*made, *chart()) if each["kind"] == "NetworkPolicy"]
 

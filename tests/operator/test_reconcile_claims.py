@@ -133,7 +133,7 @@ def grown_by_hand(size: str = "4Ti") -> FakeCluster:
     return cluster
 
 
-def test_a_tier_whose_claim_was_grown_by_hand_is_bypassed_and_scaled_as_its_spec_says() -> None:
+def test_a_tier_whose_claim_was_grown_by_hand_goes_on_and_one_made_anew_gets_its_engines() -> None:
     cluster = grown_by_hand()
     assert set(edited(cluster, replicas=3, disk={"mode": "Bypass"}).written) == {CONFIG, DEPLOYMENT}
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
@@ -141,9 +141,6 @@ def test_a_tier_whose_claim_was_grown_by_hand_is_bypassed_and_scaled_as_its_spec
     assert cluster.look(CLAIM)["spec"]["resources"]["requests"]["storage"] == "4Ti"
     assert condition(cluster, "Ready")["reason"] == "ClaimCannotShrink"
     assert "2Ti is less than the 4Ti that claim 'llama-blocks' has" in condition(cluster, "Ready")["message"]
-
-
-def test_a_tier_made_anew_over_a_claim_that_was_grown_by_hand_gets_its_engines() -> None:
     cluster = grown_by_hand()
     cluster.remove(TIER_KEY)
     assert cluster.existing() == {CLAIM}
@@ -241,15 +238,12 @@ def test_a_tier_says_whether_the_budgets_of_all_tiers_on_its_claim_fit_it(
     assert check_verdict(view, "ClaimShared", verdict, reason, words)["Ready"]["status"] == "True"
 
 
-def test_budgets_that_begin_to_overlap_are_a_warning_and_their_fitting_again_is_not() -> None:
+def test_overlapping_budgets_are_a_warning_their_end_is_not_and_an_unread_spec_keeps_what_was_told() -> None:
     fits = status.report(of_budget(qwen=1 << 30), {}, now=NOON)
     overlaps = status.report(of_budget(qwen=2 << 40), fits, now=LATER)
     assert [(each.level, each.reason) for each in status.transitions(fits, overlaps)] == [("Warning", "BudgetsOverlap")]
     assert [(each.level, each.reason) for each in status.transitions(overlaps, fits)] == [("Normal", "BudgetsFit")]
     assert status.transitions(fits, status.report(of_budget(), fits, now=LATER)) == []
-
-
-def test_what_was_said_of_the_claim_stays_while_the_spec_cannot_be_read() -> None:
     before = status.report(of_budget(qwen=2 << 40), {}, now=NOON)
     wrong = Progress(generation=4, tier=VIEW.tier, invalid=SpecInvalid("spec", "is wrong"))
     assert conditions(wrong, before)["ClaimShared"]["reason"] == "BudgetsOverlap"

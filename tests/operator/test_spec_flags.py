@@ -153,11 +153,8 @@ def is_refused(template: dict[str, Any]) -> bool:
     return bool(problems({"spec": {**FULL["spec"], "engine": {"podTemplate": template}}}))
 
 
-def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
+def test_the_owned_flags_of_vllm_and_all_their_abbreviations_are_refused(vllm_flags: list[str]) -> None:
     assert {flag for flag in vllm_flags if not is_accepted(flag)} == OWNED
-
-
-def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vllm_flags: list[str]) -> None:
     for flag in OWNED:
         for length in range(3 if flag.startswith("--") else 2, len(flag)):
             meant = [known for known in vllm_flags if known.startswith(flag[:length])]
@@ -166,22 +163,18 @@ def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vl
                 assert not is_accepted(f"{flag[:length].replace('-', '_').replace('__', '--', 1)}=x"), flag[:length]
 
 
-def test_users_cannot_repeat_a_flag_that_the_operator_renders(template: dict[str, Any]) -> None:
+def test_users_cannot_take_flags_mounts_and_labels_of_the_operator_and_read_where_to_put_downloads(
+    template: dict[str, Any],
+) -> None:
     rendered = {word.partition("=")[0] for word in template["spec"]["containers"][0]["args"]}
     # The name that clients ask for is the user's business: the last one given wins.
     assert rendered - {"--served-model-name", *engine_spec.HARMLESS} <= OWNED
-
-
-def test_users_cannot_take_what_the_operator_mounts_or_its_labels(template: dict[str, Any]) -> None:
     for volume in template["spec"]["volumes"]:
         assert is_refused({"volumes": [{"name": volume["name"], "emptyDir": {}}]}), volume
     for mount in template["spec"]["containers"][0]["volumeMounts"]:
         assert is_refused({"volumeMounts": [{"name": "mine", "mountPath": mount["mountPath"]}]}), mount
     for key, value in template["metadata"]["labels"].items():
         assert is_refused({"labels": {key: value}}), key
-
-
-def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(template: dict[str, Any]) -> None:
     variables = {entry["name"]: entry.get("value") for entry in template["spec"]["containers"][0]["env"]}
     directory = re.search(r"points it at (\S+);", engine_spec.ENV["HF_HOME"])
     assert directory[1] == variables["HF_HOME"]
@@ -291,17 +284,11 @@ def test_vllm_reads_the_adapters_that_were_declared() -> None:
     assert (made.enable_lora, made.max_lora_rank, made.max_loras) == (True, 64, 3)
 
 
-def test_adapters_change_no_block_of_the_model_and_so_no_generation() -> None:
+def test_adapters_start_no_generation_two_of_one_name_are_refused_and_eight_are_computed_together() -> None:
     assert planned(SQL).generation.digest == planned().generation.digest
-
-
-def test_at_most_eight_adapters_are_computed_together_unless_more_are_asked_for() -> None:
     many = [{**SQL, "name": f"a{number}"} for number in range(20)]
     assert "--max-loras=8" in args_of(planned(*many))
     assert "--max-loras=20" in args_of(planned(*many, maxLorasAtOnce=20))
-
-
-def test_two_adapters_of_one_name_are_refused() -> None:
     with pytest.raises(SpecInvalid, match="given twice"):
         parse(tier(model={"name": "m", "loras": [SQL, SQL]}))
 

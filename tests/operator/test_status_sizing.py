@@ -152,13 +152,10 @@ def test_data_parallel_engines_and_flags_are_read_alike_in_every_spelling(args: 
     }
 
 
-def test_no_term_is_larger_than_a_status_can_hold() -> None:
+def test_every_term_fits_a_status_and_page_tables_count_for_each_process_that_maps_the_tier() -> None:
     sizing = sized(1 << 62, 1 << 62, 9999)
     found = report.terms(sizing, None, node_bytes=None)
     assert found["shmBytes"] == found["memoryBytes"] == 2**63 - 1
-
-
-def test_page_tables_of_a_cpu_tier_of_a_tebibyte_are_counted_for_each_process_that_maps_it() -> None:
     one, eight = (sized(1 << 40, ranks=ranks) for ranks in (1, 8))
     assert eight.io_worker_bytes - one.io_worker_bytes == 7 * 2 * GIB
     assert eight.io_worker_bytes >= 9 * 2 * GIB
@@ -345,14 +342,11 @@ def test_generations_are_shown_the_current_one_first_and_those_of_one_engine_alo
     assert (roles[updated.digest], roles["aaaa"]) == ("Unshared", "Previous")
 
 
-def test_the_use_of_each_tier_is_shown() -> None:
+def test_the_use_of_each_tier_is_shown_and_stays_while_the_janitor_is_away() -> None:
     assert told(view(usage(used_bytes=1 << 39, blocks=9)))["tiers"] == [
         {"name": "cpu", "capacityBytes": 64 << 30},
         {"name": "disk", "capacityBytes": 1 << 40, "usedBytes": 1 << 39, "blocks": 9, "used": "50%"},
     ]
-
-
-def test_what_was_counted_last_stays_while_the_janitor_is_away() -> None:
     before = told(view(usage(generations=GENERATIONS)))
     after = told(view(None, silence="refused"), before)
     assert (after["tiers"], after["generations"]) == (before["tiers"], before["generations"])

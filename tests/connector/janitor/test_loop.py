@@ -55,20 +55,17 @@ def test_other_settings_are_followed_while_it_runs(rig: Rig, engine: Engine, tmp
         until(lambda: loop.report().usage.blocks == 3, "the eviction")
 
 
-def test_settings_that_cannot_be_used_are_stated_and_the_old_ones_stay(rig: Rig, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_used_are_stated_and_those_that_need_a_new_process_end_this_one(
+    rig: Rig, tmp_path: Path
+) -> None:
     file = tmp_path / "janitor.json"
     file.write_text("{}")
     with running(Loop(rig.config, config_file=file, tick_seconds=0.05)) as loop:
         until(lambda: "settings" in loop.report().problems, "the problem")
         file.write_text(encode(rig.config))
         until(lambda: "settings" not in loop.report().problems, "its end")
-
-
-def test_settings_that_need_a_new_process_end_this_one(rig: Rig, tmp_path: Path) -> None:
-    file = tmp_path / "janitor.json"
     file.write_text(encode(replace(rig.config, tier_dir="/elsewhere")))
-    loop = Loop(rig.config, config_file=file, tick_seconds=0.05)
-    assert loop.run()
+    assert Loop(rig.config, config_file=file, tick_seconds=0.05).run()
 
 
 def test_only_the_elected_one_acts(rig: Rig, engine: Engine) -> None:

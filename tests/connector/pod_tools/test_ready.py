@@ -223,20 +223,17 @@ def test_the_password_is_given_and_its_lack_is_told(server: socketserver.Threadi
     assert redis_check.why_not(url(server), "blau", patience=0) == "WRONGPASS invalid password"
 
 
-def test_one_that_is_not_there_is_told_and_holds_up_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["", "redis://redis:70000", "redis://redis..cache:6379", "redis://[redis:6379"])
+def test_one_that_is_not_there_or_an_address_that_cannot_be_is_told_and_stops_no_pod(
+    address: str, tmp_path: Path
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
+        unused = f"redis://127.0.0.1:{taken.getsockname()[1]}"
     result = tmp_path / "result"
-    assert redis_check.main([f"--url={address}", f"--result={result}", "--patience=0"]) == 0
-    assert json.loads(result.read_text()) == {"problem": "Connection refused"}
-
-
-@pytest.mark.parametrize("address", ["redis://redis:70000", "redis://redis..cache:6379", "redis://[redis:6379"])
-def test_an_address_that_cannot_be_is_told_and_stops_no_pod(address: str, tmp_path: Path) -> None:
-    result = tmp_path / "result"
-    assert redis_check.main([f"--url={address}", f"--result={result}", "--patience=0"]) == 0
-    assert json.loads(result.read_text())["problem"]
+    assert redis_check.main([f"--url={address or unused}", f"--result={result}", "--patience=0"]) == 0
+    problem = json.loads(result.read_text())["problem"]
+    assert problem == "Connection refused" if not address else problem
 
 
 CONNECTOR = Path(shm.__file__ or "").parents[2]
@@ -280,19 +277,14 @@ def region(directory: Path, name: str = "dead") -> Path:
     return path
 
 
-def test_a_region_that_nobody_holds_is_removed(directory: Path) -> None:
+def test_a_region_that_nobody_holds_is_removed_and_other_files_stay(directory: Path) -> None:
     paths = [region(directory, "one"), region(directory, "two")]
-    assert clear_stale_regions(directory) == [str(path) for path in paths]
-    assert list(directory.iterdir()) == []
-    assert clear_stale_regions(str(directory)) == []
-
-
-def test_other_files_stay(directory: Path) -> None:
-    (directory / "nccl-abc").write_bytes(b"")
-    (directory / "my_vllm_offload_x.mmap").write_bytes(b"")
+    for name in ("nccl-abc", "my_vllm_offload_x.mmap"):
+        (directory / name).write_bytes(b"")
     (directory / "vllm_offload_directory").mkdir()
     (directory / "vllm_offload_link").symlink_to("nccl-abc")
-    assert clear_stale_regions(directory) == []
+    assert clear_stale_regions(directory) == [str(path) for path in paths]
+    assert clear_stale_regions(str(directory)) == []
     assert len(list(directory.iterdir())) == 4
 
 

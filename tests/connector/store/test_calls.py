@@ -46,13 +46,21 @@ def store(tmp_path: Path, fs: NotingFs) -> BlockStore:
 LOOK = ["open", "fstat", "close"]
 
 
-def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore, fs: NotingFs) -> None:
+def test_a_store_costs_eight_calls_a_load_four_and_a_block_that_is_there_four_and_no_write(
+    tmp_path: Path, store: BlockStore, fs: NotingFs
+) -> None:
     # Its directories are there now.
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     remove(tmp_path, key(1))
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert fs.calls == ["open", "open", *writes(tmp_path), "close", *LOOK, "rename"]
+    fs.calls.clear()
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+    assert fs.calls == ["open", "preadv", "fstat", "close"]
+    fs.calls.clear()
+    assert store.put(key(1), payload(1)) == Present()
+    assert fs.calls == ["open", "fstat", "preadv", "close"]
 
 
 def test_the_first_block_of_a_directory_costs_little_more(tmp_path: Path, store: BlockStore, fs: NotingFs) -> None:
@@ -101,20 +109,6 @@ def test_directories_belong_to_their_group_below_one_that_was_copied_without_its
     finally:
         os.umask(before)
     assert {stat.S_IMODE(each.stat().st_mode) for each in blocks.rglob("*") if each.is_dir()} == {0o2770}
-
-
-def test_a_load_of_a_block_costs_four_calls(store: BlockStore, fs: NotingFs) -> None:
-    store.put(key(1), payload(1))
-    fs.calls.clear()
-    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-    assert fs.calls == ["open", "preadv", "fstat", "close"]
-
-
-def test_a_block_that_is_there_costs_four_calls_and_no_write(store: BlockStore, fs: NotingFs) -> None:
-    store.put(key(1), payload(1))
-    fs.calls.clear()
-    assert store.put(key(1), payload(1)) == Present()
-    assert fs.calls == ["open", "fstat", "preadv", "close"]
 
 
 def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: NotingFs) -> None:
@@ -214,12 +208,9 @@ def test_a_file_system_is_called_by_its_name(path: str, name: str) -> None:
     assert mount_of(path, table=TABLE).name == name
 
 
-def test_a_system_that_does_not_tell_has_an_unknown_file_system() -> None:
+def test_a_system_that_does_not_tell_has_an_unknown_file_system_and_this_one_tells() -> None:
     assert mount_of("/mnt", table="") == UNKNOWN
     assert advice(UNKNOWN) == []
-
-
-def test_this_machine_tells_of_its_own() -> None:
     assert mount_of("/proc/self").type == "proc"
 
 

@@ -58,15 +58,12 @@ def litter(root: Path) -> dict[str, LeftoverKind]:
     return {**kinds, str(directory / "link"): LeftoverKind.FOREIGN}
 
 
-def test_a_scan_names_every_block_once(root: Path) -> None:
+def test_a_scan_names_every_block_once_and_says_what_every_other_file_is(root: Path) -> None:
     entries = sorted(entry for entry in scan(root) if isinstance(entry, BlockEntry))
     assert [entry.key for entry in entries] == [key(number) for number in range(3)]
     assert [entry.path for entry in entries] == [block_path(key(number)) for number in range(3)]
     assert {entry.size for entry in entries} == {BLOCK_BYTES}
     assert entries[0].mtime_ns == (root / entries[0].path).stat().st_mtime_ns
-
-
-def test_a_scan_says_what_every_other_file_is(root: Path) -> None:
     kinds = litter(root)
     found = {entry.path: entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)}
     assert found == kinds

@@ -203,7 +203,7 @@ def test_workers_are_asked_with_the_steps_until_each_has_answered_and_in_the_ord
     assert question.take({0: (asked, FIRST), 1: (asked, SECOND)}) is None
 
 
-def test_answers_to_a_question_that_was_dropped_count_for_nothing() -> None:
+def test_answers_of_several_workers_are_put_together_without_those_that_were_dropped() -> None:
     question = WorkerQuestion(1)
     dropped = question.ask()
     question.drop()
@@ -211,9 +211,6 @@ def test_answers_to_a_question_that_was_dropped_count_for_nothing() -> None:
     question.ask()
     assert question.take({0: (dropped, FIRST)}) is None
     assert question.take({0: (question.number, SECOND)}) == [SECOND]
-
-
-def test_the_answers_of_several_workers_are_put_together() -> None:
     one = KVTierWorkerMetadata(declared={0: (1, FIRST)})
     both = one.aggregate(KVTierWorkerMetadata(declared={1: (1, SECOND)}))
     assert both.declared == {0: (1, FIRST), 1: (1, SECOND)}

@@ -222,15 +222,12 @@ def test_heads_of_two_sizes_share_blocks_of_one_size(tp: int) -> None:
     assert_as_vllm_packs(make_family_layout(GEMMA_4, EngineLayout(tensor_parallel=tp)), specs, ranks=tp)
 
 
-def test_layers_that_are_written_one_by_one_are_the_same() -> None:
+def test_layers_written_one_by_one_and_windows_with_more_heads_share_blocks() -> None:
     short = {name: value for name, value in GEMMA_4.items() if "global" not in name}
     by_layer = {f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 4} for layer in EVERY_SIXTH}
     assert make_family_layout({**short, "per_layer_config": by_layer}, EngineLayout()) == make_family_layout(
         GEMMA_4, EngineLayout()
     )
-
-
-def test_windows_with_more_heads_share_blocks_too() -> None:
     pattern = MIMO_V2["hybrid_layer_pattern"]
     assert isinstance(pattern, list)
     full = [layer for layer, mark in enumerate(pattern) if mark == 0]

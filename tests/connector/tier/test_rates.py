@@ -99,13 +99,10 @@ def test_a_step_under_way_delays_what_is_computed(clock: Clock) -> None:
     assert rates.choose(**work) is Way.COMPUTE
 
 
-def test_a_volume_that_was_never_measured_is_tried(clock: Clock) -> None:
+def test_a_volume_is_tried_that_was_never_measured_or_lost_long_ago(clock: Clock) -> None:
     rates = Rates(now=clock)
     assert rates.choose(100, unread=100) is Way.LOAD
     assert rates.choose(100, unread=100, may_split=True) is Way.SPLIT
-
-
-def test_a_volume_that_lost_is_tried_again_after_a_while(clock: Clock) -> None:
     rates = measured(clock, 100)
     assert rates.choose(32_000, unread=32_000) is Way.COMPUTE
     clock.seconds += KNOWN_SECONDS + 1
@@ -186,7 +183,7 @@ def test_the_first_measurement_may_be_of_a_small_step(clock: Clock) -> None:
         clock.seconds += seconds
 
 
-def test_what_a_late_call_leaves_to_the_next_does_not_make_the_volume_fast(clock: Clock) -> None:
+def test_a_late_call_is_measured_by_its_reads_and_makes_the_volume_not_fast(clock: Clock) -> None:
     rates = measured(clock, 10_000)
     rates.note_landed(0, is_reading=True)
     clock.seconds += 0.4
@@ -194,9 +191,6 @@ def test_what_a_late_call_leaves_to_the_next_does_not_make_the_volume_fast(clock
     clock.seconds += 0.001
     rates.note_landed(1_000, reads=[0.1], is_reading=False)
     assert rates.volume.value < 11_000
-
-
-def test_what_comes_between_two_calls_is_measured_by_its_reads(clock: Clock) -> None:
     rates = Rates(now=clock)
     rates.note_ordered()
     # A long step of others.
@@ -242,15 +236,12 @@ def split_hit(rates: Rates, tokens: int) -> tuple[Splits, Split]:
     return splits, split
 
 
-def test_a_head_at_the_meeting_waits_for_a_few_chunks_and_is_computed_where_none_come(clock: Clock) -> None:
+def test_a_head_waits_at_the_meeting_for_a_few_chunks_and_leaves_a_tail_that_is_computed_sooner(clock: Clock) -> None:
     splits, split = split_hit(measured(clock, 2 * PREFILL), 8_192)
     split.computed = split.ready_from - 256
     assert splits.next_tokens(split) == 0
     clock.seconds += 2 * LEAST_PATIENCE_SECONDS
     assert splits.next_tokens(split) == 256
-
-
-def test_a_tail_is_left_that_is_computed_as_soon_as_joined(clock: Clock) -> None:
     splits, split = split_hit(measured(clock, PREFILL), 8_192)
     split.computed = split.end - int(2 * JOIN_SECONDS * PREFILL)
     assert splits.is_worth_joining(split)

@@ -249,7 +249,7 @@ def test_each_tenant_has_its_own(rigs: Rigs, rig: Rig) -> None:
     assert reader.metric(SAVED, "") == 0
 
 
-def test_tenants_without_end_make_no_labels_without_end() -> None:
+def test_tenants_without_end_make_no_labels_and_an_undeclared_metric_is_refused() -> None:
     stats = metrics.Stats()
     for number in range(metrics.MOST_TENANTS + 50):
         stats.count_saved(f"tenant-{number}", 2.0)
@@ -258,9 +258,6 @@ def test_tenants_without_end_make_no_labels_without_end() -> None:
     assert len(values) == metrics.MOST_TENANTS + 1
     assert values["tenant-0",] == 3.0
     assert values[metrics.OTHERS,] == 100.0
-
-
-def test_an_undeclared_metric_cannot_be_observed() -> None:
     with pytest.raises(ValueError, match="declare it in METRICS"):
         metrics.Stats().count(metrics.Metric("vllm:kvtier_new", "New."))
     with pytest.raises(ValueError, match="with the labels"):

@@ -57,7 +57,7 @@ def test_a_long_prompt_is_walked_over_once_however_many_of_its_chunks_are_asked_
     assert walked.walked == 1000
 
 
-def test_groups_are_chains_of_their_own_with_chunks_of_their_own_length() -> None:
+def test_groups_are_chains_of_their_own_and_a_chunk_inside_another_is_no_link() -> None:
     context = ReqContext(req_id="r")
     for number in range(4):
         context.set_offload_key_position(key(number), (number + 1) * TOKENS_PER_BLOCK)
@@ -66,9 +66,6 @@ def test_groups_are_chains_of_their_own_with_chunks_of_their_own_length() -> Non
     request = TierRequest(context, TOKENS)
     assert request.lineage(key(3)) == Lineage(hash_of(2), 3)
     assert request.lineage(key(3, group=1)) == Lineage(hash_of(1), 1)
-
-
-def test_a_chunk_is_known_once_it_is_noted_and_is_no_link_where_it_ends_inside_another() -> None:
     context, request = request_of(*keys(2))
     assert [request.lineage(key(number)) for number in range(3)] == [NO_LINEAGE, Lineage(hash_of(0), 1), NO_LINEAGE]
     context.set_offload_key_position(key(50), 2 * TOKENS_PER_BLOCK + 3)
@@ -229,14 +226,11 @@ def test_a_step_with_many_requests_whose_blocks_are_being_written_asks_about_eac
     assert not any(map(transfers.is_storing, contexts))
 
 
-def test_a_block_is_due_with_the_request_that_is_configured_and_is_named_once() -> None:
+def test_a_block_is_due_once_with_the_configured_request_and_old_counts_are_forgotten() -> None:
     reuse = ReuseFilter(3)
     assert [list(reuse.note_request([key(1)])) for _ in range(4)] == [[], [], [key(1)], []]
     assert reuse.is_due(key(1))
     assert not reuse.is_due(key(1, group=1))
-
-
-def test_counts_of_chunks_that_were_asked_for_long_ago_are_forgotten() -> None:
     reuse = ReuseFilter(2, remembered=4)
     reuse.note_request([key(0)])
     for other in keys(8, first=1):

@@ -403,20 +403,11 @@ def test_an_overriding_method_takes_every_argument_of_vllm(ours: type, name: str
 REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def test_a_model_runner_registers_the_kv_caches_itself_so_that_it_is_among_the_callers() -> None:
+def test_vllm_makes_and_asks_its_objects_in_the_order_that_the_adapter_needs() -> None:
     assert ".register_kv_caches(" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
-
-
-def test_a_model_with_adapters_knows_their_manager() -> None:
     assert "self.model.lora_manager = self" in inspect.getsource(LoRAModelManager.__init__)
-
-
-def test_the_scheduler_reads_the_policy_of_failed_loads_after_it_made_the_connector() -> None:
     source = inspect.getsource(Scheduler.__init__)
     assert source.index("create_connector(") < source.index(".kv_load_failure_policy")
-
-
-def test_vllm_derives_no_class_from_that_of_requests_by_which_the_tier_finds_adapters_and_salts() -> None:
     assert Request.__subclasses__() == []
 
 
