@@ -275,10 +275,13 @@ def test_helm_takes_the_values_that_are_set(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_patch_file_is_there() -> None:
+def test_every_patch_file_is_there_and_flux_installs_the_operator_that_the_docs_name() -> None:
     named = [after for _, words in commands("kubectl") for word, after in pairwise(words) if word == "--patch-file"]
     assert named
     assert [file for file in named if not (ROOT / file).exists()] == []
+    found = yaml.safe_load_all((ROOT / "crds" / "samples" / "others" / "flux.yaml").read_text())
+    (release,) = (each for each in found if each["kind"] == "HelmRelease")
+    assert release["spec"]["releaseName"] == "kvtier"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -291,12 +294,6 @@ def test_a_verb_after_a_sample_was_applied_names_the_tier_of_the_sample(page: Pa
             applied = body["metadata"]["name"] if body["kind"] == "KVCacheTier" else ""
         elif applied and (found := re.match(r"(?:kubectl )?kvtier (?:status|mode|restart|pause) ([a-z]\S*)", line)):
             assert found[1] == applied, line
-
-
-def test_the_operator_that_flux_installs_has_the_name_that_the_docs_have() -> None:
-    found = yaml.safe_load_all((ROOT / "crds" / "samples" / "others" / "flux.yaml").read_text())
-    (release,) = (each for each in found if each["kind"] == "HelmRelease")
-    assert release["spec"]["releaseName"] == "kvtier"
 
 
 EVERY_PAGE = sorted(

@@ -84,8 +84,13 @@ def test_the_command_fails_and_keeps_its_record_when_a_figure_is_worse(
     assert json.loads(record.read_text()) == {"lines of one": 3}
 
 
-def test_the_imports_of_the_product_are_read() -> None:
+def test_imports_are_read_texts_silence_nothing_and_all_is_one_release_under_one_licence() -> None:
     assert "kvtier_operator.plan" in {name.rpartition(".")[0] for name in house.product_imports()}
+    assert suppressions.unexplained('value = "# noqa: S104"\n"""\n# type: ignore\n"""\n') == []
+    assert [
+        str(path) for path in sources() if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
+    ] == []
+    assert kvtier_operator.__version__ == kvtier_connector.__version__
 
 
 suppressions = ci_tools.load("suppressions")
@@ -99,10 +104,6 @@ def test_what_is_silenced_without_a_reason_is_found_with_its_line(comment: str) 
 @pytest.mark.parametrize("comment", TABLES["with_a_reason"])
 def test_a_reason_in_the_same_line_is_enough(comment: str) -> None:
     assert suppressions.unexplained(f"value = 1  {comment}\n") == []
-
-
-def test_what_a_text_says_silences_nothing() -> None:
-    assert suppressions.unexplained('value = "# noqa: S104"\n"""\n# type: ignore\n"""\n') == []
 
 
 def test_the_command_names_the_place_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,13 +236,3 @@ def sources() -> list[Path]:
 @pytest.mark.parametrize("folder", ["operator", "connector"])
 def test_a_folder_named_like_a_module_of_the_standard_library_is_no_package(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
-
-
-def test_every_source_file_names_its_licence() -> None:
-    assert [
-        str(path) for path in sources() if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
-    ] == []
-
-
-def test_operator_and_connector_are_one_release() -> None:
-    assert kvtier_operator.__version__ == kvtier_connector.__version__

@@ -128,13 +128,10 @@ def test_every_action_is_pinned_by_a_digest_and_dependabot_looks_at_what_is_ther
         assert all(list((ROOT / folder.lstrip("/")).glob("*Dockerfile")) for folder in folders)
 
 
-def test_workflows_scripts_and_dockerfiles_are_what_their_linters_take() -> None:
+def test_linters_take_workflows_and_the_licence_names_its_holder() -> None:
     assert set(linters.commands()) == {"actionlint", "shellcheck", "hadolint"}
     assert all(linters.commands().values())
     assert linters.main() == 0
-
-
-def test_the_licence_names_its_holder() -> None:
     assert "[yyyy]" not in (ROOT / "LICENSE").read_text()
     assert "Copyright 2026 The kvtier authors" in (ROOT / "NOTICE").read_text()
 
@@ -280,10 +277,8 @@ def test_the_readme_names_every_value_with_its_default() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     found = {path: default for path, _, default in pages.rows()}
     assert [path for path in leaves(values) if not any(f"{each}.".startswith(f"{path}.") for each in found)] == []
-    assert (found["leaderElection.leaseSeconds"], found["metrics.dashboards.labels"]) == (
-        12,
-        {"grafana_dashboard": "1"},
-    )
+    labels = {"grafana_dashboard": "1"}
+    assert (found["leaderElection.leaseSeconds"], found["metrics.dashboards.labels"]) == (12, labels)
 
 
 def images_of(node: Any) -> Iterator[str]:
@@ -350,14 +345,8 @@ def test_artifact_hub_is_told_of_images_definitions_examples_and_changes() -> No
     assert (definition["kind"], definition["version"]) == (names.KIND, names.VERSION)
     for body in listed["crdsExamples"]:
         parse({**body, "metadata": {"namespace": "default", **body["metadata"]}})
-    assert {each["kind"] for each in listed["changes"]} <= {
-        "added",
-        "changed",
-        "deprecated",
-        "removed",
-        "fixed",
-        "security",
-    }
+    kinds = {"added", "changed", "deprecated", "removed", "fixed", "security"}
+    assert {each["kind"] for each in listed["changes"]} <= kinds
     assert len(listed["changes"]) == (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].count("\n- ")
     assert all(each["url"].startswith("https://") for each in listed["links"])
     assert HUB["artifacthub.io/operatorCapabilities"] in (ROOT / "docs/support.md").read_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import yaml
 from e2e.bench import cells, report, workloads
 from e2e.bench.cells import GPU_HEAVY, TINY_HEAVY, TINY_STAGES, HeavyCell, figures, hit_share, windows
 from e2e.bench.engines import joined_ids
@@ -24,6 +25,8 @@ from e2e.matrix import rendering
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey, block_path
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,13 +47,7 @@ def test_an_agent_asks_for_its_history_again_and_has_computed_nearly_all_of_it_b
 
 @pytest.mark.parametrize(
     ("played", "tokens"),
-    [
-        (["A"], 0),
-        (["long"], 120832),
-        (["prepare-single", "D"], 33792),
-        (["preemption"], 3072),
-        (["prepare-long"], 120832),
-    ],
+    TABLES["longest_prompts"],
 )
 def test_the_context_is_as_long_as_the_longest_prompt_of_the_cells(played: list[str], tokens: int) -> None:
     assert cells.model_length(played, GPU_SIZES, GPU_HEAVY) == tokens
@@ -66,12 +63,6 @@ def test_given_sizes_are_those_of_either_kind() -> None:
 
 def request(at: float, cached: int, **changes: object) -> report.Record:
     return {"tokens": 100, "cached": cached, "at": at, "first": 0.1, "output": [1, 2, 3], **changes}
-
-
-def test_hits_are_told_by_windows_of_the_first_tokens() -> None:
-    found = [request(0.1, 0), request(1.9, 50), request(4.1, 100), request(4.2, 100, tokens=300)]
-    assert windows(found, hit_share) == [0.25, 0.0, 0.5]
-    assert hit_share(found[:2]) == 0.25
 
 
 @pytest.mark.parametrize(("scheduled", "recomputed"), [(204, 0.0), (260, 56.0)])
@@ -212,10 +203,13 @@ def test_sharers_have_the_prepared_prefix_in_common_and_no_two_workloads_a_first
     assert len({tuple(tokens[len(prefix) : -1]) for tokens in prompts}) == TINY_SIZES.sharers
 
 
-def test_blocks_that_prompts_share_are_counted_once() -> None:
+def test_blocks_that_prompts_share_are_counted_once_and_hits_by_windows_of_first_tokens() -> None:
     requests = workloads.conversations(GPU_SIZES, GPU_SIZES.conversations)
     assert workloads.block_count(requests, 64) == 40 * (8192 + 3 * 512) // 64
     assert workloads.block_count([*requests, *requests], 64) == workloads.block_count(requests, 64)
+    found = [request(0.1, 0), request(1.9, 50), request(4.1, 100), request(4.2, 100, tokens=300)]
+    assert windows(found, hit_share) == [0.25, 0.0, 0.5]
+    assert hit_share(found[:2]) == 0.25
 
 
 BLOCK_TOKENS = 128

@@ -100,16 +100,10 @@ def test_one_engine_computes_another_loads_and_the_first_answers_from_memory(
         ("engine-0", {"GPU": 1.0}),
     ]
     words = tier.asked[0][1]
-    assert {
-        "--base-url=http://[fd00::1]:8000",
-        "--model=org/model",
-        "--served-model-name=small",
-        "--tokenizer=org/model",
-        "--random-input-len=1024",
-        "--num-prompts=4",
-        "--max-concurrency=2",
-        "--seed=7",
-    } <= set(words)
+    model = "--model=org/model --served-model-name=small --tokenizer=org/model --base-url=http://[fd00::1]:8000"
+    assert {*model.split(), "--random-input-len=1024", "--num-prompts=4", "--max-concurrency=2", "--seed=7"} <= set(
+        words
+    )
     assert {tuple(each) for _, each in tier.asked} == {tuple(words)}, "the same prompts in each pass"
     first = found["passes"][0]
     assert (first["requests"], first["failed"]) == (4, 0)

@@ -127,8 +127,9 @@ def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier(
     assert found.get("verdict") == verdict
 
 
-def test_an_adapter_that_changes_nothing_proves_nothing() -> None:
+def test_an_adapter_that_changes_nothing_proves_nothing_and_every_row_belongs_to_a_class() -> None:
     assert judge_rewritten(ANSWERS, Round(answers=ANSWERS), ANSWERS)["verdict"].startswith("blind")
+    assert {path.stem for path in page.RESULTS.rglob("*.json")} <= {each.name for each in CLASSES}
 
 
 def test_rows_of_a_gpu_are_shown_apart_and_only_what_was_run(tmp_path: Path) -> None:
@@ -156,10 +157,6 @@ def test_prompts_for_a_gpu_end_where_its_blocks_and_the_files_find_as_much(spare
     assert max(lengths) > 4 * min(lengths)
     for length in lengths:
         assert (length - 1) // 16 * 16 - spare == (length - 1) // 128 * 128 > 0
-
-
-def test_every_row_belongs_to_a_class() -> None:
-    assert {path.stem for path in page.RESULTS.rglob("*.json")} <= {each.name for each in CLASSES}
 
 
 def test_a_model_whose_weights_the_engine_draws_has_a_file_that_identifies_them(tmp_path: Path) -> None:

@@ -152,37 +152,15 @@ def test_what_would_break_the_engine_is_refused_by_its_field(where: str, value: 
     assert any(at == f"{AT}.{field}" and words in text for at, text in caught.value.problems)
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "value", "words"),
-    [
-        ("leaderworkerset", ("spec", "leaderWorkerTemplate", "size"), 2, "spec.leaderWorkerTemplate.size: is 2"),
-        ("inferenceservice", ("spec", "predictor", "workerSpec"), {"size": 1}, "spec.predictor.workerSpec: spreads"),
-        ("llminferenceservice", ("spec", "prefill"), {"replicas": 1}, "spec.prefill: spreads"),
-        ("llminferenceservice", ("spec", "model", "uri"), "hf://org/other", "is org/other"),
-        ("llminferenceservice", ("spec", "parallelism"), {"tensor": 2}, "--tensor-parallel-size: is 2"),
-        ("llminferenceservice", ("spec", "kvCacheOffloading"), {"cpu": "1Gi"}, "spec.kvCacheOffloading: makes KServe"),
-        (
-            "llminferenceservice",
-            ("spec", "template", "containers", ("name", "main"), "env", ("name", "VLLM_ADDITIONAL_ARGS"), "value"),
-            "--dtype 'half",
-            "env.VLLM_ADDITIONAL_ARGS: is no command line (No closing quotation)",
-        ),
-        ("values", (*MODEL, "raySpec"), {"enabled": True}, "modelSpec[qwen].raySpec: spreads an engine"),
-        ("values", (*MODEL, "limitMemory"), "4Gi", "modelSpec[qwen].limitMemory: is 4 GiB"),
-        ("values", (*MODEL, "modelRevision"), "v2", "modelSpec[qwen].vllmConfig.extraArgs.--revision: is v2"),
-        ("values", (*MODEL, "requestGPU"), 0, "modelSpec[qwen].containers[vllm].resources.limits: is none"),
-        ("values", (*MODEL, "lmcacheConfig"), {"enabled": True}, "lmcacheConfig: is another connector"),
-        ("values", (*MODEL, "initContainer"), {"name": "mine", "image": "b"}, "has a name that the tier needs"),
-    ],
-)
-def test_what_a_kind_cannot_do_is_refused_by_its_field(name: str, where: Steps, value: object, words: str) -> None:
-    document = read(name)
-    put(document, where, value)
+@pytest.mark.parametrize(("name", "where", "value", "words"), TABLES["refused_of_kinds"])
+def test_what_a_kind_cannot_do_is_refused_by_its_field(name: str, where: str, value: object, words: str) -> None:
+    document, steps = read(name), re.findall(r"\[(.+?)\]|([^.\[]+)", where)
+    put(document, tuple(("name", item) if item else field for item, field in steps), value)
     with pytest.raises(AttachRefused, match=re.escape(words)):
         attach_document(document, plan())
 
 
-def test_containers_among_which_the_engine_cannot_be_told_need_a_name() -> None:
+def test_an_engine_that_cannot_be_told_needs_a_name_and_an_object_of_another_tier_is_refused() -> None:
     document = read("statefulset")
     put(document, (*CONTAINER, "image"), "example.org/inference")
     put(document, (*CONTAINER, "command"), ["serve-model"])
@@ -190,9 +168,6 @@ def test_containers_among_which_the_engine_cannot_be_told_need_a_name() -> None:
         attach_document(document, plan())
     with pytest.raises(AttachRefused, match=r"\.image: is example.org/inference"):
         attach_document(document, plan(), container="server")
-
-
-def test_an_object_of_another_tier_is_refused_until_that_is_taken_out() -> None:
     _, document, _ = attach_document(read("deployment"), plan())
     record = json.loads(document["spec"]["template"]["metadata"]["annotations"][ANNOTATION])
     assert record["tier"] == "default/qwen"

@@ -141,12 +141,6 @@ def test_who_the_pods_run_as_is_kept_as_it_was_written(context: dict[str, Any], 
     assert both_take(server, body).engine.pod_template.security_context == context
 
 
-ENCODER = (
-    "is that of an encoder-decoder model: vLLM has no prefix cache for one and starts none with a KV connector; serve "
-    "it without a KVCacheTier"
-)
-
-
 @pytest.mark.parametrize(("changes", "at", "says"), TABLES["offline"])
 def test_what_is_read_offline_is_refused_as_by_a_strict_server(changes: Mapping[str, Any], at: str, says: str) -> None:
     with pytest.raises(SpecInvalid) as refused:

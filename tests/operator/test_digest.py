@@ -157,7 +157,7 @@ def test_an_edit_tells_what_it_discards_and_restarts(edit: dict[str, Any], disca
     assert any(change.is_restart for change in found.changes) is restarts
 
 
-def test_only_the_fields_that_cost_something_are_blamed() -> None:
+def test_fields_that_cost_something_are_blamed_and_another_image_keeps_the_cache_it_verifies() -> None:
     found = explain({}, {"model": {"revision": "abc"}, "replicas": 3, "cpu": {"size": "32Gi"}}, warm_bytes=3 << 39)
     discarding, restarting = diff.warnings(found)
     assert "(1.5 TiB on the volume)" in discarding
@@ -165,6 +165,12 @@ def test_only_the_fields_that_cost_something_are_blamed() -> None:
     assert restarting == "replaces 2 engine pods, one after another: spec.model.revision, spec.cpu.size changed"
     together = explain({}, {"engine": {"tensorParallel": 2, "accelerator": {"perPod": 2}}})
     assert "spec.engine.tensorParallel" in {change.field for change in together.changes if change.is_new_generation}
+    verified = {"generations": {"acrossReleases": "Verified"}}
+    found = explain(verified, {**verified, "engine": {"image": "vllm/vllm-openai:v0.33.0"}})
+    kept, replaced = diff.warnings(found)
+    assert not found.discards_cache
+    assert kept.startswith("keeps the cache, verified at the first start")
+    assert "spec.engine.image" in replaced
 
 
 def test_a_field_that_goes_a_share_without_nodes_and_what_is_refused_are_compared_as_they_stand() -> None:
@@ -179,15 +185,6 @@ def test_a_field_that_goes_a_share_without_nodes_and_what_is_refused_are_compare
     assert not explain({}, half).discards_cache
     with pytest.raises(SpecInvalid, match="blockTokens: 96 is no multiple of the 64 tokens"):
         explain({}, {"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}})
-
-
-def test_another_image_keeps_the_cache_where_its_engines_verify_it() -> None:
-    verified = {"generations": {"acrossReleases": "Verified"}}
-    found = explain(verified, {**verified, "engine": {"image": "vllm/vllm-openai:v0.33.0"}})
-    kept, replaced = diff.warnings(found)
-    assert not found.discards_cache
-    assert kept.startswith("keeps the cache, verified at the first start")
-    assert "spec.engine.image" in replaced
 
 
 @pytest.fixture
@@ -207,21 +204,15 @@ def explain_live(snapshot: Snapshot, after: dict[str, Any], restart: str = "") -
     return explain_edit(parse(tier()), edited, TIER, connector_image="c:1", snapshot=snapshot, restart=restart)
 
 
-def test_an_edit_that_replaces_outdated_engines_says_what_the_upgrade_changes(upgraded: Snapshot) -> None:
+def test_an_edit_or_restart_takes_up_an_upgrade_and_says_so_where_it_replaces_engines(upgraded: Snapshot) -> None:
     found = explain_live(upgraded, {"engine": {"args": ["--max-num-seqs", "8"]}})
     assert (found.restarted_pods, found.discards_cache, found.generation) == (2, True, "feed")
     told = "\n".join(diff.warnings(found))
     assert "blocks of generation feed" in told
     assert "the image of install-connector from c:0 to c:1" in told
-
-
-def test_an_edit_that_replaces_no_pod_leaves_outdated_engines_and_their_cache(upgraded: Snapshot) -> None:
     found = explain_live(upgraded, {"replicas": 3, "disk": {"mode": "Bypass"}})
     assert (found.restarted_pods, found.discards_cache, found.generation) == (0, False, "feed")
     assert diff.warnings(found) == ()
-
-
-def test_a_restart_that_is_asked_for_counts_as_an_edit(upgraded: Snapshot) -> None:
     found = explain_live(upgraded, {}, restart="now")
     assert (found.changes, found.restarted_pods) == ((), 2)
     assert "replaces 2 engine pods" in describe_diff("llama", found)

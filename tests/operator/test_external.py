@@ -254,12 +254,14 @@ def test_a_mode_that_is_refused_itself_leaves_the_mode_as_it_was() -> None:
     assert json.loads(world.cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
 
 
-def test_the_janitor_of_a_volume_of_one_node_goes_beside_attached_engines() -> None:
+def test_the_janitor_of_attached_engines_goes_beside_them_and_shares_their_group() -> None:
     world = World(external(volume={"claim": {"accessModes": ["ReadWriteOnce"]}}))
     world.condition("Ready")
     affinity = world.cluster.look(JANITOR)["spec"]["template"]["spec"]["affinity"]
     (term,) = affinity["podAffinity"].popitem()[1]
     assert term["labelSelector"]["matchLabels"] == SELECTOR
+    body = external(engine={"podTemplate": {"securityContext": {"fsGroup": 2000}}})
+    assert attached(POD, body)["securityContext"]["fsGroup"] == 2000
 
 
 def test_pods_of_the_operator_are_no_engines_whatever_the_selector_is() -> None:
@@ -284,11 +286,6 @@ def test_a_deleted_claim_is_let_go_once_the_attached_engines_have_stopped() -> N
     assert "are stopped for that" in world.condition("VolumeBound")[2]
     janitor = world.cluster.look(JANITOR)
     assert janitor is None or janitor["spec"]["replicas"] == 0
-
-
-def test_attached_engines_share_the_group_of_the_janitor() -> None:
-    body = external(engine={"podTemplate": {"securityContext": {"fsGroup": 2000}}})
-    assert attached(POD, body)["securityContext"]["fsGroup"] == 2000
 
 
 def test_only_attached_pods_that_no_other_tier_claims_are_sent_the_key_of_the_api() -> None:

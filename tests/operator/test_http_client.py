@@ -344,10 +344,12 @@ def test_probes_are_answered_with_the_reasons(port: int) -> None:
         stop()
 
 
-def test_a_check_that_breaks_is_a_problem_and_no_crash() -> None:
+def test_a_check_that_breaks_is_a_problem_and_a_port_that_is_taken_an_error() -> None:
     health = Health()
     health.alive_if("broken", lambda: str(1 // 0))
     assert "ZeroDivisionError" in health.problems("/healthz")["broken"]
+    with serving(Health().serve) as port, pytest.raises(OSError, match="in use"):
+        Health().serve(port)
 
 
 Serve = Callable[[int], Callable[[], None]]
@@ -404,11 +406,6 @@ def test_a_machine_without_ipv6_serves_ipv4(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(socket, "socket", WithoutIpv6)
     with serving(Health().serve) as port:
         assert is_answered("127.0.0.1", port)
-
-
-def test_a_port_that_is_taken_is_an_error_and_not_a_reason_to_serve_ipv4_alone() -> None:
-    with serving(Health().serve) as port, pytest.raises(OSError, match="in use"):
-        Health().serve(port)
 
 
 def tier(name: str, ready: str, reason: str, *, engines: int) -> dict[str, object]:

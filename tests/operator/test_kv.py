@@ -76,9 +76,13 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
     assert (found.token_bytes, found.attention_groups, found.state_groups) == (token_bytes, attention, states)
 
 
-def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without() -> None:
+def test_files_of_latents_are_of_whole_blocks_and_states_make_blocks_large() -> None:
     layout = EngineLayout(is_cpu_build=True)
     assert kv(LATENT, layout).block_tokens == kv(DENSE, layout).block_tokens == 128
+    model = models.known("qwen/qwen3-next-80b-a3b-instruct")
+    # The number vLLM logs when it starts this model.
+    assert kv(dict(model.config)).block_tokens == 544
+    assert kv(without(num_hidden_layers=4, attn_type_list=[0, 0, 0, 1])).block_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -114,13 +118,6 @@ def test_a_single_group_makes_windows_cost_what_full_attention_costs_and_packed_
     for name in ("turboquant_k8v4", "int8_per_token_head", "nonsense"):
         packed = EngineLayout(args=engine_args.read([f"--kv-cache-dtype={name}"]))
         assert isinstance(make_family_layout(DENSE, packed), KvUnknown)
-
-
-def test_states_make_blocks_large() -> None:
-    model = models.known("qwen/qwen3-next-80b-a3b-instruct")
-    # The number vLLM logs when it starts this model.
-    assert kv(dict(model.config)).block_tokens == 544
-    assert kv(without(num_hidden_layers=4, attn_type_list=[0, 0, 0, 1])).block_tokens is None
 
 
 @pytest.mark.parametrize(

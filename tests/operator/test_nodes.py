@@ -36,7 +36,6 @@ TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 REF = names.tier_ref(tier())
 GIB = 1 << 30
-OF_GPU = {"key": "gpu", "effect": "NoSchedule"}
 
 
 def node(name: str = "gpu-1", memory: str = "256Gi", *, gpus: int = 8, **more: Any) -> dict[str, Any]:
@@ -248,7 +247,7 @@ def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
     assert cluster.look(DEPLOYMENT) == before
 
 
-def test_pods_of_others_are_read_only_where_a_share_is_to_be_decided() -> None:
+def test_pods_of_others_are_read_only_for_a_share_and_nodes_not_by_an_operator_of_namespaces() -> None:
     def listings(body: dict[str, Any]) -> int:
         cluster = FakeCluster(body, node())
         run(cluster, inventory=Inventory(cluster, is_allowed=True, clock=lambda: 0.0))
@@ -256,9 +255,6 @@ def test_pods_of_others_are_read_only_where_a_share_is_to_be_decided() -> None:
         return cluster.calls.count(("list", "Pod")) - 2
 
     assert (listings(tier()), listings(share())) == (0, 1)
-
-
-def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     cluster = FakeCluster(share(), node())
     run(cluster, inventory=Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
@@ -417,7 +413,7 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
     assert nodes.share_inputs(asked) != nodes.share_inputs(SPEC)
 
 
-def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
+def test_a_node_without_room_for_the_sidecar_is_too_small_and_a_done_container_no_trouble() -> None:
     room = replace(NODE, memory_bytes=VIEW.stage.sizing.memory_bytes + (1 << 29))
     spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
     for found, is_enough in ((SPEC, True), (spec, False)):
@@ -425,6 +421,8 @@ def test_a_node_without_room_for_the_sidecar_is_too_small() -> None:
         fits = conditions(varied(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
         assert (fits["status"] != "False") is is_enough
     assert "spec.engine.podTemplate.containers" in fits["message"]
+    view = with_pod(containers=(ContainerStatus(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
+    assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
 
 
 CRASHED = {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"}
@@ -442,11 +440,6 @@ def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str,
     sidecar = ContainerStatus(name="auth", image="envoy", **changes)
     view = with_pod(containers=(ContainerStatus(name="engine", image="v"), sidecar))
     check_problem(view, "EnginesReady", Reason(reason), words)
-
-
-def test_an_init_container_that_did_its_work_is_no_trouble() -> None:
-    view = with_pod(containers=(ContainerStatus(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
-    assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
 
 
 @pytest.mark.parametrize(

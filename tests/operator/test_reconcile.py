@@ -253,7 +253,7 @@ def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports(pause: A
     assert set(run(cluster).written) == {DEPLOYMENT, SERVICE}
 
 
-def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
+def test_a_tier_that_goes_is_left_alone_and_what_a_controller_reports_is_not_our_write() -> None:
     cluster = FakeCluster()
     assert run(cluster) == ReconcileResult(exists=False)
     going = tier()
@@ -261,9 +261,6 @@ def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
     cluster = FakeCluster(going)
     assert run(cluster) == ReconcileResult(exists=False)
     assert cluster.writes() == []
-
-
-def test_what_a_controller_reports_meanwhile_is_not_counted_as_our_write() -> None:
     cluster = BusyCluster(tier())
     run(cluster)
     cluster.is_busy = True
@@ -368,11 +365,16 @@ def test_a_tier_that_runs_is_scaled_and_bypassed_whatever_else_is_forbidden(kind
     assert (cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5) is not holds_engines
 
 
-def test_an_outage_is_not_waited_for_by_each_part() -> None:
+def test_an_outage_is_not_waited_for_and_another_missing_right_is_told_in_its_place() -> None:
     cluster = FakeCluster(tier())
     cluster.broken = {key.kind: ({"apply"}, ClusterUnavailable("no route to host")) for key in CHILDREN}
     assert isinstance(run(cluster).failure, ClusterUnavailable)
     assert len(cluster.writes()) == 3
+    cluster = reconciled()
+    for kind in ("PodDisruptionBudget", "Service"):
+        cluster.broken = {kind: ({"get"}, forbidden(kind))}
+        run(cluster)
+        assert f"{kind} is forbidden" in condition(cluster, "Ready")["message"]
 
 
 @pytest.mark.parametrize(
@@ -448,11 +450,3 @@ def test_a_janitor_in_a_crash_loop_is_told_with_its_last_words() -> None:
     assert condition(cluster, "Available")["status"] == "True"
     assert "exit code 1: /blocks: Permission denied" in condition(cluster, "JanitorHealthy")["message"]
     assert "JanitorFailing" in {event["reason"] for event in cluster.posted}
-
-
-def test_another_right_that_is_missing_is_told_in_the_place_of_the_one_before() -> None:
-    cluster = reconciled()
-    for kind in ("PodDisruptionBudget", "Service"):
-        cluster.broken = {kind: ({"get"}, forbidden(kind))}
-        run(cluster)
-        assert f"{kind} is forbidden" in condition(cluster, "Ready")["message"]

@@ -44,7 +44,7 @@ from kvtier_operator.reconcile import PATIENCE
 from kvtier_operator.snapshot import LiveJanitor, Neighbour
 
 
-def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
+def test_a_retained_claim_is_taken_up_again_and_goes_with_its_tier_only_under_delete() -> None:
     cluster = reconciled()
     cluster.remove(TIER_KEY)
     assert cluster.existing() == {CLAIM}
@@ -53,9 +53,6 @@ def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
     run(cluster)
     assert cluster.look(CLAIM)["metadata"]["uid"] == before["metadata"]["uid"]
     assert cluster.existing() == CHILDREN | {TIER_KEY}
-
-
-def test_a_claim_goes_with_its_tier_only_under_deletion_policy_delete() -> None:
     cluster = reconciled(volume={"deletionPolicy": "Delete"})
     edited(cluster, volume={"deletionPolicy": "Retain"})
     assert "ownerReferences" not in cluster.look(CLAIM)["metadata"]

@@ -157,15 +157,12 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again(why: ClusterError,
     assert cluster.look(POOL) is not None
 
 
-def test_an_error_of_the_pool_that_says_something_else_each_time_is_told_once() -> None:
+def test_an_inference_pool_of_somebody_else_is_left_and_errors_of_ours_are_told_once() -> None:
     cluster, told = FakeCluster(tier(routing=WITH_POOL)), []
     for why in ("cannot apply: read tcp 10.0.0.1:40001: connection reset", "cannot apply: 504"):
         cluster.broken[names.POOL_KIND] = ({"apply"}, ClusterUnavailable(why))
         told.append(routed_by(cluster))
     assert told[0] == told[1]  # each change of the status would wake the tier at once
-
-
-def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:
     cluster = FakeCluster(tier(routing=WITH_POOL), of_somebody(POOL))
     run(cluster)
     found = condition(cluster, "RoutingReady")
@@ -296,7 +293,7 @@ def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
     assert condition(cluster, "SharedCacheVerified")["reason"] == "NotApplicable"
 
 
-def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -> None:
+def test_a_small_redis_stands_before_engines_and_vllms_own_files_get_a_janitor() -> None:
     cluster = FakeCluster(tier(connector={"type": "LMCache", "lmcache": {"redis": {"trial": {}}}}, volume=None))
     outcome = run(cluster)
     assert outcome.written.index(REDIS) < outcome.written.index(DEPLOYMENT)
@@ -305,9 +302,6 @@ def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -
     # No pod mounts a volume then, so a claim that is not there is not missed.
     cluster = reconciled(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None})
     assert DEPLOYMENT in cluster.existing()
-
-
-def test_vllms_own_files_get_a_janitor_that_knows_them() -> None:
     cluster = reconciled(connector={"type": "VLLMTiering"})
     assert JANITOR in cluster.existing()
     assert '"layout": "vllm-fs"' in cluster.look(JANITOR_CONFIG)["data"]["janitor.json"]

@@ -181,11 +181,16 @@ def test_users_cannot_take_flags_mounts_and_labels_of_the_operator_and_read_wher
     assert set(engine_spec.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_is_wrong_is_told_at_once_and_every_flag_was_looked_at() -> None:
     body = tier(modelName="x", cpu={"size": "64GB"}, engine={"nodeSelector": {}})
     found = {each.field: each.message for each in problems(body)}
     assert set(found) == {"spec.modelName", "spec.cpu.size", "spec.engine.nodeSelector"}
     assert 'or "64G" for what is sold as 64GB' in found["spec.cpu.size"]
+    assert len(NEUTRAL) == len(set(NEUTRAL))
+    assert not IDENTITY & set(NEUTRAL)
+    known = IDENTITY | set(NEUTRAL)
+    assert flags_of_vllm() - known == set(), f"say in IDENTITY or {FILE.name} whether a block depends on it"
+    assert known - flags_of_vllm() <= SINCE_0_33, "vLLM has no such flag"
 
 
 @pytest.mark.parametrize(
@@ -237,14 +242,6 @@ def flags_of_vllm() -> set[str]:
     (arguments,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     fields = (each.target for each in arguments.body if isinstance(each, ast.AnnAssign))
     return {each.id.strip("_").replace("_", "-") for each in fields if isinstance(each, ast.Name)}
-
-
-def test_every_flag_of_the_engine_was_looked_at() -> None:
-    assert len(NEUTRAL) == len(set(NEUTRAL))
-    assert not IDENTITY & set(NEUTRAL)
-    known = IDENTITY | set(NEUTRAL)
-    assert flags_of_vllm() - known == set(), f"say in IDENTITY or {FILE.name} whether a block depends on it"
-    assert known - flags_of_vllm() <= SINCE_0_33, "vLLM has no such flag"
 
 
 @pytest.mark.parametrize(

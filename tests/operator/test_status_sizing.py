@@ -44,13 +44,8 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
     # The pages of plans/ have the numbers of the others.
     found = status.report(VIEW, {}, now=NOON)
     sizing = found["sizing"]
-    assert [sizing[f"{term}Bytes"] >> 20 for term in ("shm", "engineMemory", "ioWorker", "memory", "ephemeral")] == [
-        65 << 10,
-        16 << 10,
-        1792,
-        84736,
-        17 << 10,
-    ]
+    terms = ("shm", "engineMemory", "ioWorker", "memory", "ephemeral")
+    assert [sizing[f"{term}Bytes"] >> 20 for term in terms] == [65 << 10, 16 << 10, 1792, 84736, 17 << 10]
     assert [sizing[f"startup{part}Seconds"] for part in ("Base", "Pin", "Load", "")] == [300, 32, 30, 362]
     assert (sizing["cpuSize"], sizing["weightBytes"], sizing["kvGroups"]) == ("64Gi", 16100000000, 1)
     assert found["generation"]["root"].endswith(f"/serving.llama/{found['generation']['current']}")
@@ -342,7 +337,7 @@ def test_generations_are_shown_the_current_one_first_and_those_of_one_engine_alo
     assert (roles[updated.digest], roles["aaaa"]) == ("Unshared", "Previous")
 
 
-def test_the_use_of_each_tier_is_shown_and_stays_while_the_janitor_is_away() -> None:
+def test_the_use_of_each_tier_is_shown_stays_and_is_written_once() -> None:
     assert told(view(usage(used_bytes=1 << 39, blocks=9)))["tiers"] == [
         {"name": "cpu", "capacityBytes": 64 << 30},
         {"name": "disk", "capacityBytes": 1 << 40, "usedBytes": 1 << 39, "blocks": 9, "used": "50%"},
@@ -351,9 +346,6 @@ def test_the_use_of_each_tier_is_shown_and_stays_while_the_janitor_is_away() -> 
     after = told(view(None, silence="refused"), before)
     assert (after["tiers"], after["generations"]) == (before["tiers"], before["generations"])
     assert told(view(usage(is_counted=False, used_bytes=1)), before)["tiers"] == before["tiers"]
-
-
-def test_the_same_report_fits_the_schema_and_changes_nothing() -> None:
     before = told(view(usage(generations=GENERATIONS)))
     assert TierStatus.model_validate(before).tiers[1]["used"] == "100%"
     assert status.changes(before, told(view(usage(generations=GENERATIONS)), before)) == {}

@@ -220,7 +220,7 @@ def order_of(add: Callable[[WorkQueue[int]], None], count: int) -> list[int]:
     return order[1:]
 
 
-def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() -> None:
+def test_what_somebody_changed_goes_before_what_can_wait_and_an_edit_before_creations() -> None:
     def add(queue: WorkQueue[int]) -> None:
         for key in range(20):
             queue.add_routine(key)
@@ -231,8 +231,6 @@ def test_what_somebody_changed_goes_before_what_can_wait_which_gets_its_share() 
     assert max(order.index(key) for key in (100, 5, 101)) <= 3
     assert sorted(order) == [*range(20), 100, 101]
 
-
-def test_an_edit_of_a_tier_that_serves_goes_before_a_thousand_creations() -> None:
     def add(queue: WorkQueue[int]) -> None:
         for key in range(1000):
             queue.add(key)
@@ -241,8 +239,6 @@ def test_an_edit_of_a_tier_that_serves_goes_before_a_thousand_creations() -> Non
 
     assert order_of(add, 1002)[:3] == [2000, 500, 2001]
 
-
-def test_a_patient_key_that_somebody_presses_for_runs_once() -> None:
     def add(queue: WorkQueue[int]) -> None:
         for key in (1, 2, 1):
             queue.add_routine(key)

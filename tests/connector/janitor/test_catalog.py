@@ -285,12 +285,9 @@ def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig, engine: Engine) -
     assert any(rig.sweep(sweeper).blocks == 0 for _ in range(5))
 
 
-def test_links_in_a_circle_are_no_links() -> None:
+def test_links_in_a_circle_are_none_and_many_blocks_are_all_found_again() -> None:
     name = np.array([1, 2], np.uint64)
     assert link(name, np.array([2, 1], np.uint64), np.array([5, 5], np.int64)).tolist() == [-1, -1]
-
-
-def test_many_blocks_are_all_found_again() -> None:
     catalog = Catalog()
     count = 70_000
     for number in range(count):

@@ -112,15 +112,8 @@ def test_the_command_installs_this_package_and_clears_stale_regions(tmp_path: Pa
     region = shm / "vllm_offload_dead.mmap"
     region.write_bytes(b"")
     target = tmp_path / "target"
-    command = [
-        sys.executable,
-        "-m",
-        "kvtier_connector.pod_tools.install",
-        "--target",
-        str(target),
-        "--clear-shm",
-        str(shm),
-    ]
+    options = ("--target", str(target), "--clear-shm", str(shm))
+    command = [sys.executable, "-m", "kvtier_connector.pod_tools.install", *options]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     first = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert first.stdout.splitlines()[:2] == [f"{shm}: 1 stale regions removed", f"  {region}"]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,8 @@ from kvtier_connector.store.header import (
 )
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 SIZE = PIECE_BYTES + 12288
 MIB = 1 << 20
@@ -253,18 +256,7 @@ def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: P
 
 @pytest.mark.parametrize(
     ("change", "is_worth_it"),
-    [
-        ({}, True),
-        ({"read_rate": 20e9}, False),
-        ({"write_rate": 20e9}, False),
-        ({"ratio": 0.95}, False),
-        ({"processors": 1}, True),
-        ({"unpack_rate": 0.2e9}, False),
-        ({"read_rate": 0}, False),
-        ({"write_rate": 0}, False),
-        ({"read_rate": 3e9, "write_rate": 2e9, "processors": 16}, True),
-        ({"read_rate": 3e9, "write_rate": 2e9, "processors": 2}, False),
-    ],
+    TABLES["worth"],
 )
 def test_blocks_are_compressed_where_loads_gain_and_no_store_loses(change: dict[str, float], is_worth_it: bool) -> None:
     rates = {

@@ -132,9 +132,14 @@ def test_a_number_out_of_its_range_makes_a_record_unreadable(offset: int, size: 
         assert (decode_record(with_checksum(fields)) is not None) == is_read
 
 
-def test_zeros_are_no_record_and_no_head() -> None:
+def test_zeros_are_no_record_and_a_path_is_as_documented() -> None:
     assert decode_record(bytes(RECORD_BYTES)) is None
     assert not is_head(bytes(RECORD_BYTES))
+    key = BlockKey(bytes.fromhex("abcdef0123456789"), 12)
+    assert block_path(key) == "blocks/abc/abcdef0123456789_g12.kvb"
+    assert block_path(key._replace(tenant="acme")) == "tenants/acme/blocks/abc/abcdef0123456789_g12.kvb"
+    moved = quarantine_path(key._replace(tenant="acme"), "checksum", TOKEN)
+    assert moved == f"tenants/acme/quarantine/abcdef0123456789_g12.kvb.checksum.{TOKEN}"
 
 
 @pytest.mark.parametrize("offset", [0, 4, 8, 12])
@@ -192,14 +197,6 @@ def test_different_blocks_have_different_paths(one: BlockKey, other: BlockKey) -
 def test_only_paths_that_are_made_are_understood(path: str) -> None:
     key = parse_block_path(path)
     assert key is None or block_path(key) == path
-
-
-def test_a_path_is_as_documented() -> None:
-    key = BlockKey(bytes.fromhex("abcdef0123456789"), 12)
-    assert block_path(key) == "blocks/abc/abcdef0123456789_g12.kvb"
-    assert block_path(key._replace(tenant="acme")) == "tenants/acme/blocks/abc/abcdef0123456789_g12.kvb"
-    moved = quarantine_path(key._replace(tenant="acme"), "checksum", TOKEN)
-    assert moved == f"tenants/acme/quarantine/abcdef0123456789_g12.kvb.checksum.{TOKEN}"
 
 
 @pytest.mark.parametrize("path", TABLES["no_blocks"])

@@ -225,14 +225,11 @@ def volume(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_generation_of_a_volume_is_found(volume: Path) -> None:
+def test_every_generation_of_a_volume_is_found_and_no_directory_of_vllms_tier(volume: Path) -> None:
     found = [str(path.relative_to(volume)) for path in find_generations(volume)]
     assert found == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
     assert find_generations(volume / "ns.qwen/ccc") == [volume / "ns.qwen/ccc"]
     assert find_generations(volume / "nothing") == []
-
-
-def test_the_directories_of_vllms_tier_are_not_searched(volume: Path) -> None:
     vllms = volume / "ns.qwen" / "0123456789abcdef"
     for place in ("M_0123456789ab", "M_0123456789ab_r0/abc/blocks", "M_ba9876543210_r0/blocks"):
         (vllms / place).mkdir(parents=True)
@@ -283,13 +280,8 @@ def test_inspect_shows_generations_sizes_ages_and_leftovers(volume: Path, capsys
     assert [each["path"] for each in (first, second, third)] == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
     assert first["identity"] == {"model": "kv/ns.llama/aaa"}
     assert first["blocks"] == {"files": 3, "bytes": 3 * BLOCK_BYTES}
-    assert {name: heap["files"] for name, heap in first["ages"].items()} == {
-        "1 h": 2,
-        "1 d": 0,
-        "7 d": 1,
-        "30 d": 0,
-        "older": 0,
-    }
+    ages = {name: heap["files"] for name, heap in first["ages"].items()}
+    assert ages == {"1 h": 2, "1 d": 0, "7 d": 1, "30 d": 0, "older": 0}
     assert first["newestSeconds"] < 3600
     assert first["oldestSeconds"] > 86_400
     assert first["leftovers"]["partial"] == {"files": 1, "bytes": 4}

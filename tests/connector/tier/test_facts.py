@@ -170,9 +170,11 @@ def describe_one(layer: Any, held: Any = None, blocks: int = BLOCKS) -> tuple[tu
     return describe_layout(config, {"layer.0": cache() if held is None else held}, blocks)
 
 
-def test_the_layout_of_kv_does_not_depend_on_the_number_of_blocks() -> None:
+def test_the_layout_of_kv_depends_on_the_order_of_states_and_not_on_the_number_of_blocks() -> None:
     assert describe_one(attention()) == describe_one(attention(), cache(70), 70)
     assert describe_one(attention())[0] == ("SimpleNamespace/CPU_ATTN/vec",)
+    state = [torch.zeros(BLOCKS, 3, 24), torch.zeros(BLOCKS, 4, 4)]
+    assert describe_one(None, state)[1] != describe_one(None, [torch.zeros(BLOCKS, 24, 3), state[1]])[1]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +189,6 @@ def test_the_layout_of_kv_does_not_depend_on_the_number_of_blocks() -> None:
 )
 def test_another_backend_instruction_set_type_or_order_is_another_layout(other: tuple[Any, Any]) -> None:
     assert describe_one(*other)[1] != describe_one(attention())[1]
-
-
-def test_a_state_that_is_laid_out_the_other_way_is_another_layout() -> None:
-    state = [torch.zeros(BLOCKS, 3, 24), torch.zeros(BLOCKS, 4, 4)]
-    assert describe_one(None, state)[1] != describe_one(None, [torch.zeros(BLOCKS, 24, 3), state[1]])[1]
 
 
 K1, K2 = bytes(range(32)), bytes(range(1, 33))

@@ -99,7 +99,7 @@ def test_a_step_under_way_delays_what_is_computed(clock: Clock) -> None:
     assert rates.choose(**work) is Way.COMPUTE
 
 
-def test_a_volume_is_tried_that_was_never_measured_or_lost_long_ago(clock: Clock) -> None:
+def test_a_volume_is_tried_that_was_never_measured_won_or_lost_long_ago(clock: Clock) -> None:
     rates = Rates(now=clock)
     assert rates.choose(100, unread=100) is Way.LOAD
     assert rates.choose(100, unread=100, may_split=True) is Way.SPLIT
@@ -109,9 +109,6 @@ def test_a_volume_is_tried_that_was_never_measured_or_lost_long_ago(clock: Clock
     assert rates.choose(32_000, unread=32_000) is Way.LOAD
     read(rates, clock, 10)
     assert rates.choose(32_000, unread=32_000) is Way.COMPUTE
-
-
-def test_a_volume_that_won_stays_the_way_however_long_ago_it_was_read(clock: Clock) -> None:
     rates = measured(clock, 500_000)
     clock.seconds += 10 * KNOWN_SECONDS
     assert rates.choose(32_000, unread=32_000, may_split=True) is Way.LOAD

@@ -288,7 +288,7 @@ def test_what_some_ranks_store_in_the_canonical_layout_any_other_number_of_ranks
         worker.shutdown()
 
 
-def test_a_layer_without_a_canonical_page_is_refused() -> None:
+def test_a_layer_without_a_canonical_page_and_a_transfer_of_other_chunks_are_refused() -> None:
     memory = torch.zeros((2, 64), dtype=torch.int8)
     for mapping in (None, CanonicalPageMapping(64, 64, (), 1, 0, parallelism_agnostic=False)):
         region = region_of()
@@ -296,9 +296,6 @@ def test_a_layer_without_a_canonical_page_is_refused() -> None:
         with pytest.raises(ConfigInvalid, match="canonicalLayout"):
             CpuCopyWorker(caches, blocks_per_chunk=1, region=region, is_canonical=True, must_be_portable=True)
         region.cleanup()
-
-
-def test_a_transfer_that_names_too_few_or_too_many_chunks_is_refused() -> None:
     gpu = GPULoadStoreSpec([1, 2, 3], [3], [1])
     for chunks in ([0], [0, 1, 2]):
         with pytest.raises((ValueError, IndexError)):
