@@ -275,13 +275,16 @@ def test_helm_takes_the_values_that_are_set(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_patch_file_is_there_and_flux_installs_the_operator_that_the_docs_name() -> None:
+def test_the_promise_is_of_the_served_version_and_patch_files_and_flux_name_what_is_there() -> None:
     named = [after for _, words in commands("kubectl") for word, after in pairwise(words) if word == "--patch-file"]
     assert named
     assert [file for file in named if not (ROOT / file).exists()] == []
     found = yaml.safe_load_all((ROOT / "crds" / "samples" / "others" / "flux.yaml").read_text())
     (release,) = (each for each in found if each["kind"] == "HelmRelease")
     assert release["spec"]["releaseName"] == "kvtier"
+    assert (VERSION["served"], VERSION["storage"]) == (True, True)
+    assert f"`{VERSION['name']}` is served until" in TABLE
+    assert len(EXPERIMENTAL) > 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -364,12 +367,6 @@ def test_an_experimental_field_is_a_field(path: str) -> None:
     for name in path.split("."):
         node = node["properties"][name]
     assert node["description"]
-
-
-def test_the_promise_is_of_the_served_version() -> None:
-    assert (VERSION["served"], VERSION["storage"]) == (True, True)
-    assert f"`{VERSION['name']}` is served until" in TABLE
-    assert len(EXPERIMENTAL) > 8
 
 
 FAULTS = (ROOT / "docs/troubleshooting.md").read_text()

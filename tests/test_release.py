@@ -128,12 +128,15 @@ def test_every_action_is_pinned_by_a_digest_and_dependabot_looks_at_what_is_ther
         assert all(list((ROOT / folder.lstrip("/")).glob("*Dockerfile")) for folder in folders)
 
 
-def test_linters_take_workflows_and_the_licence_names_its_holder() -> None:
+def test_the_licence_names_its_holder_and_the_plugin_runs_with_the_supported_pythons() -> None:
     assert set(linters.commands()) == {"actionlint", "shellcheck", "hadolint"}
     assert all(linters.commands().values())
     assert linters.main() == 0
     assert "[yyyy]" not in (ROOT / "LICENSE").read_text()
     assert "Copyright 2026 The kvtier authors" in (ROOT / "NOTICE").read_text()
+    classifiers = (ROOT / "pyproject.toml").read_text()
+    assert [each for each in plugin.PYTHONS if f"Python :: {each}" not in classifiers] == []
+    assert classifiers.count("Python :: 3.") == len(plugin.PYTHONS)
 
 
 @pytest.mark.slow
@@ -250,12 +253,6 @@ def test_the_manifest_of_the_plugin_is_what_krew_takes(tmp_path: Path) -> None:
     assert f"{found['metadata']['name']}.yaml" == plugin.MANIFEST
     lines = (found["spec"]["description"] + found["spec"]["caveats"]).splitlines()
     assert [line for line in lines if len(line) > 80] == []
-
-
-def test_the_plugin_runs_with_the_pythons_that_the_package_supports() -> None:
-    classifiers = (ROOT / "pyproject.toml").read_text()
-    assert [each for each in plugin.PYTHONS if f"Python :: {each}" not in classifiers] == []
-    assert classifiers.count("Python :: 3.") == len(plugin.PYTHONS)
 
 
 CHART = ROOT / "charts" / "kvtier"

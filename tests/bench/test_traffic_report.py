@@ -193,9 +193,7 @@ def test_records_that_were_packed_to_be_kept_are_read_as_well(tmp_path: Path) ->
     assert read(path) == [run()]
 
 
-def test_figures_of_the_parts_that_a_run_played_are_from_it_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_of_parts_that_a_run_played_are_from_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = ci_tools.load("figures")
     numbers = tmp_path / "numbers.json"
     monkeypatch.setattr(figures, "RESULTS", tmp_path)

@@ -89,9 +89,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tier]:
     return make
 
 
-def test_one_engine_computes_another_loads_and_the_first_answers_from_memory(
-    asked: Callable[..., Tier], kvtier: Command
-) -> None:
+def test_one_engine_computes_another_loads_and_the_first_remembers(asked: Callable[..., Tier], kvtier: Command) -> None:
     tier = asked()
     found = kvtier.json("bench", "llama", "--tokens", "1024", "--requests", "4", "--concurrency", "2", "--seed", "7")
     assert [(each["engine"], each["hits"]) for each in found["passes"]] == [
@@ -111,27 +109,13 @@ def test_one_engine_computes_another_loads_and_the_first_answers_from_memory(
     assert (first["tpotMs"], first["promptTokensPerSecond"]) == (27.0, 5463.8)
 
 
-def test_the_page_says_what_a_hit_is_worth(asked: Callable[..., Tier], kvtier: Command) -> None:
+def test_the_page_says_what_a_hit_is_worth_or_why_it_is_unknown(asked: Callable[..., Tier], kvtier: Command) -> None:
     asked()
     page = kvtier("bench", "llama")
     assert "another engine" in page
     assert "disk 100%" in page
     asked(second="")
     assert "found nothing on the volume: kvtier status llama" in kvtier("bench", "llama", code=1)
-
-
-def test_prompts_are_new_in_each_run_and_asked_until_they_are_stored(
-    asked: Callable[..., Tier], kvtier: Command
-) -> None:
-    seeds = []
-    for _ in range(2):
-        tier = asked(min_reuse=3)
-        seeds.append(kvtier.json("bench", "llama")["seed"])
-    assert seeds[0] != seeds[1]
-    assert [name for name, _ in tier.asked] == ["engine-0", "engine-0", "engine-0", "engine-1", "engine-0"]
-
-
-def test_a_benchmark_that_cannot_be_is_told_with_the_reason(asked: Callable[..., Tier], kvtier: Command) -> None:
     asked(pods=1)
     said = kvtier.fails("bench", "llama")
     assert "llama has 1 ready engines" in said
@@ -139,6 +123,15 @@ def test_a_benchmark_that_cannot_be_is_told_with_the_reason(asked: Callable[...,
     asked().printed = ["loading"]
     said = kvtier.fails("bench", "llama")
     assert "`vllm bench serve` ended with 0 and printed no result: a traceback" in said
+
+
+def test_prompts_are_new_in_each_run_and_asked_until_stored(asked: Callable[..., Tier], kvtier: Command) -> None:
+    seeds = []
+    for _ in range(2):
+        tier = asked(min_reuse=3)
+        seeds.append(kvtier.json("bench", "llama")["seed"])
+    assert seeds[0] != seeds[1]
+    assert [name for name, _ in tier.asked] == ["engine-0", "engine-0", "engine-0", "engine-1", "engine-0"]
 
 
 @pytest.mark.engine
@@ -314,7 +307,7 @@ def test_a_refused_prompt_is_told_by_its_line_and_the_others_are_sent(
     assert len(server.asked) == 2
 
 
-def test_nothing_is_sent_of_a_file_with_a_mistake(
+def test_nothing_is_sent_from_a_file_with_mistake(
     serve: Callable[..., Server], tmp_path: Path, kvtier: Command
 ) -> None:
     server = serve()

@@ -47,9 +47,7 @@ def test_a_null_counts_as_absent_unless_it_is_allowed(http: Http, widgets: str) 
     TABLES["refused_values"],
     ids=["maximum", "type", "required", "enum", "length", "list map", "set"],
 )
-def test_a_value_that_is_wrong_is_refused_by_field(
-    http: Http, widgets: str, spec: Json, field: str, words: str
-) -> None:
+def test_a_wrong_value_is_refused_by_its_field(http: Http, widgets: str, spec: Json, field: str, words: str) -> None:
     code, refused = http("POST", widgets, widget(**spec))
     assert (code, refused["reason"]) == (422, "Invalid"), refused
     assert [cause["field"] for cause in refused["details"]["causes"]] == [field]

@@ -121,9 +121,7 @@ def test_a_category_shows_custom_resources_among_the_others(kubectl: Kubectl, wi
     ],
     ids=["deployment", "configmap", "claim"],
 )
-def test_columns_of_built_in_kinds_are_shown(
-    kubectl: Kubectl, target: Target, manifest: Json, columns: list[str]
-) -> None:
+def test_built_in_kinds_have_columns(kubectl: Kubectl, target: Target, manifest: Json, columns: list[str]) -> None:
     kubectl("create", "-f", "-", stdin=manifest)
     if target.minor < 29:
         columns = [column for column in columns if column != "VOLUMEATTRIBUTESCLASS"]

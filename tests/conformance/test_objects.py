@@ -24,9 +24,7 @@ def test_a_new_object_has_an_identity_and_a_name_can_be_generated(http: Http, co
     assert len(made["metadata"]["name"]) == len("made-") + 5
 
 
-def test_a_write_that_changes_nothing_leaves_the_version_and_one_upon_an_older_is_refused(
-    http: Http, core: str
-) -> None:
+def test_a_write_that_changes_nothing_leaves_the_version_and_a_late_one_is_refused(http: Http, core: str) -> None:
     _, made = http("POST", f"{core}/configmaps", config_map(a="1"))
     _, same = http("PATCH", f"{core}/configmaps/c", {"data": {"a": "1"}}, media_type=MERGE)
     assert same["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]

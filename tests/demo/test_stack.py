@@ -97,9 +97,7 @@ def test_a_second_demo_on_the_same_data_is_refused(
 
 
 @pytest.mark.parametrize(("free", "complaint"), [(64 << 20, r"0\.06 are free: mount -o remount,size=2g"), (0, "0.00")])
-def test_a_small_dev_shm_is_refused_before_anything_starts(
-    free: int, complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_dev_shm_is_refused_before_a_start(free: int, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=free, used=0, free=free))
     with pytest.raises(CannotStart, match=complaint):
         check_machine()

@@ -96,9 +96,7 @@ def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out_or_atta
         assert next(each for each in containers if each["name"] == engine["name"])["resources"] == engine["resources"]
 
 
-def test_what_cannot_be_read_is_named_and_what_is_no_object_of_kubernetes_refused(
-    tmp_path: Path, kvtier: Command
-) -> None:
+def test_what_cannot_be_read_is_named_and_what_is_no_object_refused(tmp_path: Path, kvtier: Command) -> None:
     document = read("deployment")
     pod = document["spec"]["template"]["spec"]
     pod["containers"][0]["envFrom"] = [{"configMapRef": {"name": "settings"}}]

@@ -88,9 +88,7 @@ def vllm(request: pytest.FixtureRequest) -> dict[str, Any]:
     return answers
 
 
-def test_vllm_reads_each_command_line_and_finds_the_children_of_a_hybrid_and_the_cache_server(
-    vllm: dict[str, Any],
-) -> None:
+def test_vllm_reads_each_command_line_finds_children_of_hybrids_and_the_cache_server(vllm: dict[str, Any]) -> None:
     for case, expected in CASES.items():
         answer = vllm["read"][case]
         assert {key: answer.get(key) for key in expected} == expected, case

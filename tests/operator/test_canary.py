@@ -114,7 +114,7 @@ def test_what_is_not_found_is_a_disproof_that_names_the_adapter_or_the_picture(l
     assert bool(first.adapters) is bool(subject), "nothing else is sent where text alone is not found"
 
 
-def test_every_picture_is_new_and_can_be_read() -> None:
+def test_every_picture_and_every_prompt_is_new_and_fits_the_model_and_the_chunks() -> None:
     pictures = [new_picture() for _ in range(3)]
     assert len(set(pictures)) == 3
     for content in pictures:
@@ -123,6 +123,14 @@ def test_every_picture_is_new_and_can_be_read() -> None:
         start = content.index(b"IDAT") + 4
         (size,) = struct.unpack(">I", content[start - 8 : start - 4])
         assert len(zlib.decompress(content[start : start + size])) == SIDE * (1 + 3 * SIDE)
+    first, second = pair()
+    for chunk in (Chunk(), Chunk(tokens=512), Chunk(blocks=64), Chunk(tokens=65536)):
+        send(first, second, chunk=chunk)
+    assert [len(prompt) for prompt in first.asked] == [257, 2049, 4088, 4088]
+    assert len({prompt[:16] for prompt in first.asked}) == 4
+    asked = len(first.asked), len(second.asked)
+    send(first, second, offers=2)
+    assert (len(first.asked) - asked[0], len(second.asked) - asked[1]) == (2, 1)
 
 
 @pytest.mark.parametrize("failing", ["a", "b"])
@@ -140,17 +148,6 @@ def test_an_engine_that_does_not_answer_proves_nothing_and_is_named(
     vars(first if failing == "a" else second).update(trouble)
     found = send(first, second)
     assert (found.outcome, found.problem) == (outcome, f"pod {failing} answers /v1/models with 401")
-
-
-def test_every_prompt_is_new_fits_the_model_and_the_chunks_and_is_offered_as_often_as_it_takes() -> None:
-    first, second = pair()
-    for chunk in (Chunk(), Chunk(tokens=512), Chunk(blocks=64), Chunk(tokens=65536)):
-        send(first, second, chunk=chunk)
-    assert [len(prompt) for prompt in first.asked] == [257, 2049, 4088, 4088]
-    assert len({prompt[:16] for prompt in first.asked}) == 4
-    asked = len(first.asked), len(second.asked)
-    send(first, second, offers=2)
-    assert (len(first.asked) - asked[0], len(second.asked) - asked[1]) == (2, 1)
 
 
 class Asked:
@@ -191,9 +188,7 @@ def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
 
 
 @pytest.mark.parametrize(("asked", "cached"), [(64, 48), (96, 0), (400, 0), (None, None)])
-def test_a_template_of_chats_in_the_engines_cache_is_no_proof(
-    engine: Asked, asked: int | None, cached: int | None
-) -> None:
+def test_a_chat_template_in_the_engines_cache_is_no_proof(engine: Asked, asked: int | None, cached: int | None) -> None:
     usage = {"prompt_tokens": asked, "prompt_tokens_details": {"cached_tokens": 48}}
     StubEngine.answers["/v1/chat/completions"] = (200, json.dumps({"usage": usage}).encode())
     assert engine.get(lambda http: http.see("tiny", "12 34", b"png")) == cached
@@ -271,9 +266,7 @@ OF_OPTIONAL = KeySource(secret="s", entry="k", is_optional=True)
         (KeySource(literal="sesame"), [], "sesame"),
     ],
 )
-def test_a_key_is_read_from_its_secret_if_it_is_not_in_the_spec(
-    source: KeySource, objects: list[Any], key: str
-) -> None:
+def test_a_key_is_read_from_its_secret_if_it_is_no_literal(source: KeySource, objects: list[Any], key: str) -> None:
     cluster = FakeCluster(*objects)
     assert read_key(cluster, TIER, source) == key
     assert bool(cluster.calls) is (source.literal == "")

@@ -155,7 +155,7 @@ def test_the_rules_of_the_chart_are_those_that_are_tested_and_each_alert_leads_t
     } == sections
 
 
-def test_each_dashboard_comes_as_grafanas_sidecar_looks_for_it() -> None:
+def test_a_limit_that_was_taken_out_stays_out_and_each_dashboard_comes_as_the_sidecar_wants() -> None:
     maps = [found for found in render(MONITORING) if found["kind"] == "ConfigMap"]
     assert {name for each in maps for name in each["data"]} == {
         f"kvtier-{each}.json" for each in ("fleet", "tier", "janitor")
@@ -165,6 +165,9 @@ def test_each_dashboard_comes_as_grafanas_sidecar_looks_for_it() -> None:
         assert each["metadata"]["annotations"] == {"grafana_folder": "kvtier"}
         (text,) = each["data"].values()
         assert json.loads(text)["uid"].startswith("kvtier-")
+    deployment = next(each for each in render({"resources": {"limits": None}}) if each["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"].keys() == {"requests"}
 
 
 def test_helm_complains_of_nothing_and_a_longest_release_name_still_makes_valid_names() -> None:
@@ -248,12 +251,6 @@ def test_what_an_older_release_stored_lacks_no_value_that_came_since(tmp_path: P
 
 WHOLE = ("resources", "podSecurityContext")
 """What people write as a whole: what they took out of it stays out."""
-
-
-def test_a_limit_that_was_taken_out_stays_out() -> None:
-    deployment = next(each for each in render({"resources": {"limits": None}}) if each["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    assert container["resources"].keys() == {"requests"}
 
 
 def test_values_win_over_neither_the_selector_nor_the_restricted_standard() -> None:

@@ -49,9 +49,7 @@ ROOT = Path(__file__).parents[2]
     ids=["a bad field", "another kind", "another version", "a typo", "no kind", "no name", "no YAML", "nothing"],
 )
 @pytest.mark.parametrize("verb", ["render", "plan", "validate"])
-def test_what_is_unreadable_is_told_in_words(
-    text: str, message: str, verb: str, tmp_path: Path, kvtier: Command
-) -> None:
+def test_unreadable_input_is_told_in_words(text: str, message: str, verb: str, tmp_path: Path, kvtier: Command) -> None:
     file = tmp_path / "tier.yaml"
     file.write_text(text)
     assert message in kvtier(verb, str(file), code=1) + kvtier.err

@@ -53,9 +53,7 @@ def walk(schema: dict[str, Any], path: str = "", repeats: int = 1) -> Iterator[t
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.30", "1.31", "1.32", "1.33", "1.34", "1.37"])
-def test_every_supported_kubernetes_knows_all_fields_of_the_definition(
-    definition: dict[str, Any], version: str
-) -> None:
+def test_each_supported_kubernetes_knows_all_fields_of_the_definition(definition: dict[str, Any], version: str) -> None:
     kubernetes_schemas.validate(definition, version)
 
 

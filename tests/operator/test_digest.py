@@ -173,7 +173,7 @@ def test_fields_that_cost_something_are_blamed_and_another_image_keeps_the_cache
     assert "spec.engine.image" in replaced
 
 
-def test_a_field_that_goes_a_share_without_nodes_and_what_is_refused_are_compared_as_they_stand() -> None:
+def test_the_warm_bytes_are_those_of_the_current_generation_and_of_no_other_field() -> None:
     found = explain({"disk": {"budget": {"maxBytes": "1Ti"}}}, {})
     assert [(change.field, change.before, change.after) for change in found.changes] == [
         ("spec.disk.budget.maxBytes", "1Ti", None)
@@ -185,6 +185,10 @@ def test_a_field_that_goes_a_share_without_nodes_and_what_is_refused_are_compare
     assert not explain({}, half).discards_cache
     with pytest.raises(SpecInvalid, match="blockTokens: 96 is no multiple of the 64 tokens"):
         explain({}, {"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}})
+    generations = [{"digest": "old", "usedBytes": 1}, {"digest": "now", "usedBytes": 2}]
+    assert diff.warm_bytes({"generation": {"current": "now"}, "generations": generations}) == 2
+    assert diff.warm_bytes({"tiers": [{"name": "cpu", "usedBytes": 1}, {"name": "disk", "usedBytes": 3}]}) == 3
+    assert diff.warm_bytes({}) is None
 
 
 @pytest.fixture
@@ -225,13 +229,6 @@ def test_going_back_costs_what_going_forth_cost(before: dict[str, Any], after: d
     assert there.discards_cache == back.discards_cache
     assert (there.generation, there.new_generation) == (back.new_generation, back.generation)
     assert bool(there.changes) == (before != after)
-
-
-def test_the_warm_bytes_are_those_of_the_current_generation() -> None:
-    generations = [{"digest": "old", "usedBytes": 1}, {"digest": "now", "usedBytes": 2}]
-    assert diff.warm_bytes({"generation": {"current": "now"}, "generations": generations}) == 2
-    assert diff.warm_bytes({"tiers": [{"name": "cpu", "usedBytes": 1}, {"name": "disk", "usedBytes": 3}]}) == 3
-    assert diff.warm_bytes({}) is None
 
 
 ROOT = Path(__file__).parents[2]
@@ -277,9 +274,7 @@ def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, kvtier
     assert "nodes" not in found
 
 
-def test_several_tiers_make_several_pages_and_a_config_beside_one_tells_what_its_name_does_not(
-    tmp_path: Path, kvtier: Command
-) -> None:
+def test_several_tiers_make_several_pages_and_a_config_tells_more_than_a_name(tmp_path: Path, kvtier: Command) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}))
     file = write(tmp_path / "tier.yaml", tier(model={"name": "/models/mine"}))

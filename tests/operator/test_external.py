@@ -119,9 +119,7 @@ def test_an_attached_engine_gets_all_that_makes_an_engine_of_ours_one_but_what_i
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_engines_of_ours_go_when_a_tier_is_given_those_of_another_owner_and_what_is_left_is_not_counted(
-    *, is_ours: bool
-) -> None:
+def test_engines_of_ours_go_when_a_tier_gets_others_and_what_is_left_is_not_counted(*, is_ours: bool) -> None:
     world = World(tier())
     world.condition("Ready")
     assert DEPLOYMENT in world.cluster.existing()
@@ -199,7 +197,7 @@ def test_a_pod_that_is_not_attached_as_it_must_be_is_named_with_the_command_that
     assert world.condition("Ready")[:2] == ("False", "NotAttached")
 
 
-def test_an_edit_of_the_tier_tells_which_pods_have_the_configuration_of_before() -> None:
+def test_a_refused_mode_leaves_the_mode_and_an_edit_tells_which_pods_are_outdated() -> None:
     world = World(external(disk={"admission": {"minTokens": 512}}))
     world.add("early", attached(POD))
     assert world.condition("EnginesReady")[0] == "True"
@@ -207,6 +205,10 @@ def test_an_edit_of_the_tier_tells_which_pods_have_the_configuration_of_before()
     assert (found, reason) == ("False", "AttachedOutdated")
     assert "pod early" in message
     assert "deployment/vllm" in message
+    world = World(external(disk={"mode": "Bypass"}))
+    world.condition("Ready")
+    world.edited(disk={"mode": "bypass"})
+    assert json.loads(world.cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
 
 
 @pytest.mark.parametrize("refused", [{"engine": {"memory": "12 gigs"}}, {"disk": {"blockTokens": 24}}])
@@ -229,9 +231,7 @@ def test_a_refused_spec_still_takes_attached_engines_off_the_volume(refused: dic
         ({"disk": {"budget": {"ttl": "soon"}}}, False),
     ],
 )
-def test_a_refused_spec_still_bounds_the_volume_unless_the_bounds_are_refused(
-    refused: dict[str, Any], *, is_followed: bool
-) -> None:
+def test_a_refused_spec_bounds_the_volume_unless_its_bounds_are(refused: dict[str, Any], *, is_followed: bool) -> None:
     def settings() -> dict[str, Any]:
         config = world.cluster.look(ObjectKey(api_version="v1", kind="ConfigMap", name="llama-janitor"))
         assert config is not None
@@ -245,13 +245,6 @@ def test_a_refused_spec_still_bounds_the_volume_unless_the_bounds_are_refused(
     )
     assert world.condition("Ready")[0] == "False"
     assert settings() == {**before, **({"max_bytes": 1 << 30} if is_followed else {})}
-
-
-def test_a_mode_that_is_refused_itself_leaves_the_mode_as_it_was() -> None:
-    world = World(external(disk={"mode": "Bypass"}))
-    world.condition("Ready")
-    world.edited(disk={"mode": "bypass"})
-    assert json.loads(world.cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
 
 
 def test_the_janitor_of_attached_engines_goes_beside_them_and_shares_their_group() -> None:

@@ -119,22 +119,11 @@ def test_a_tier_says_who_else_may_be_reached(policy: dict[str, Any], source: str
     assert network(policy=policy).lets(source, target, 8000 if target == "llama-engine" else 443) is is_let
 
 
-def test_ports_of_the_api_server_are_those_that_the_tier_or_the_chart_names() -> None:
+def test_the_api_servers_ports_are_the_named_ones_and_engines_reach_their_redis_and_each_other() -> None:
     ports = {"apiServerPorts": [7443]}
     found = network(policy=ports, values=ports)
     lets = {port: {found.lets(pod, API_SERVER, port) for pod in (OPERATOR, "llama-janitor")} for port in (443, 7443)}
     assert lets == {443: {False}, 7443: {True}}
-
-
-@pytest.mark.parametrize("connector", [None, HYBRID, TRIAL], ids=["bundled", "nixl", "redis"])
-def test_each_pod_of_a_tier_is_selected_by_one_policy(connector: dict[str, Any] | None) -> None:
-    found = network(**ROUTED if connector is None else {"connector": connector})
-    ours = [pod for pod, (namespace, labels) in found.pods.items() if names.LABEL_TIER in labels or namespace == SYSTEM]
-    assert len(ours) >= 3
-    assert {pod: len(found.of(pod)) for pod in ours} == dict.fromkeys(ours, 1)
-
-
-def test_engines_reach_their_redis_and_each_other_and_no_policy_is_made_unasked() -> None:
     found = network(connector=TRIAL)
     assert found.lets("llama-engine", "llama-redis", 10_001)
     assert not found.lets("client", "llama-redis", 10_001)
@@ -146,6 +135,14 @@ def test_engines_reach_their_redis_and_each_other_and_no_policy_is_made_unasked(
     assert not network().lets("client", "llama-engine", 5600)
     made = rendered(tier()).values()
     assert not [each for each in (*made, *chart()) if each["kind"] == "NetworkPolicy"]
+
+
+@pytest.mark.parametrize("connector", [None, HYBRID, TRIAL], ids=["bundled", "nixl", "redis"])
+def test_each_pod_of_a_tier_is_selected_by_one_policy(connector: dict[str, Any] | None) -> None:
+    found = network(**ROUTED if connector is None else {"connector": connector})
+    ours = [pod for pod, (namespace, labels) in found.pods.items() if names.LABEL_TIER in labels or namespace == SYSTEM]
+    assert len(ours) >= 3
+    assert {pod: len(found.of(pod)) for pod in ours} == dict.fromkeys(ours, 1)
 
 
 TIER = names.TierRef(namespace="serving", name="llama", uid="u1")

@@ -363,12 +363,21 @@ def test_a_container_is_merged_as_the_api_server_merges_two_who_apply_it(api: Ap
     assert {field: by_server[field] for field in by_us} == by_us
 
 
-def test_pods_on_the_nodes_network_still_resolve_services_and_a_sidecars_context_is_its_own() -> None:
+def test_pods_on_the_nodes_network_resolve_services_and_a_node_must_have_room_for_the_sidecar() -> None:
     pod = pod_of(hostNetwork=True)
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
     assert pod_of(hostNetwork=True, dnsPolicy="Default")["dnsPolicy"] == "Default"
     pod = pod_of(containers=[{"name": "driver", "image": "d", "securityContext": {"privileged": True}}])
     assert container(pod, "driver")["securityContext"] == {"privileged": True}
+    room = replace(NODE, memory_bytes=VIEW.stage.sizing.memory_bytes + (1 << 29))
+    spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
+    for found, is_enough in ((SPEC, True), (spec, False)):
+        snapshot = replace(VIEW.stage.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
+        fits = conditions(varied(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
+        assert (fits["status"] != "False") is is_enough
+    assert "spec.engine.podTemplate.containers" in fits["message"]
+    view = with_pod(containers=(ContainerStatus(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
+    assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
 
 
 PRIVILEGED = {**SIDECAR, "securityContext": {"privileged": True}}
@@ -411,18 +420,6 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
     assert nodes.matching(asked, Nodes(nodes=(equipped,)))
     assert "2 rdma/hca" in nodes.wanted_text(asked)
     assert nodes.share_inputs(asked) != nodes.share_inputs(SPEC)
-
-
-def test_a_node_without_room_for_the_sidecar_is_too_small_and_a_done_container_no_trouble() -> None:
-    room = replace(NODE, memory_bytes=VIEW.stage.sizing.memory_bytes + (1 << 29))
-    spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
-    for found, is_enough in ((SPEC, True), (spec, False)):
-        snapshot = replace(VIEW.stage.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
-        fits = conditions(varied(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
-        assert (fits["status"] != "False") is is_enough
-    assert "spec.engine.podTemplate.containers" in fits["message"]
-    view = with_pod(containers=(ContainerStatus(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
-    assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
 
 
 CRASHED = {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"}

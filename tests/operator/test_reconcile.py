@@ -337,9 +337,7 @@ def mode(cluster: FakeCluster) -> str:
         ("RoleBinding", set()),
     ],
 )
-def test_a_forbidden_kind_holds_up_what_needs_it_and_is_named(
-    kind: str, waiting: set[ObjectKey], verbs: set[str]
-) -> None:
+def test_a_forbidden_kind_holds_up_its_users_and_is_named(kind: str, waiting: set[ObjectKey], verbs: set[str]) -> None:
     cluster = FakeCluster(tier())
     cluster.broken[kind] = (verbs, forbidden(kind))
     outcome = run(cluster)

@@ -285,9 +285,7 @@ def test_only_what_matters_to_the_others_of_a_claim_is_told_to_them() -> None:
     assert told == [{"llama-blocks"}, set(), set(), {"llama-blocks"}, {"llama-blocks"}]
 
 
-def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_one_is_lowered_or_gone(
-    api: ApiServerThread,
-) -> None:
+def test_two_tiers_whose_budgets_do_not_fit_their_claim_say_so_until_one_is_lower(api: ApiServerThread) -> None:
     kubectl = Client(api.url)
     shared = {**claim("shared", "ReadWriteMany"), "metadata": {"name": "shared"}}
     kubectl.call("POST", kubectl.path("/api/v1", "persistentvolumeclaims"), shared)
@@ -385,7 +383,7 @@ def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() 
     assert (storage["readBytesPerSecond"], storage["directIo"], storage["statMicroseconds"]) == (2 << 30, True, 400)
 
 
-def test_a_claim_that_was_found_good_is_not_looked_at_again_even_when_the_job_is_gone() -> None:
+def test_a_volume_that_cannot_be_used_is_told_and_one_found_good_is_not_looked_at_again() -> None:
     cluster = ended(0, GOOD)
     cluster.remove(JOB)
     before = fake_cluster.status(cluster)
@@ -393,9 +391,6 @@ def test_a_claim_that_was_found_good_is_not_looked_at_again_even_when_the_job_is
         assert run(cluster).written == ()
     assert fake_cluster.status(cluster)["storage"] == before["storage"]
     assert JOB not in cluster.existing()
-
-
-def test_a_volume_that_cannot_be_used_keeps_engines_from_starting_and_says_what_to_do() -> None:
     cluster = ended(1, {**GOOD, "problem": "user 10001 may not write in /var/lib/kvtier: set fsGroup"})
     assert DEPLOYMENT not in cluster.existing()
     told = condition(cluster, "StorageChecked")
@@ -435,12 +430,19 @@ def test_a_result_is_taken_as_far_as_it_goes_and_lets_engines_start(message: str
     assert ("read 1 MiB/s" in condition(cluster, "StorageChecked")["message"]) is (message is SOME_NUMBERS)
 
 
-def test_a_job_that_gave_up_is_told_in_its_own_words() -> None:
+def test_a_job_that_gave_up_is_told_and_another_claim_or_user_is_tried_anew() -> None:
     cluster = started()
     failed = {"type": "Failed", "status": "True", "message": "Job was active longer than specified deadline"}
     cluster.edit(JOB, {"status": {"conditions": [failed]}})
     run(cluster)
     assert "longer than specified deadline" in condition(cluster, "StorageChecked")["message"]
+    cluster = started()
+    first = cluster.look(JOB)
+    edited(cluster, engine={"podTemplate": {"securityContext": {"fsGroup": 7}}})
+    run(cluster)
+    second = cluster.look(JOB)
+    assert first["metadata"]["annotations"] != second["metadata"]["annotations"]
+    assert second["spec"]["template"]["spec"]["securityContext"]["fsGroup"] == 7
 
 
 def test_where_pods_may_not_be_read_the_job_itself_tells_how_it_ended() -> None:
@@ -454,16 +456,6 @@ def test_where_pods_may_not_be_read_the_job_itself_tells_how_it_ended() -> None:
     assert DEPLOYMENT in cluster.existing()
     assert condition(cluster, "StorageChecked")["status"] == "True"
     assert "pods is forbidden" in condition(cluster, "Ready")["message"]
-
-
-def test_another_claim_or_another_user_is_tried_anew() -> None:
-    cluster = started()
-    first = cluster.look(JOB)
-    edited(cluster, engine={"podTemplate": {"securityContext": {"fsGroup": 7}}})
-    run(cluster)
-    second = cluster.look(JOB)
-    assert first["metadata"]["annotations"] != second["metadata"]["annotations"]
-    assert second["spec"]["template"]["spec"]["securityContext"]["fsGroup"] == 7
 
 
 def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:

@@ -283,7 +283,7 @@ def test_what_the_status_says_of_generations_follows_the_connector_and_who_count
     assert set(told["generation"]) == {"current"}  # its blocks are in no directory of the volume
 
 
-def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
+def test_a_tier_without_a_volume_becomes_ready_and_vllms_own_files_get_a_janitor() -> None:
     cluster = reconciled(connector={"type": "VLLMOffloading"}, volume=None)
     assert CLAIM not in cluster.existing()
     serving(cluster)
@@ -291,9 +291,6 @@ def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
     ready = condition(cluster, "Ready")
     assert (ready["status"], ready["reason"]) == ("True", "Ready")
     assert condition(cluster, "SharedCacheVerified")["reason"] == "NotApplicable"
-
-
-def test_a_small_redis_stands_before_engines_and_vllms_own_files_get_a_janitor() -> None:
     cluster = FakeCluster(tier(connector={"type": "LMCache", "lmcache": {"redis": {"trial": {}}}}, volume=None))
     outcome = run(cluster)
     assert outcome.written.index(REDIS) < outcome.written.index(DEPLOYMENT)

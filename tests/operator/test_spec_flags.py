@@ -163,9 +163,7 @@ def test_the_owned_flags_of_vllm_and_all_their_abbreviations_are_refused(vllm_fl
                 assert not is_accepted(f"{flag[:length].replace('-', '_').replace('__', '--', 1)}=x"), flag[:length]
 
 
-def test_users_cannot_take_flags_mounts_and_labels_of_the_operator_and_read_where_to_put_downloads(
-    template: dict[str, Any],
-) -> None:
+def test_users_cannot_take_flags_mounts_and_labels_and_read_where_downloads_go(template: dict[str, Any]) -> None:
     rendered = {word.partition("=")[0] for word in template["spec"]["containers"][0]["args"]}
     # The name that clients ask for is the user's business: the last one given wins.
     assert rendered - {"--served-model-name", *engine_spec.HARMLESS} <= OWNED
@@ -266,7 +264,7 @@ def args_of(plan: TierPlan) -> list[str]:
     return list(engine_pod(plan)["containers"][0]["args"])
 
 
-def test_vllm_reads_the_adapters_that_were_declared() -> None:
+def test_vllm_reads_the_adapters_that_were_declared_and_one_it_refuses_is_told_with_the_remedy() -> None:
     args = args_of(planned(SQL, CHAT, ROOT, args=("--max-model-len", "8192"), maxLoraRank=64))
     read = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
 
@@ -279,6 +277,14 @@ def test_vllm_reads_the_adapters_that_were_declared() -> None:
     assert read.max_model_len == 8192
     made = EngineArgs.from_cli_args(read)
     assert (made.enable_lora, made.max_lora_rank, made.max_loras) == (True, 64, 3)
+    helper = PEFTHelper.from_dict({"r": 64, "lora_alpha": 16, "target_modules": ["q_proj"]})
+    with pytest.raises(ValueError, match="rank") as refused:
+        helper.validate_legal(LoRAConfig(max_lora_rank=16))
+    missing = LoRAAdapterNotFoundError("sql", "/opt/kvtier-loras/a/sql")
+    for error, field in ((refused.value, "spec.model.maxLoraRank"), (missing, "spec.model.loras")):
+        found = explain(f"Traceback\nValueError: {error}", 1)
+        assert found.reason is Reason.ADAPTER_REFUSED
+        assert field in found.remedy
 
 
 def test_adapters_start_no_generation_two_of_one_name_are_refused_and_eight_are_computed_together() -> None:
@@ -288,14 +294,3 @@ def test_adapters_start_no_generation_two_of_one_name_are_refused_and_eight_are_
     assert "--max-loras=20" in args_of(planned(*many, maxLorasAtOnce=20))
     with pytest.raises(SpecInvalid, match="given twice"):
         parse(tier(model={"name": "m", "loras": [SQL, SQL]}))
-
-
-def test_an_adapter_that_vllm_refuses_is_told_with_the_remedy() -> None:
-    helper = PEFTHelper.from_dict({"r": 64, "lora_alpha": 16, "target_modules": ["q_proj"]})
-    with pytest.raises(ValueError, match="rank") as refused:
-        helper.validate_legal(LoRAConfig(max_lora_rank=16))
-    missing = LoRAAdapterNotFoundError("sql", "/opt/kvtier-loras/a/sql")
-    for error, field in ((refused.value, "spec.model.maxLoraRank"), (missing, "spec.model.loras")):
-        found = explain(f"Traceback\nValueError: {error}", 1)
-        assert found.reason is Reason.ADAPTER_REFUSED
-        assert field in found.remedy

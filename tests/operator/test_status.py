@@ -131,9 +131,7 @@ PROBLEMS: dict[str, list[tuple[Progress, Reason, str]]] = {
 @pytest.mark.parametrize(
     ("condition", "view", "reason", "words"), [(kind, *row) for kind, rows in PROBLEMS.items() for row in rows]
 )
-def test_a_problem_is_told_in_its_condition_and_ready(
-    condition: str, view: Progress, reason: Reason, words: str
-) -> None:
+def test_a_problem_shows_in_its_condition_and_ready(condition: str, view: Progress, reason: Reason, words: str) -> None:
     check_problem(view, condition, reason, words)
 
 
@@ -182,7 +180,7 @@ def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None
     assert passing["Ready"]["reason"] == lasting["Ready"]["reason"] == "ApplyFailed"
 
 
-def test_a_time_moves_only_when_the_status_flips() -> None:
+def test_only_what_changed_is_written_and_a_time_moves_only_when_the_status_flips() -> None:
     first = status.report(with_pod(), {}, now=NOON)
     other_reason = with_container(waiting_reason="CrashLoopBackOff", exit_code=1)
     second = status.report(other_reason, first, now=LATER)
@@ -192,9 +190,6 @@ def test_a_time_moves_only_when_the_status_flips() -> None:
         for report in (first, second, third)
     ]
     assert times == [NOON, NOON, LATER]
-
-
-def test_only_what_changed_is_written_and_a_field_that_is_gone_is_removed() -> None:
     first = status.report(VIEW, {}, now=NOON)
     assert status.changes(first, status.report(VIEW, first, now=LATER)) == {}
     assert status.transitions(first, status.report(VIEW, first, now=LATER)) == []
@@ -287,9 +282,7 @@ def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:
 
 
 @pytest.mark.parametrize(("made_by", "verdict"), [("c:2", "True"), ("", "False")], ids=["scaled", "edited"])
-def test_a_change_that_no_controller_has_seen_yet_takes_ready_away_only_where_pods_are_replaced(
-    made_by: str, verdict: str
-) -> None:
+def test_a_change_that_nobody_has_seen_takes_ready_away_only_where_pods_change(made_by: str, verdict: str) -> None:
     before = status.report(VIEW, {}, now=NOON)
     unseen = changed(engines=replace(READY, generation=2))
     view = varied(unseen, spec=parse(tier(replicas=3)), made_by=made_by)
@@ -379,9 +372,7 @@ REFUSED_BY_QUOTA = {
         (spec_view(janitor={"enabled": False}), "Unknown", "JanitorDisabled", "nothing is removed"),
     ],
 )
-def test_a_janitor_that_does_not_work_is_told_with_remedy(
-    view: Progress, verdict: str, reason: str, words: str
-) -> None:
+def test_a_janitor_that_fails_is_told_with_remedy(view: Progress, verdict: str, reason: str, words: str) -> None:
     found = check_verdict(view, "JanitorHealthy", verdict, reason, words)
     assert found["Available"]["status"] == "True"
     assert found["Ready"]["status"] == ("False" if verdict == "False" else "True")

@@ -93,7 +93,7 @@ def test_a_key_never_runs_twice_at_a_time_and_what_is_added_meanwhile_is_not_los
     assert overlaps == []
 
 
-def test_a_failure_is_tried_again_and_counted_until_it_succeeds() -> None:
+def test_a_failure_is_counted_until_it_succeeds_whatever_else_was_looked_at_before() -> None:
     seen = Seen(lambda _key: Requeue(retry_after=0.01) if len(seen.attempts) < 4 else Requeue())
     with queue(seen) as found:
         found.add("a")
@@ -102,8 +102,6 @@ def test_a_failure_is_tried_again_and_counted_until_it_succeeds() -> None:
         until(lambda: len(seen.attempts) == 5)
     assert seen.attempts == [1, 2, 3, 4, 1]
 
-
-def test_a_failure_is_the_first_one_however_often_something_else_was_looked_at_before() -> None:
     def again(_key: str) -> Requeue:
         # Only the resync lets it run again so soon: the tenth look in a row is put off for minutes.
         return Requeue(retry_after=0.001) if 10 < len(seen.attempts) <= 13 else Requeue(poll_after=1.0)

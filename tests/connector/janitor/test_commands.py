@@ -86,7 +86,7 @@ def test_what_an_adapter_computed_goes_alone(filled: Engine, rig: Rig, capsys: p
     assert generation["failed"] == 1
 
 
-def test_a_tenant_goes_with_damaged_blocks_or_a_generation(
+def test_a_tenant_goes_with_damage_or_a_generation(
     filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled.put(1, 2, tenant="alice")
@@ -153,9 +153,7 @@ def test_a_sweep_by_hand_keeps_the_limits_given(filled: Engine, rig: Rig, capsys
 
 
 @pytest.mark.parametrize("verb", [["inspect"], ["check"], ["purge", "--all"], ["gc"]])
-def test_a_directory_without_a_tier_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
-) -> None:
+def test_a_missing_tier_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
     (tmp_path / "holiday.jpg").touch()
     assert main([verb[0], str(tmp_path), *verb[1:]]) == 1
     assert "holds no tier" in capsys.readouterr().err

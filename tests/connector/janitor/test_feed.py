@@ -154,9 +154,7 @@ def unlink(rig: Rig, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("remove", [quarantine, purge, unlink, None], ids=["quarantine", "purge", "unlink", "evict"])
-def test_what_goes_is_told(
-    rig: Rig, stage: Stage, engine: Engine, remove: Callable[[Rig, Engine], None] | None
-) -> None:
+def test_removal_is_told(rig: Rig, stage: Stage, engine: Engine, remove: Callable[[Rig, Engine], None] | None) -> None:
     engine.put(3, tenant="alice")
     engine.put(1, 2)
     stage.agrees()

@@ -55,9 +55,7 @@ def test_other_settings_are_followed_while_it_runs(rig: Rig, engine: Engine, tmp
         until(lambda: loop.report().usage.blocks == 3, "the eviction")
 
 
-def test_settings_that_cannot_be_used_are_stated_and_those_that_need_a_new_process_end_this_one(
-    rig: Rig, tmp_path: Path
-) -> None:
+def test_settings_that_are_refused_are_stated_and_those_of_a_new_process_end_this(rig: Rig, tmp_path: Path) -> None:
     file = tmp_path / "janitor.json"
     file.write_text("{}")
     with running(Loop(rig.config, config_file=file, tick_seconds=0.05)) as loop:

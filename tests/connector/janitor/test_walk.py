@@ -40,9 +40,7 @@ def fill(engine: Engine) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("place", "count"), PLACES)
-def test_what_is_unreadable_is_said_and_others_count(
-    rig: Rig, engine: Engine, number: int, place: str, count: int
-) -> None:
+def test_unreadable_parts_are_told_others_count(rig: Rig, engine: Engine, number: int, place: str, count: int) -> None:
     fill(engine)
     shutil.rmtree(engine.root / "journal")
     fs = unreadable(f"{engine.root}/{place}", number)

@@ -224,9 +224,7 @@ def test_the_password_is_given_and_its_lack_is_told(server: socketserver.Threadi
 
 
 @pytest.mark.parametrize("address", ["", "redis://redis:70000", "redis://redis..cache:6379", "redis://[redis:6379"])
-def test_one_that_is_not_there_or_an_address_that_cannot_be_is_told_and_stops_no_pod(
-    address: str, tmp_path: Path
-) -> None:
+def test_one_that_is_not_there_or_cannot_be_is_told_and_stops_no_pod(address: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         unused = f"redis://127.0.0.1:{taken.getsockname()[1]}"

@@ -46,9 +46,7 @@ def test_a_tier_that_has_its_volume_says_so_until_it_is_closed(rigs: Rigs, state
 
 
 @pytest.mark.parametrize("grace", [SHORT, LONG])
-def test_a_volume_that_hangs_for_longer_than_its_grace_holds_the_engine_back_no_more(
-    rigs: Rigs, state: Path, grace: float
-) -> None:
+def test_a_volume_that_hangs_beyond_its_grace_holds_no_engine_back(rigs: Rigs, state: Path, grace: float) -> None:
     rigs.write(keys(2))
     fs = GatedFs(lambda call, path: path.endswith("tier.json"))
     rig = rigs.make(fs=fs, state_dir=str(state), attach_grace_seconds=grace)

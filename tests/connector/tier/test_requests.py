@@ -48,13 +48,25 @@ class WalkedDict(dict[OffloadKey, int]):
             yield each
 
 
-def test_a_long_prompt_is_walked_over_once_however_many_of_its_chunks_are_asked_about() -> None:
+def test_a_long_prompt_is_walked_once_and_its_last_chunk_found_with_few_questions() -> None:
     context = ReqContext(req_id="r")
     walked = context._offload_key_positions = WalkedDict()
     note_positions(context, keys(1000))
     request = TierRequest(context, TOKENS)
     assert [request.lineage(of).position for of in keys(1000)] == list(range(1000))
     assert walked.walked == 1000
+    _, request = request_of(*keys(1000))
+    asked: list[OffloadKey] = []
+    there = set(keys(617))
+
+    def is_present(of: OffloadKey) -> bool:
+        asked.append(of)
+        return of in there
+
+    assert request.last_present(is_present) == [key(616)]
+    assert len(asked) <= 8 + 11
+    assert request.last_present(set(keys(3, first=995)).__contains__) == [key(997)], "of a sliding window"
+    assert request.last_present(lambda _: False) == []
 
 
 def test_groups_are_chains_of_their_own_and_a_chunk_inside_another_is_no_link() -> None:
@@ -72,21 +84,6 @@ def test_groups_are_chains_of_their_own_and_a_chunk_inside_another_is_no_link() 
     context.set_offload_key_position(key(2), 3 * TOKENS_PER_BLOCK)
     assert request.lineage(key(50)) == NO_LINEAGE
     assert request.lineage(key(2)) == Lineage(hash_of(1), 2)
-
-
-def test_the_last_chunk_that_is_there_is_found_with_few_questions() -> None:
-    _, request = request_of(*keys(1000))
-    asked: list[OffloadKey] = []
-    there = set(keys(617))
-
-    def is_present(of: OffloadKey) -> bool:
-        asked.append(of)
-        return of in there
-
-    assert request.last_present(is_present) == [key(616)]
-    assert len(asked) <= 8 + 11
-    assert request.last_present(set(keys(3, first=995)).__contains__) == [key(997)], "of a sliding window"
-    assert request.last_present(lambda _: False) == []
 
 
 def following(root: Path) -> JournalFollower:

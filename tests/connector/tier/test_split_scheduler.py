@@ -116,9 +116,7 @@ def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(
 
 
 @pytest.mark.parametrize("is_splitting", [True, False])
-def test_users_see_what_is_read_as_cached_and_no_preemption(
-    engines: Engines, fs: PacedFs, *, is_splitting: bool
-) -> None:
+def test_users_see_reads_as_cached_and_no_preemption(engines: Engines, fs: PacedFs, *, is_splitting: bool) -> None:
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt, replace(SHAPE, log_stats=True, is_splitting=is_splitting))
     second.add("reads", prompt)
@@ -296,9 +294,7 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engi
     second.run()
 
 
-def test_without_chunked_prefill_a_hit_is_loaded_whole_and_no_prompt_is_computed_in_parts(
-    engines: Engines, fs: PacedFs
-) -> None:
+def test_without_chunked_prefill_hits_are_loaded_and_prompts_computed_whole(engines: Engines, fs: PacedFs) -> None:
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt, replace(SHAPE, is_chunking=False, most_tokens=1 << 15))
     second.add("loads", prompt)
@@ -371,9 +367,7 @@ def hold_updates(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> li
         pytest.param(1.0, 1.0, 0, id="a step after the report, where copies take longer than steps"),
     ],
 )
-def test_a_request_computes_before_its_load_is_reported(
-    engines: Engines, most_wait: float, copying: float, steps: int
-) -> None:
+def test_a_request_computes_before_load_reports(engines: Engines, most_wait: float, copying: float, steps: int) -> None:
     engine, prompt = ready_to_load(engines, most_wait)
     engine.side.copying.value = copying
     engine.copies.lag = math.inf
