@@ -211,18 +211,6 @@ def test_a_refused_mode_leaves_the_mode_and_an_edit_tells_which_pods_are_outdate
     assert json.loads(world.cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
 
 
-@pytest.mark.parametrize("refused", [{"engine": {"memory": "12 gigs"}}, {"disk": {"blockTokens": 24}}])
-def test_a_refused_spec_still_takes_attached_engines_off_the_volume(refused: dict[str, Any]) -> None:
-    world = World()
-    world.condition("Ready")
-    before = world.cluster.look(CONFIG)
-    assert world.edited(**merge(refused, {"disk": {"mode": "Bypass"}}))[0] == "False"
-    after = world.cluster.look(CONFIG)
-    assert json.loads(after["data"]["live.json"])["mode"] == "Bypass"
-    assert after["data"]["connector.json"] == before["data"]["connector.json"]
-    assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
-
-
 @pytest.mark.parametrize(
     ("refused", "is_followed"),
     [
@@ -231,20 +219,23 @@ def test_a_refused_spec_still_takes_attached_engines_off_the_volume(refused: dic
         ({"disk": {"budget": {"ttl": "soon"}}}, False),
     ],
 )
-def test_a_refused_spec_bounds_the_volume_unless_its_bounds_are(refused: dict[str, Any], *, is_followed: bool) -> None:
+def test_a_refused_spec_takes_attached_engines_off_the_volume_and_bounds_it_unless_the_bounds_are_refused(
+    refused: dict[str, Any], *, is_followed: bool
+) -> None:
     def settings() -> dict[str, Any]:
         config = world.cluster.look(ObjectKey(api_version="v1", kind="ConfigMap", name="llama-janitor"))
-        assert config is not None
         return dict(json.loads(config["data"]["janitor.json"]))
 
     world = World()
     world.condition("Ready")
-    before = settings()
-    world.cluster.edit(
-        TIER_KEY, {"spec": merge(refused, {"disk": {"mode": "ReadWrite", "budget": {"maxBytes": "1Gi"}}})}
-    )
-    assert world.condition("Ready")[0] == "False"
-    assert settings() == {**before, **({"max_bytes": 1 << 30} if is_followed else {})}
+    before, bounds = world.cluster.look(CONFIG), settings()
+    edit = merge(refused, {"disk": {"mode": "Bypass", "budget": {"maxBytes": "1Gi"}}})
+    assert world.edited(**edit)[0] == "False"
+    after = world.cluster.look(CONFIG)
+    assert json.loads(after["data"]["live.json"])["mode"] == "Bypass"
+    assert after["data"]["connector.json"] == before["data"]["connector.json"]
+    assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
+    assert settings() == {**bounds, **({"max_bytes": 1 << 30} if is_followed else {})}
 
 
 def test_the_janitor_of_attached_engines_goes_beside_them_and_shares_their_group() -> None:

@@ -169,19 +169,6 @@ def test_a_file_that_was_moved_within_its_generation_is_named(root: Path) -> Non
     assert kinds == {str(elsewhere): "foreign", block_path(key(7)): "key"}
 
 
-def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier_connector.janitor.commands.MOST_PROBLEMS", 2)
-    for number in range(3):
-        (root / block_path(key(number))).write_bytes(b"")
-    status, text = run_check(capsys, str(root), "-o", "json")
-    document = json.loads(text)
-    assert (status, document["problemsByKind"]) == (1, {"empty": 3})
-    assert [problem["path"] for problem in document["problems"]] == sorted(block_path(key(n)) for n in range(3))[:2]
-    assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
-
-
 def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(["check", *arguments])
     captured = capsys.readouterr()
@@ -189,7 +176,9 @@ def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return status, captured.out
 
 
-def test_the_command_lists_problems_and_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_problems_and_fails_and_its_document_counts_all_and_lists_the_first(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run_check(capsys, str(root)) == (0, "3 blocks, 204 KiB, 0 problems\n")
     (root / block_path(key(0))).write_bytes(b"damaged")
     status, text = run_check(capsys, str(root))
@@ -198,6 +187,14 @@ def test_the_command_lists_problems_and_fails(root: Path, capsys: pytest.Capture
         f"{block_path(key(0))}: truncated: it ends too early; a reader moves it away, and the block is computed again",
         "3 blocks, 136 KiB, 1 problem: 1 truncated",
     ]
+    monkeypatch.setattr("kvtier_connector.janitor.commands.MOST_PROBLEMS", 2)
+    for number in range(3):
+        (root / block_path(key(number))).write_bytes(b"")
+    status, text = run_check(capsys, str(root), "-o", "json")
+    document = json.loads(text)
+    assert (status, document["problemsByKind"]) == (1, {"empty": 3})
+    assert [problem["path"] for problem in document["problems"]] == sorted(block_path(key(n)) for n in range(3))[:2]
+    assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
