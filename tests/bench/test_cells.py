@@ -299,24 +299,7 @@ class Rig:
         return sum(1 for path in self.volume.rglob("b-*"))
 
 
-@pytest.mark.parametrize(
-    ("backend", "stage", "given", "cells"),
-    [
-        ("none", "all-in-gpu", [], ["A", "C first", "C"]),
-        ("none", "restart", ["E"], ["E", "E in GPU"] * 3),
-        ("none", "restart", ["single"], ["single first", "single in GPU"] * 2),
-        ("fs", "restart", ["single"], ["single first", "single again", "single in GPU"] * 2),
-        ("fs", "restart", ["users"], ["users"] * 3),
-        ("none", "agents", [], ["agents first", "agents"]),
-        ("none", "long", [], ["long"] * 2),
-        ("none", "bursts", [], ["bursts512 first", "bursts512"]),
-        ("none", "preemption", [], ["preemption"]),
-        ("none", "killed", [], ["killed before", "killed"]),
-        ("fs", "agents", ["agents", "returning"], ["agents first", "agents", "returning"]),
-        ("none", "router", [], ["router random", "router prefix"]),
-        ("cpu", "traffic", ["prepare"], []),  # it has no volume for which anything could be prepared
-    ],
-)
+@pytest.mark.parametrize(("backend", "stage", "given", "cells"), TABLES["stages"])
 def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(
     tmp_path: Path, backend: str, stage: str, given: list[str], cells: list[str]
 ) -> None:

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from objects import Http, Json, Until, Watch, claim, config_map, pod, widget
 from targets import Target
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 MERGE = "application/merge-patch+json"
 
@@ -125,19 +129,7 @@ def test_watches_can_be_bookmarked(http: Http, core: str, watch: Watch) -> None:
     assert int(bookmarks[-1]["object"]["metadata"]["resourceVersion"]) >= int(listed["metadata"]["resourceVersion"])
 
 
-@pytest.mark.parametrize(
-    ("selector", "names"),
-    [
-        ("color=red", ["a"]),
-        ("color!=red", ["b", "c"]),
-        ("color in (red,blue)", ["a", "b"]),
-        ("color notin (red,blue)", ["c"]),
-        ("color", ["a", "b"]),
-        ("!color", ["c"]),
-        ("color=red,size=1", []),
-        ("color==blue,size", ["b"]),
-    ],
-)
+@pytest.mark.parametrize(("selector", "names"), TABLES["selectors"])
 def test_label_selectors(http: Http, core: str, selector: str, names: set[str]) -> None:
     for name, labels in {"a": {"color": "red"}, "b": {"color": "blue", "size": "1"}, "c": {"x": "y"}}.items():
         http("POST", f"{core}/secrets", labelled(name, suite="yes", **labels) | {"kind": "Secret"})

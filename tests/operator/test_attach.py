@@ -150,10 +150,16 @@ def test_what_would_break_the_engine_is_refused_by_its_field(where: str, value: 
     assert any(at == f"{AT}.{field}" and words in text for at, text in caught.value.problems)
 
 
+def steps_of(path: str) -> Steps:
+    """Return the steps of a path such as ``spec.containers[vllm].args``."""
+    found = re.findall(r"\[(.+?)\]|([^.\[]+)", path)
+    return tuple(("name", item) if item else field for item, field in found)
+
+
 @pytest.mark.parametrize(("name", "where", "value", "words"), TABLES["refused_of_kinds"])
 def test_what_a_kind_cannot_do_is_refused_by_its_field(name: str, where: str, value: object, words: str) -> None:
-    document, steps = read(name), re.findall(r"\[(.+?)\]|([^.\[]+)", where)
-    put(document, tuple(("name", item) if item else field for item, field in steps), value)
+    document = read(name)
+    put(document, steps_of(where), value)
     with pytest.raises(AttachRefused, match=re.escape(words)):
         attach_document(document, plan())
 
@@ -364,42 +370,16 @@ def judge(document: Manifest, body: Manifest) -> tuple[str, str, str]:
     return world.condition("EnginesReady")
 
 
-CASES: list[Any] = [
-    *(pytest.param(name, (), None, {}, id=name) for name in FILES if name != "inferenceservice"),
-    pytest.param(
-        "inferenceservice", (), None, {"engine": {"image": "kserve/huggingfaceserver:v0.17.0-gpu"}}, id="huggingface"
-    ),
-    pytest.param(
-        "inferenceservice",
-        ("spec", "predictor", "model", "runtime"),
-        "kserve-vllmserver",
-        {"engine": {"image": "kserve/vllmserver:v0.17.0"}},
-        id="vllmserver",
-    ),
-    pytest.param(
-        "inferenceservice",
-        ("spec", "predictor", "model", "runtime"),
-        "with-a-mounted-model",
-        {"engine": {"image": "example.org/vllm:1"}},
-        id="a mounted model",
-    ),
-    pytest.param(
-        "llminferenceservice",
-        ("spec", "template", "containers", ("name", "main"), "args"),
-        ["--gpu-memory-utilization=0.8"],
-        {},
-        id="args behind a preset's",
-    ),
-]
+CASES = {name: (name, "", None, {}) for name in FILES if name != "inferenceservice"} | TABLES["owners_pods"]
 
 
-@pytest.mark.parametrize(("name", "where", "value", "spec"), CASES)
+@pytest.mark.parametrize(("name", "where", "value", "spec"), CASES.values(), ids=CASES)
 def test_the_pod_that_the_owner_makes_of_an_attached_object_is_an_engine_of_the_tier(
-    name: str, where: tuple[Any, ...], value: Any, spec: Manifest
+    name: str, where: str, value: Any, spec: Manifest
 ) -> None:
     document = read(name)
     if where:
-        put(document, where, value)
+        put(document, steps_of(where), value)
     if name == "llminferenceservice":
         spec = {"engine": {"image": "ghcr.io/llm-d/llm-d-cuda:v0.6.0"}}
     body = tier_with(spec)

@@ -9,9 +9,11 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import yaml
 from asking_pods import Clock, ScriptedEngine, SharedVolume, StubEngine, on_loop, stub_engine
 from chart import render
 from fake_cluster import FakeCluster
@@ -27,6 +29,8 @@ from kvtier_operator.observe.canary import SIDE, TEXT_ALONE, Chunk, Replica, Sub
 from kvtier_operator.observe.engine_client import EngineError, EngineLocked, HttpEngine, KeySource, find_key, read_key
 from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult
 from kvtier_operator.observe.http_client import HttpClient
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 Found = TypeVar("Found")
 
@@ -210,39 +214,12 @@ def test_an_engine_that_is_not_there_is_an_error_without_its_address(asker: Http
     assert str(caught.value) == "does not answer /metrics (ConnectionRefusedError)"
 
 
-SECRET = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
-OPTIONAL = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}}
-NAMED = {"name": "OURS", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
-FROM_MAP = {"name": "VLLM_API_KEY", "valueFrom": {"configMapKeyRef": {"name": "s", "key": "k"}}}
-PLAIN = {"name": "VLLM_API_KEY", "value": "sesame"}
 OF_SECRET = KeySource(secret="s", entry="k")
 
 
-@pytest.mark.parametrize(
-    ("engine", "found"),
-    [
-        ({}, None),
-        ({"env": [PLAIN]}, KeySource(literal="sesame")),
-        ({"env": [SECRET]}, OF_SECRET),
-        ({"env": [OPTIONAL]}, KeySource(secret="s", entry="k", is_optional=True)),
-        ({"env": [FROM_MAP]}, None),
-        ({"env": [{"name": "VLLM_API_KEY", "value": ""}]}, None),
-        ({"env": [{"name": "VLLM_API_KEY", "value": "$(OTHER)"}]}, None),
-        ({"args": ["--api-key", "sesame"]}, KeySource(literal="sesame")),
-        ({"args": ["--api-key", "sesame", "another"]}, KeySource(literal="sesame")),
-        ({"args": ["--api_key=sesame"], "env": [SECRET]}, KeySource(literal="sesame")),
-        ({"args": ["--api-key=first", "--api-key=last"]}, KeySource(literal="last")),
-        ({"args": ["--api-key=$(OURS)"], "env": [NAMED]}, OF_SECRET),
-        ({"args": ["--api-key", "$(OURS)"], "env": [NAMED]}, OF_SECRET),
-        ({"args": ["--api-key=a$(OURS)"], "env": [NAMED]}, None),
-        ({"args": ["--api-key=$(NOBODY)"]}, None),
-        ({"args": ["--api-key="], "env": [SECRET]}, OF_SECRET),
-        ({"args": ["--api-key-file=x"]}, None),
-    ],
-    ids=str,
-)
-def test_the_key_is_looked_for_where_vllm_finds_it(engine: dict[str, Any], found: KeySource | None) -> None:
-    assert find_key(parse(tier(engine=engine))) == found
+@pytest.mark.parametrize(("engine", "found"), TABLES["keys"], ids=str)
+def test_the_key_is_looked_for_where_vllm_finds_it(engine: dict[str, Any], found: dict[str, Any] | None) -> None:
+    assert find_key(parse(tier(engine=engine))) == (None if found is None else KeySource(**found))
 
 
 def secret(name: str = "s", **data: bytes) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, body, operator_process, running
 from tiers import claim, merge
 from waiting import until
@@ -276,39 +277,7 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
         assert sent() == writes
 
 
-MANIFEST: dict[str, Any] = {
-    "apiVersion": "apps/v1",
-    "kind": "Deployment",
-    "metadata": {"name": "d", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}, "annotations": {"a": "b"}},
-    "spec": {
-        "replicas": 1,
-        "selector": {"matchLabels": {"app": "d"}},
-        "template": {
-            "metadata": {"labels": {"app": "d"}},
-            "spec": {
-                "containers": [
-                    {
-                        "name": "engine",
-                        "image": "i",
-                        "args": ["--a", "--b"],
-                        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
-                        "ports": [{"containerPort": 80, "protocol": "TCP"}],
-                        "resources": {"requests": {"memory": "1024Mi"}},
-                    }
-                ],
-                "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            },
-        },
-    },
-}
-
-
-ROLE: dict[str, Any] = {
-    "apiVersion": names.RBAC,
-    "kind": "Role",
-    "metadata": {"name": "r", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}},
-    "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}],
-}
+MANIFEST, ROLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
 MORE_RULES = [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]
 
 

@@ -195,17 +195,7 @@ def make_stricter(cluster: FakeCluster, refused: dict[str, Any]) -> None:
     cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: note}}})
 
 
-@pytest.mark.parametrize(
-    ("refused", "field"),
-    [
-        ({"hash": {"algorithm": "md5"}}, "spec.hash.algorithm"),
-        ({"engine": {"gone": True}}, "spec.engine.gone"),
-        ({"engine": {"args": ["--max-num-seqs=8", "--kv-transfer-config={}"]}}, "spec.engine.args"),
-        ({"janitor": {"image": "a b"}}, "spec.janitor.image"),
-        ({"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}}, "spec.disk.blockTokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("refused", "field"), TABLES["refused"], ids=str)
 def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_pod_changes(
     refused: dict[str, Any], field: str
 ) -> None:

@@ -315,32 +315,11 @@ def api() -> Any:
 
 
 CLAIMS = [{"name": "nic", "resourceClaimName": "nic"}]
-ADDED: dict[str, Any] = {
-    "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
-    "ports": [{"containerPort": 8000, "protocol": "TCP", "hostPort": 80}, {"containerPort": 9, "protocol": "TCP"}],
-    "resources": {"limits": {"rdma/hca": "1"}, "requests": {"rdma/hca": "1"}, "claims": [{"name": "nic"}]},
-    "env": [{"name": "B", "value": "2"}, {"name": "C", "value": "3"}],
-    "volumeMounts": [{"mountPath": "/b", "name": "two"}],
-    "livenessProbe": {"periodSeconds": 30},
-}
+ADDED: dict[str, Any] = TABLES["added"]
 
 
 def test_a_container_is_merged_as_the_api_server_merges_two_who_apply_it(api: ApiServerThread) -> None:
-    ours = {
-        "name": "engine",
-        "image": "vllm",
-        "securityContext": {"capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True},
-        "ports": [{"containerPort": 8000, "protocol": "TCP", "name": "http"}],
-        "resources": {"limits": {"memory": "1Gi"}, "requests": {"memory": "1Gi"}},
-        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}],
-        "volumeMounts": [{"mountPath": "/a", "name": "one"}],
-        "livenessProbe": {
-            "httpGet": {"path": "/health", "port": 8000, "scheme": "HTTP"},
-            "failureThreshold": 12,
-            "timeoutSeconds": 1,
-            "successThreshold": 1,
-        },
-    }
+    ours = TABLES["ours"]
 
     def applied(container: dict[str, Any], manager: str) -> dict[str, Any]:
         labels = {"app": "x"}

@@ -256,31 +256,11 @@ def test_four_bits_come_with_scales(config: dict[str, Any], args: list[str], tp:
     assert_as_vllm_packs(make_family_layout(config, layout), {f"layers.{layer}": spec for layer in range(32)}, tp)
 
 
-@pytest.mark.parametrize(
-    ("config", "args", "engine", "why"),
-    [
-        (DEEPSEEK_32, ["--kv-cache-dtype=fp8"], {}, "write --kv-cache-dtype=fp8_ds_mla in spec.engine.args"),
-        ({**DEEPSEEK_32, "model_type": "glm_moe_dsa"}, [], {}, "write --kv-cache-dtype=bfloat16 or fp8_ds_mla"),
-        ({**DEEPSEEK_32, "indexer_types": ["full", *["shared"] * 60]}, [], {}, "layers share an index (indexer_types)"),
-        (LATENT, ["--kv-cache-dtype=nvfp4"], {}, "write --kv-cache-dtype=nvfp4_ds_mla"),
-        (GEMMA_4, ["--kv-cache-dtype=nvfp4"], {}, "its layers are of several kinds"),
-        (DENSE, ["--kv-cache-dtype=nvfp4", "--kv-cache-dtype-skip-layers=0"], {}, "leaves layers out"),
-        (DENSE, ["--kv-cache-dtype=turboquant_k8v4"], {}, "packs its numbers in a way that is not known here"),
-        (DEEPSEEK_32, ["--block-size=128"], {}, "--block-size is not 64"),
-        (DEEPSEEK_32, ["-pp=2"], {}, "pipeline stages hold different numbers of it"),
-        (GEMMA_4, [], {"is_cpu_build": True}, "the CPU build makes blocks of both kinds equally large"),
-        (GEMMA_4, [], {"is_canonical": True}, "spec.disk.canonicalLayout"),
-        (
-            {**DENSE, "is_encoder_decoder": True},
-            [],
-            {},
-            "for which vLLM has no prefix cache: serve it without a KVCacheTier",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("base", "changes", "args", "engine", "why"), TABLES["untold"])
 def test_what_decides_elsewhere_is_named(
-    config: dict[str, Any], args: list[str], engine: dict[str, bool], why: str
+    base: str, changes: dict[str, Any], args: list[str], engine: dict[str, bool], why: str
 ) -> None:
+    config = {"deepseek_32": DEEPSEEK_32, **TABLES["configs"]}[base] | changes
     found = make_family_layout(config, EngineLayout(args=engine_args.read(args), **engine))
     assert isinstance(found, KvUnknown)
     assert why in found.why

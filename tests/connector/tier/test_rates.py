@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from engine_fleet import Engines, stored
 from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
@@ -22,6 +24,8 @@ from kvtier_connector.cascade.rates import (
     Way,
 )
 from kvtier_connector.cascade.split import Split, Splits
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 PREFILL = 20_000.0
 PROMPT_SECONDS = 0.25
@@ -53,40 +57,11 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
     return rates
 
 
-@pytest.mark.parametrize(
-    ("volume", "work", "whole", "split"),
-    [
-        pytest.param(500_000, {"tokens": 32_000}, Way.LOAD, Way.LOAD, id="a volume much faster than the engine"),
-        pytest.param(25_000, {"tokens": 32_000}, Way.LOAD, Way.SPLIT, id="hardly faster"),
-        pytest.param(10_000, {"tokens": 32_000}, Way.COMPUTE, Way.SPLIT, id="a volume slower than the engine"),
-        pytest.param(10_000, {"tokens": 512}, Way.COMPUTE, Way.COMPUTE, id="a hit too short for the price of a join"),
-        pytest.param(100, {"tokens": 32_000}, Way.COMPUTE, Way.SPLIT, id="a volume that hardly gives anything"),
-        pytest.param(100, {"tokens": 4_000}, Way.COMPUTE, Way.COMPUTE, id="a short hit of such a volume"),
-        pytest.param(
-            500_000, {"tokens": 32_000, "unread": 0}, Way.LOAD, Way.LOAD, id="a hit that others have ordered already"
-        ),
-        pytest.param(40_000, {"tokens": 16_000, "queued": 200_000}, Way.COMPUTE, Way.SPLIT, id="a queue of reads"),
-        pytest.param(40_000, {"tokens": 16_000, "queued": 12_000}, Way.LOAD, Way.SPLIT, id="a short queue of reads"),
-        pytest.param(15_000, {"tokens": 16_000, "backlog": 90_000}, Way.LOAD, Way.LOAD, id="a queue of prompts"),
-        pytest.param(
-            200_000, {"tokens": 512, "queued": 24_000}, Way.COMPUTE, Way.COMPUTE, id="queued reads, no answers"
-        ),
-        pytest.param(
-            200_000, {"tokens": 512, "queued": 24_000, "answering": 24}, Way.LOAD, Way.LOAD, id="queued reads, answers"
-        ),
-        pytest.param(
-            10_000,
-            {"tokens": 512, "queued": 24_000, "answering": 24},
-            Way.COMPUTE,
-            Way.COMPUTE,
-            id="slow queued reads, answers",
-        ),
-    ],
-)
-def test_a_hit_takes_the_faster_way(volume: float, work: dict[str, int], whole: Way, split: Way, clock: Clock) -> None:
+@pytest.mark.parametrize(("volume", "work", "whole", "split"), TABLES["ways"].values(), ids=TABLES["ways"])
+def test_a_hit_takes_the_faster_way(volume: float, work: dict[str, int], whole: str, split: str, clock: Clock) -> None:
     rates = measured(clock, volume)
     work = {"unread": work["tokens"], **work}
-    assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (whole, split)
+    assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (Way[whole], Way[split])
 
 
 def test_a_step_under_way_delays_what_is_computed(clock: Clock) -> None:
