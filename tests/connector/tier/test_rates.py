@@ -117,18 +117,7 @@ def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Cl
         assert (rates.volume.value < before) is is_slower
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        pytest.param([(0.0, 4000, 0), (0.2, 1, 0)], id="one step at a time"),
-        pytest.param(
-            [(0.0, 4000, 0), (0.001, 4000, 4000), (0.2, 4000, 4000), (0.4, 0, 4000)], id="two steps in flight"
-        ),
-        pytest.param([(0.0, 4000, 0), (0.001, 4000, 4000), (0.398, 4000, 4000), (0.4, 0, 4000)], id="a late call"),
-        pytest.param([(0.0, 4000, 0), (0.2, 0, 0), (9.0, 4000, 0), (9.2, 0, 0)], id="an idle engine"),
-        pytest.param([(0.0, 4000, 0), (0.2, 64, 0), (1.0, 64, 0), (2.0, 0, 0)], id="steps too small to tell"),
-    ],
-)
+@pytest.mark.parametrize("calls", TABLES["steps"].values(), ids=TABLES["steps"])
 def test_steps_that_end_measure_prefill(calls: list[tuple[float, int, int]], clock: Clock) -> None:
     rates, begin = Rates(now=clock, most_step_tokens=8192), clock.seconds
     for seconds, tokens, in_flight in calls:
@@ -181,13 +170,7 @@ def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(cloc
 
 
 @pytest.mark.parametrize(
-    ("landed", "seconds", "is_reading", "is_stalled"),
-    [
-        pytest.param(0, 0.3, True, True, id="nothing comes"),
-        pytest.param(0, 0.09, True, False, id="a moment of computing"),
-        pytest.param(16, 0.3, True, False, id="others get chunks"),
-        pytest.param(0, 0.3, False, False, id="nothing is read"),
-    ],
+    ("landed", "seconds", "is_reading", "is_stalled"), TABLES["stalls"].values(), ids=TABLES["stalls"]
 )
 def test_a_volume_is_stalled_that_gives_nothing_for_a_part_of_the_time_that_computing_takes(
     landed: int, seconds: float, is_reading: bool, is_stalled: bool, clock: Clock
