@@ -180,6 +180,7 @@ LACKS = "Error: check needs the package (blake3|numpy), which the operator's ima
         (["check", "/"], 1, "", LACKS),
         (["run"], 1, "", "kvtier: no cluster to talk to: (.|\n)*KUBECONFIG(.|\n)*"),
     ],
+    ids=["render", "check", "run"],
 )
 def test_a_verb_does_what_it_can_or_names_what_is_missing(
     tmp_path: Path, arguments: list[str], code: int, said: str, complaint: str

@@ -241,16 +241,7 @@ def test_what_is_no_report_is_refused(body: bytes) -> None:
         pod_reports.read_usage(body)
 
 
-METRICS = b"""\
-# HELP vllm:kvtier_disk_refused Fields by which the directory belongs to another tier.
-# TYPE vllm:kvtier_disk_refused gauge
-vllm:kvtier_disk_refused{engine="0",field="dtype",model_name="m"} 1.0
-vllm:kvtier_disk_refused{engine="1",field="dtype",model_name="m"} 1.0
-vllm:kvtier_disk_refused{field="model_name",engine="0"} 1.0
-vllm:kvtier_disk_refused{field="hash_seed",engine="0"} 0.0
-vllm:kvtier_disk_refused_total{field="no",engine="0"} 1.0
-vllm:kvtier_disk_mode{engine="0",model_name="m"} 0.0
-"""
+METRICS = TABLES["metrics"].encode()
 
 
 ACTIVE = b'vllm:kvtier_disk_active{engine="0",model_name="m"} %d.0\n'

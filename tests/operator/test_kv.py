@@ -63,16 +63,7 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("args", "tp", "token_bytes"),
-    [
-        (["--kv-cache-dtype", "fp8"], 1, 65536),
-        (["--dtype=float32"], 1, 262144),
-        ([], 8, 131072),
-        ([], 16, 262144),
-        (["--pipeline-parallel-size", "2"], 1, 131072),
-        (["-pp", "3"], 1, 135168),
-        (["-tp", "many", "--kv-cache-dtype=bfloat16"], 1, 131072),
-        (["--decode-context-parallel-size", "2"], 16, 131072),
-    ],
+    TABLES["splits"],
 )
 def test_the_way_an_engine_is_split_counts(args: list[str], tp: int, token_bytes: int) -> None:
     assert kv(DENSE, EngineLayout(args=engine_args.read(args), tensor_parallel=tp)).token_bytes == token_bytes

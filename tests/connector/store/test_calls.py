@@ -191,16 +191,7 @@ def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(tmp_path: Path) ->
     assert fs.calls.count("preadv") == 1
 
 
-TABLE = r"""
-27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
-45 27 0:39 / /mnt/gluster rw,relatime - fuse.glusterfs srv:/kv rw,user_id=0,max_read=131072
-46 27 0:40 / /mnt/moose rw,nosuid - fuse mfs\04310.0.0.1:9421 rw,allow_other
-47 27 0:41 / /mnt/nfs rw,noatime - nfs4 srv:/export rw,vers=4.2,rsize=65536,wsize=1048576,hard,nconnect=8
-48 27 0:42 /sub /mnt/a\040b rw - ceph 10.0.0.1:/ rw,name=k
-49 27 0:43 / /mnt/hidden rw - xfs /dev/vdb rw
-50 27 0:44 / /mnt/hidden rw - lustre srv@tcp:/l rw,flock
-broken line
-"""
+TABLE = TABLES["mounts"]
 
 
 @pytest.mark.parametrize(("path", "name"), TABLES["types"])

@@ -46,40 +46,28 @@ def hinted(*actions: Any) -> dict[str, Any]:
     return {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)}}
 
 
+def retain(*directives: Any, version: str = "1.0", **more: Any) -> dict[str, Any]:
+    return action("kv.retain", {"directives": list(directives), **more}, version)
+
+
+def kept(seconds: float = LONGEST_RETENTION_SECONDS, end: int | None = None) -> Hints:
+    return Hints(retained=Retention(seconds, end))
+
+
+FIRST = retain({"end": 32, "duration": 9}, version="1.7")
+
+
 @pytest.mark.parametrize(
     ("params", "hints"),
     [
         (None, NO_HINTS),
-        ({}, NO_HINTS),
-        ({"kvtier_store": False}, Hints(may_store=False)),
-        ({"kvtier_load": False}, Hints(may_load=False)),
-        ({"kvtier_load": True, "kvtier_store": True}, NO_HINTS),
-        ({"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", "tp_size": 2}, NO_HINTS),
-        ({"do_remote_prefill": True, "remote_host": "h", "transfer_id": "t"}, NO_HINTS),
-        (hinted(action("kv.retain")), Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None))),
-        (
-            hinted(action("kv.retain", {"scope": "s", "directives": [{"end": 64, "priority": 80, "duration": 60}]})),
-            Hints(retained=Retention(60.0, 64)),
-        ),
-        (
-            hinted(action("kv.retain", {"directives": [{"end": 64, "duration": 5}, {"start": 64, "priority": 0}]})),
-            Hints(retained=Retention(5.0, 64)),
-        ),
-        (
-            hinted(
-                action("kv.retain", {"directives": [{"end": 32, "duration": 9}]}, "1.7"),
-                action("kv.retain", {"directives": [{"start": 32, "end": 48, "duration": 2}]}),
-            ),
-            Hints(retained=Retention(9.0, 48)),
-        ),
-        (
-            {"kv_hints": {"actions": [{"action_type": "kv.retain"}]}},
-            Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None)),
-        ),
-        (
-            hinted(action("kv.retain", {"directives": [{"duration": 10**400}]})),
-            Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None)),
-        ),
+        *((given, Hints(**hints)) for given, hints in TABLES["understood"]),
+        (hinted(action("kv.retain")), kept()),
+        ({"kv_hints": {"actions": [{"action_type": "kv.retain"}]}}, kept()),
+        (hinted(retain({"duration": 10**400})), kept()),
+        (hinted(retain({"end": 64, "priority": 80, "duration": 60}, scope="s")), kept(60.0, 64)),
+        (hinted(retain({"end": 64, "duration": 5}, {"start": 64, "priority": 0})), kept(5.0, 64)),
+        (hinted(FIRST, retain({"start": 32, "end": 48, "duration": 2})), kept(9.0, 48)),
     ],
 )
 def test_what_is_asked_for_is_understood(params: Any, hints: Hints) -> None:
@@ -94,24 +82,8 @@ def test_what_is_asked_for_is_understood(params: Any, hints: Hints) -> None:
         ({5: 1}, "key", "(not shown)"),
         ({"kvtier_" + 40 * "s": 1}, "key", "(not shown)"),
         (hinted(*[action("kv.retain")] * (MOST_ACTIONS + 1)), "value", "kv_hints"),
-        (hinted(action("kv.retain", {"directives": [{}] * (MOST_ACTIONS + 1)})), "payload", "kv.retain"),
-        *[
-            (hinted(action("kv.retain", {"directives": [bad]})), "payload", "kv.retain")
-            for bad in (
-                "all",
-                {"end": -1},
-                {"end": 0},
-                {"start": 5, "end": 5},
-                {"duration": "60"},
-                {"duration": float("nan")},
-                {"duration": float("inf")},
-                {"duration": -1},
-                {"duration": True},
-                {"priority": 101},
-                {"priority": True},
-                {"ttl": 60},
-            )
-        ],
+        (hinted(retain(*[{}] * (MOST_ACTIONS + 1))), "payload", "kv.retain"),
+        *((hinted(retain(bad)), "payload", "kv.retain") for bad in TABLES["bad_directives"]),
     ],
 )
 def test_what_is_not_understood_is_ignored_and_named(params: Any, cause: str, name: str) -> None:
