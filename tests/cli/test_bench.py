@@ -307,9 +307,7 @@ def test_a_refused_prompt_is_told_by_its_line_and_the_others_are_sent(
     assert len(server.asked) == 2
 
 
-def test_nothing_is_sent_from_a_file_with_mistake(
-    serve: Callable[..., Server], tmp_path: Path, kvtier: Command
-) -> None:
+def test_a_file_with_a_mistake_sends_nothing(serve: Callable[..., Server], tmp_path: Path, kvtier: Command) -> None:
     server = serve()
     assert "line 2" in kvtier.fails("warm", server.url, write(tmp_path / "p.jsonl", "one", 5), code=2)
     assert server.asked == []

@@ -158,8 +158,6 @@ def test_options_of_a_trace_need_one(option: list[str], tmp_path: Path, kvtier: 
 
 @pytest.mark.parametrize("option", ["--rate", "--prefill-rate"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "1e999"])
-def test_a_rate_that_is_not_finite_is_refused_by_option(
-    option: str, value: str, tmp_path: Path, kvtier: Command
-) -> None:
+def test_a_rate_that_is_not_finite_names_its_option(option: str, value: str, tmp_path: Path, kvtier: Command) -> None:
     error = kvtier.fails("plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), option, value, code=2)
     assert f"Invalid value for '{option}': {value}" in error.replace("-inf is", f"{value} is")

@@ -17,7 +17,6 @@ MERGE = "application/merge-patch+json"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 OURS = Path(__file__).resolve().parents[2] / "crds" / "kvcachetier.yaml"
 TEXT: Json = {"type": "string", "maxLength": 10}
-BOTH: Json = {"type": "object", "additionalProperties": TEXT, "properties": {"a": TEXT}}
 
 
 def test_a_definition_is_established(http: Http, widgets: str) -> None:

@@ -36,8 +36,6 @@ VOLUME = {"VolumeBound", "ClaimShared", "StorageChecked"}
 JANITOR = {"DiskHealthy", "DiskWithinBudget", "JanitorHealthy"}
 OURS = {"SharedCacheVerified", "DiskEffective"}
 
-BOTH = {"role": "kv_both", "policy": "recompute"}
-CHILD = {"role": "kv_both", "policy": "fail"}
 CASES: dict[str, dict[str, Any]] = TABLES["read_by_vllm"]
 CHILDREN = TABLES["children_of_hybrids"]
 

@@ -164,7 +164,6 @@ MOVE = (
     "cannot change after creation: create another KVCacheTier for the new place and delete this one when its blocks "
     "are no longer needed"
 )
-EXISTING = {"spec.volume": {"existingClaim": "kv"}}
 
 
 @pytest.mark.parametrize(("before", "after", "at", "says"), TABLES["moves"])

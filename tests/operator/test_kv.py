@@ -40,10 +40,6 @@ def without(*fields: str, **more: Any) -> dict[str, Any]:
 
 
 LATENT = {"num_hidden_layers": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-NEMOTRON = {"hybrid_override_pattern": "M-M*M-M*", "model_type": "nemotron_h"}
-BY_NAME = ["sliding_attention", "full_attention"] * 2
-FP8_SCALES = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
-FP8_SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
 
 
 def dense(changes: dict[str, Any]) -> dict[str, Any]:

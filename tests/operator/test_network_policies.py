@@ -97,7 +97,9 @@ ROUTED = {"routing": {"type": "Router"}, "kvEvents": {}, "proof": {"preflight": 
 
 
 @pytest.mark.parametrize(("source", "target", "port", "is_let"), TRAFFIC)
-def test_traffic_that_a_part_needs_is_let_and_no_other(source: str, target: str, port: int, *, is_let: bool) -> None:
+def test_only_the_traffic_that_a_part_needs_is_let_through(
+    source: str, target: str, port: int, *, is_let: bool
+) -> None:
     found = network(policy={"scrapers": [MONITORING]}, **ROUTED)
     found.pods["llama-preflight"] = ("serving", names.selector(names.tier_ref(tier()), names.COMPONENT_PREFLIGHT))
     assert found.lets(source, {"API server": API_SERVER, "internet": INTERNET}.get(target, target), port) is is_let

@@ -43,7 +43,9 @@ def fill(engine: Engine) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("place", "count"), PLACES)
-def test_unreadable_parts_are_told_others_count(rig: Rig, engine: Engine, number: int, place: str, count: int) -> None:
+def test_unreadable_parts_are_told_and_others_count(
+    rig: Rig, engine: Engine, number: int, place: str, count: int
+) -> None:
     fill(engine)
     shutil.rmtree(engine.root / "journal")
     fs = unreadable(f"{engine.root}/{place}", number)

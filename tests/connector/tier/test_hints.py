@@ -149,7 +149,7 @@ def serve(engine: SimulatedEngine, name: str, prompt: Sequence[int], params: Any
 
 @pytest.mark.parametrize("windows", [(None,), (None, 64)], ids=["one group", "a sliding window"])
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 0), (1, 0), (5 * BLOCK_TOKENS, 5), (10**9, CHUNKS)])
-def test_no_more_is_stored_than_may(
+def test_no_more_is_stored_than_allowed(
     engines: Engines, windows: tuple[int | None, ...], tokens: int, chunks: int
 ) -> None:
     engine = engines.make(Shape(windows=windows))

@@ -367,7 +367,9 @@ def hold_updates(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> li
         pytest.param(1.0, 1.0, 0, id="a step after the report, where copies take longer than steps"),
     ],
 )
-def test_a_request_computes_before_load_reports(engines: Engines, most_wait: float, copying: float, steps: int) -> None:
+def test_a_request_computes_before_its_load_is_reported(
+    engines: Engines, most_wait: float, copying: float, steps: int
+) -> None:
     engine, prompt = ready_to_load(engines, most_wait)
     engine.side.copying.value = copying
     engine.copies.lag = math.inf
