@@ -124,7 +124,7 @@ generate: venv ## rewrite the CRD, the API reference and the list of metrics fro
 	.venv/bin/python .ci/figures.py --write
 
 golden: venv ## rewrite the golden manifests and plans; review the diff
-	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_crd.py tests/operator/test_plan_command.py tests/operator/test_chart.py --update-golden
+	$(RUN) pytest tests/operator/test_golden.py tests/operator/test_crd.py tests/operator/test_digest.py tests/operator/test_chart.py --update-golden
 
 docs: venv ## the documentation as a site in .kvtier/site; a dead link is an error
 	.venv/bin/python .ci/site.py

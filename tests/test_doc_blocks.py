@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of code in the documentation is found, known for what it is, and tried as that.
+"""Every block of code in the documentation is tried as what it is; what pages name and link to exists.
 
 Commands are read by the program that they are for, and what is applied goes through the API server, dry, with the
 definition of KVCacheTier. A block of a kind that nobody knows fails, so that a new one is either tried or named here.
@@ -7,6 +7,7 @@ definition of KVCacheTier. A block of a kind that nobody knows fails, so that a 
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import json
@@ -274,10 +275,16 @@ def test_helm_takes_the_values_that_are_set(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_patch_file_is_there() -> None:
+def test_the_promise_is_of_the_served_version_and_patch_files_and_flux_name_what_is_there() -> None:
     named = [after for _, words in commands("kubectl") for word, after in pairwise(words) if word == "--patch-file"]
     assert named
     assert [file for file in named if not (ROOT / file).exists()] == []
+    found = yaml.safe_load_all((ROOT / "crds" / "samples" / "others" / "flux.yaml").read_text())
+    (release,) = (each for each in found if each["kind"] == "HelmRelease")
+    assert release["spec"]["releaseName"] == "kvtier"
+    assert (VERSION["served"], VERSION["storage"]) == (True, True)
+    assert f"`{VERSION['name']}` is served until" in TABLE
+    assert len(EXPERIMENTAL) > 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -292,7 +299,115 @@ def test_a_verb_after_a_sample_was_applied_names_the_tier_of_the_sample(page: Pa
             assert found[1] == applied, line
 
 
-def test_the_operator_that_flux_installs_has_the_name_that_the_docs_have() -> None:
-    found = yaml.safe_load_all((ROOT / "crds" / "samples" / "others" / "flux.yaml").read_text())
-    (release,) = (each for each in found if each["kind"] == "HelmRelease")
-    assert release["spec"]["releaseName"] == "kvtier"
+EVERY_PAGE = sorted(
+    path for path in ROOT.rglob("*.md") if not {".venv", ".kvtier", "node_modules"} & set(path.relative_to(ROOT).parts)
+)
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_the_operator_installs_on_the_oldest_and_the_newest_kubernetes(version: str) -> None:
+    since = {"ValidatingAdmissionPolicy": "1.30", "ValidatingAdmissionPolicyBinding": "1.30"}
+    for manifest in yaml.safe_load_all((ROOT / "docs/operator.yaml").read_text()):
+        if since.get(manifest["kind"], version) <= version:
+            kubernetes_schemas.validate(manifest, version)
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_page_is_in_the_readme_and_the_menu_and_every_target_of_make_is_explained() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text()))
+    written = {
+        str(page.relative_to(ROOT)) for folder in ("docs", "connector", "crds") for page in (ROOT / folder).glob("*.md")
+    }
+    assert written - linked == set()
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    explained = set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
+    assert targets - explained == set()
+    site = ci_tools.load("site")
+    menu = (ROOT / "mkdocs.yml").read_text()
+    own = [page for page in site.pages() if "results" not in page.parts]
+    assert [str(page) for page in own if not re.search(rf"(: |- ){re.escape(str(page))}$", menu, re.MULTILINE)] == []
+
+
+def test_what_is_linked_from_the_site_and_is_no_page_of_it_is_a_link_to_the_repository(tmp_path: Path) -> None:
+    site = ci_tools.load("site")
+    site.gather(tmp_path / "pages")
+    for page in site.pages():
+        targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", (tmp_path / "pages" / page).read_text())
+        assert [each for each in targets if not (tmp_path / "pages" / page.parent / each).exists()] == []
+
+
+def test_a_picture_of_the_site_leads_to_itself_in_full_size(tmp_path: Path) -> None:
+    site = ci_tools.load("site")
+    site.gather(tmp_path / "pages")
+    shown = [
+        (page, alone, file)
+        for page in site.pages()
+        for alone, file in re.findall(r"(\[?)!\[[^\]]*\]\(([^)]+)\)", (tmp_path / "pages" / page).read_text())
+    ]
+    assert {Path("README.md"), Path("docs/operations.md")} <= {page for page, _, _ in shown}
+    assert [(str(page), file) for page, alone, file in shown if not alone] == []
+    assert (tmp_path / "pages" / "site.css").read_text().startswith("/*")
+
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/support.md").read_text()
+TABLE = PAGE.split("## Stability by field")[1].split("\n## ")[0]
+EXPERIMENTAL = re.findall(r"`((?:spec|status)\.[A-Za-z.]+)`", TABLE)
+(VERSION,) = tier_definition()["spec"]["versions"]
+
+
+@pytest.mark.parametrize("path", EXPERIMENTAL)
+def test_an_experimental_field_is_a_field(path: str) -> None:
+    node: dict[str, Any] = VERSION["schema"]["openAPIV3Schema"]
+    for name in path.split("."):
+        node = node["properties"][name]
+    assert node["description"]
+
+
+FAULTS = (ROOT / "docs/troubleshooting.md").read_text()
+PROOFS = (ROOT / "tests/connector/faults/README.md").read_text()
+
+
+def functions_in(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of a table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def test_every_fault_of_the_page_is_proved_by_tests_that_exist() -> None:
+    faults = rows(FAULTS.split("## Faults")[1].split("\n## ")[0])
+    assert [cells[0] for cells in faults] == [cells[0] for cells in rows(PROOFS)]
+    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", cells[1]) for cells in rows(PROOFS)]
+    assert all(named)
+    missing = [f"{path}::{name}" for each in named for path, name in each if name not in functions_in(ROOT / path)]
+    assert missing == []
+
+
+def test_metrics_causes_and_conditions_of_the_page_of_faults_are_those_of_the_code() -> None:
+    served = (ROOT / "connector/METRICS.md").read_text()
+    named = set(re.findall(r"vllm:kvtier_\w+", FAULTS))
+    assert [name for name in named if f"`{name}`" not in served] == []
+    sources = "".join(path.read_text() for path in (ROOT / "connector/kvtier_connector").rglob("*.py"))
+    causes = set(re.findall(r'cause="(\w+)"', FAULTS))
+    assert len(causes) > 8
+    assert [cause for cause in causes if f'"{cause}"' not in sources] == []
+    reported = (ROOT / "docs/conditions.md").read_text()
+    named = set(re.findall(r"condition `(\w+)`", FAULTS))
+    assert named
+    assert [name for name in named if f"## {name}\n" not in reported] == []
+
+
+def test_the_readme_of_the_embedded_cluster_promises_what_is_tested() -> None:
+    files = sorted((ROOT / "tests/conformance").glob("test_*.py"))
+    wanted = [f"| {path.stem} | {ast.get_docstring(ast.parse(path.read_text()))} |" for path in files]
+    readme = (ROOT / "e2e/localcluster/README.md").read_text()
+    assert [line for line in readme.splitlines() if line.startswith("| test_")] == wanted

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import ci_tools
 import pytest
+import yaml
 
 import kvtier_connector
 import kvtier_operator
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 house = ci_tools.load("house")
 
@@ -81,51 +84,26 @@ def test_the_command_fails_and_keeps_its_record_when_a_figure_is_worse(
     assert json.loads(record.read_text()) == {"lines of one": 3}
 
 
-def test_the_imports_of_the_product_are_read() -> None:
+def test_imports_are_read_texts_silence_nothing_and_all_is_one_release_under_one_licence() -> None:
     assert "kvtier_operator.plan" in {name.rpartition(".")[0] for name in house.product_imports()}
+    assert suppressions.unexplained('value = "# noqa: S104"\n"""\n# type: ignore\n"""\n') == []
+    assert [
+        str(path) for path in sources() if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
+    ] == []
+    assert kvtier_operator.__version__ == kvtier_connector.__version__
 
 
 suppressions = ci_tools.load("suppressions")
 
 
-@pytest.mark.parametrize(
-    "comment",
-    [
-        "# noqa",
-        "# noqa: S104",
-        "#noqa:S104",
-        "# NOQA : S104",
-        "# noqa: PLR0913, PLR0917",
-        "# noqa: PLR0913 PLR0917 -",
-        "# ruff: noqa: E501",
-        "# type: ignore",
-        "# type: ignore[arg-type, return-value]",
-        "# type: ignore[no-untyped-def] # noqa: ANN202",
-    ],
-)
+@pytest.mark.parametrize("comment", TABLES["without_a_reason"])
 def test_what_is_silenced_without_a_reason_is_found_with_its_line(comment: str) -> None:
     assert suppressions.unexplained(f'"""Text."""\nvalue = 1  {comment}\n') == [(2, comment)]
 
 
-@pytest.mark.parametrize(
-    "comment",
-    [
-        "# noqa: S104  the kubelet is outside",
-        "# noqa: PLR0913, PLR0917 - vLLM's signature",
-        "# noqa: PLR2004 (plural, name, subresource)",
-        "# noqa: PLR2004  1m",
-        "# ruff: noqa: E501  a table",
-        "# type: ignore[misc]  # frozen, as the test says",
-        "# type: ignore[no-untyped-def] # noqa: ANN202  the library's",
-        "# nothing is silenced here",
-    ],
-)
+@pytest.mark.parametrize("comment", TABLES["with_a_reason"])
 def test_a_reason_in_the_same_line_is_enough(comment: str) -> None:
     assert suppressions.unexplained(f"value = 1  {comment}\n") == []
-
-
-def test_what_a_text_says_silences_nothing() -> None:
-    assert suppressions.unexplained('value = "# noqa: S104"\n"""\n# type: ignore\n"""\n') == []
 
 
 def test_the_command_names_the_place_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,13 +167,10 @@ def test_plain_english_is_not(source: str) -> None:
     assert found(source) == []
 
 
-def test_words_that_are_names_of_things_elsewhere_are_refused_in_the_product_only() -> None:
+def test_private_words_are_refused_in_the_product_and_a_name_counts_once_in_a_module() -> None:
     source = "dashboard = board(site)\n"
     assert found(source, is_product=False) == []
     assert found(source) == [(1, "name board"), (1, "name site")]
-
-
-def test_a_name_counts_once_in_a_module() -> None:
     assert found("mover = 1\nprint(mover)\nmover.start()\n") == [(1, "name mover")]
 
 
@@ -261,13 +236,3 @@ def sources() -> list[Path]:
 @pytest.mark.parametrize("folder", ["operator", "connector"])
 def test_a_folder_named_like_a_module_of_the_standard_library_is_no_package(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
-
-
-def test_every_source_file_names_its_licence() -> None:
-    assert [
-        str(path) for path in sources() if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]
-    ] == []
-
-
-def test_operator_and_connector_are_one_release() -> None:
-    assert kvtier_operator.__version__ == kvtier_connector.__version__

@@ -76,9 +76,7 @@ def test_each_way_to_install_makes_the_same_objects_so_that_one_can_follow_anoth
         (f"v{VERSION}", (*PUSHED[:2], "janitor=latest"), "name the digest of each image"),
     ],
 )
-def test_a_release_that_is_not_whole_is_refused(
-    version: str, pushed: tuple[str, ...], complaint: str, tmp_path: Path
-) -> None:
+def test_a_release_with_a_gap_is_refused(version: str, pushed: tuple[str, ...], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=complaint):
         release.main(version, str(tmp_path / "out"), *pushed)
     assert not (tmp_path / "out").exists()
@@ -116,16 +114,13 @@ def test_a_workflow_may_do_no_more_than_it_says(workflow: Path) -> None:
             )
 
 
-def test_every_action_is_pinned_by_a_digest_and_the_same_everywhere() -> None:
+def test_every_action_is_pinned_by_a_digest_and_dependabot_looks_at_what_is_there() -> None:
     text = "".join(path.read_text() for path in WORKFLOWS)
     used = [each for each in re.findall(r"uses: (.*)", text) if not each.startswith("./")]
     pinned = [re.fullmatch(r"([\w-]+/[\w-]+)(?:/[\w-]+)*@([0-9a-f]{40}) # (v[0-9.]+)", each) for each in used]
     assert [each for each, found in zip(used, pinned, strict=True) if found is None] == []
     digests = {(found[1], found[2], found[3]) for found in pinned if found is not None}
     assert len(digests) == len({name for name, _, _ in digests})
-
-
-def test_dependabot_looks_at_what_is_there() -> None:
     found = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())
     assert {each["package-ecosystem"] for each in found["updates"]} == {"github-actions", "docker"}
     for each in found["updates"]:
@@ -133,15 +128,15 @@ def test_dependabot_looks_at_what_is_there() -> None:
         assert all(list((ROOT / folder.lstrip("/")).glob("*Dockerfile")) for folder in folders)
 
 
-def test_workflows_scripts_and_dockerfiles_are_what_their_linters_take() -> None:
+def test_the_licence_names_its_holder_and_the_plugin_runs_with_the_supported_pythons() -> None:
     assert set(linters.commands()) == {"actionlint", "shellcheck", "hadolint"}
     assert all(linters.commands().values())
     assert linters.main() == 0
-
-
-def test_the_licence_names_its_holder() -> None:
     assert "[yyyy]" not in (ROOT / "LICENSE").read_text()
     assert "Copyright 2026 The kvtier authors" in (ROOT / "NOTICE").read_text()
+    classifiers = (ROOT / "pyproject.toml").read_text()
+    assert [each for each in plugin.PYTHONS if f"Python :: {each}" not in classifiers] == []
+    assert classifiers.count("Python :: 3.") == len(plugin.PYTHONS)
 
 
 @pytest.mark.slow
@@ -260,12 +255,6 @@ def test_the_manifest_of_the_plugin_is_what_krew_takes(tmp_path: Path) -> None:
     assert [line for line in lines if len(line) > 80] == []
 
 
-def test_the_plugin_runs_with_the_pythons_that_the_package_supports() -> None:
-    classifiers = (ROOT / "pyproject.toml").read_text()
-    assert [each for each in plugin.PYTHONS if f"Python :: {each}" not in classifiers] == []
-    assert classifiers.count("Python :: 3.") == len(plugin.PYTHONS)
-
-
 CHART = ROOT / "charts" / "kvtier"
 pages, helm = ci_tools.load("chart_pages"), ci_tools.load("release").helm
 LISTED = (CHART / "images.txt").read_text().split()
@@ -285,10 +274,8 @@ def test_the_readme_names_every_value_with_its_default() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     found = {path: default for path, _, default in pages.rows()}
     assert [path for path in leaves(values) if not any(f"{each}.".startswith(f"{path}.") for each in found)] == []
-    assert (found["leaderElection.leaseSeconds"], found["metrics.dashboards.labels"]) == (
-        12,
-        {"grafana_dashboard": "1"},
-    )
+    labels = {"grafana_dashboard": "1"}
+    assert (found["leaderElection.leaseSeconds"], found["metrics.dashboards.labels"]) == (12, labels)
 
 
 def images_of(node: Any) -> Iterator[str]:
@@ -355,14 +342,8 @@ def test_artifact_hub_is_told_of_images_definitions_examples_and_changes() -> No
     assert (definition["kind"], definition["version"]) == (names.KIND, names.VERSION)
     for body in listed["crdsExamples"]:
         parse({**body, "metadata": {"namespace": "default", **body["metadata"]}})
-    assert {each["kind"] for each in listed["changes"]} <= {
-        "added",
-        "changed",
-        "deprecated",
-        "removed",
-        "fixed",
-        "security",
-    }
+    kinds = {"added", "changed", "deprecated", "removed", "fixed", "security"}
+    assert {each["kind"] for each in listed["changes"]} <= kinds
     assert len(listed["changes"]) == (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].count("\n- ")
     assert all(each["url"].startswith("https://") for each in listed["links"])
     assert HUB["artifacthub.io/operatorCapabilities"] in (ROOT / "docs/support.md").read_text()

@@ -59,7 +59,5 @@ GOOD = {"same_tokens": True, "hit_tokens": 9, "replica_hit_tokens": 9}
         ("Bundled", {"problem": "no answer within 300 s"}, ["no answer within 300 s"]),
     ],
 )
-def test_a_case_must_hit_give_equal_tokens_and_share_what_it_shares(
-    title: str, result: dict[str, Any], problems: list[str]
-) -> None:
+def test_a_case_must_hit_with_equal_tokens_and_share(title: str, result: dict[str, Any], problems: list[str]) -> None:
     assert backends.problems(backends.CASES[title], result) == problems

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import yaml
 from e2e.bench import cells, report, workloads
 from e2e.bench.cells import GPU_HEAVY, TINY_HEAVY, TINY_STAGES, HeavyCell, figures, hit_share, windows
 from e2e.bench.engines import joined_ids
@@ -24,6 +25,8 @@ from e2e.matrix import rendering
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import BlockKey, block_path
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,13 +47,7 @@ def test_an_agent_asks_for_its_history_again_and_has_computed_nearly_all_of_it_b
 
 @pytest.mark.parametrize(
     ("played", "tokens"),
-    [
-        (["A"], 0),
-        (["long"], 120832),
-        (["prepare-single", "D"], 33792),
-        (["preemption"], 3072),
-        (["prepare-long"], 120832),
-    ],
+    TABLES["longest_prompts"],
 )
 def test_the_context_is_as_long_as_the_longest_prompt_of_the_cells(played: list[str], tokens: int) -> None:
     assert cells.model_length(played, GPU_SIZES, GPU_HEAVY) == tokens
@@ -66,12 +63,6 @@ def test_given_sizes_are_those_of_either_kind() -> None:
 
 def request(at: float, cached: int, **changes: object) -> report.Record:
     return {"tokens": 100, "cached": cached, "at": at, "first": 0.1, "output": [1, 2, 3], **changes}
-
-
-def test_hits_are_told_by_windows_of_the_first_tokens() -> None:
-    found = [request(0.1, 0), request(1.9, 50), request(4.1, 100), request(4.2, 100, tokens=300)]
-    assert windows(found, hit_share) == [0.25, 0.0, 0.5]
-    assert hit_share(found[:2]) == 0.25
 
 
 @pytest.mark.parametrize(("scheduled", "recomputed"), [(204, 0.0), (260, 56.0)])
@@ -201,23 +192,23 @@ def test_every_part_is_whole_blocks_and_one_token_is_left_to_compute(sizes: Size
         assert len(prompt(request)) % block_tokens == 1
 
 
-def test_no_two_workloads_share_a_first_part() -> None:
+def test_sharers_have_the_prepared_prefix_in_common_and_no_two_workloads_a_first_part() -> None:
     kinds = [*everything(GPU_SIZES), workloads.warm_up(GPU_SIZES)]
     firsts = [{request["parts"][0] for request in requests} for requests in kinds]
     assert all(not one & other for one, other in itertools.combinations(firsts, 2))
-
-
-def test_sharers_have_the_prepared_prefix_in_common_and_nothing_after_it() -> None:
     prefix = prompt(workloads.shared_prefix(TINY_SIZES)[0])[:-1]
     prompts = [prompt(request) for request in workloads.sharers(TINY_SIZES)]
     assert all(tokens[: len(prefix)] == prefix for tokens in prompts)
     assert len({tuple(tokens[len(prefix) : -1]) for tokens in prompts}) == TINY_SIZES.sharers
 
 
-def test_blocks_that_prompts_share_are_counted_once() -> None:
+def test_blocks_that_prompts_share_are_counted_once_and_hits_by_windows_of_first_tokens() -> None:
     requests = workloads.conversations(GPU_SIZES, GPU_SIZES.conversations)
     assert workloads.block_count(requests, 64) == 40 * (8192 + 3 * 512) // 64
     assert workloads.block_count([*requests, *requests], 64) == workloads.block_count(requests, 64)
+    found = [request(0.1, 0), request(1.9, 50), request(4.1, 100), request(4.2, 100, tokens=300)]
+    assert windows(found, hit_share) == [0.25, 0.0, 0.5]
+    assert hit_share(found[:2]) == 0.25
 
 
 BLOCK_TOKENS = 128
@@ -307,24 +298,7 @@ class Rig:
         return sum(1 for path in self.volume.rglob("b-*"))
 
 
-@pytest.mark.parametrize(
-    ("backend", "stage", "given", "cells"),
-    [
-        ("none", "all-in-gpu", [], ["A", "C first", "C"]),
-        ("none", "restart", ["E"], ["E", "E in GPU"] * 3),
-        ("none", "restart", ["single"], ["single first", "single in GPU"] * 2),
-        ("fs", "restart", ["single"], ["single first", "single again", "single in GPU"] * 2),
-        ("fs", "restart", ["D"], ["D"] * 3),
-        ("none", "agents", [], ["agents first", "agents"]),
-        ("none", "long", [], ["long"] * 2),
-        ("none", "bursts", [], ["bursts512 first", "bursts512"]),
-        ("none", "preemption", [], ["preemption"]),
-        ("none", "killed", [], ["killed before", "killed"]),
-        ("fs", "agents", ["agents", "returning"], ["agents first", "agents", "returning"]),
-        ("none", "router", [], ["router random", "router prefix"]),
-        ("cpu", "traffic", ["prepare"], []),  # it has no volume for which anything could be prepared
-    ],
-)
+@pytest.mark.parametrize(("backend", "stage", "given", "cells"), TABLES["stages"])
 def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(
     tmp_path: Path, backend: str, stage: str, given: list[str], cells: list[str]
 ) -> None:
@@ -428,9 +402,7 @@ def test_an_engine_that_does_not_start_leaves_the_others_of_its_group(tmp_path: 
 
 
 @pytest.mark.parametrize(("backend", "disk"), [("kvtier", {}), ("kvtier-whole", {"splitHits": "Off"})])
-def test_an_engine_has_the_scheduler_that_the_operator_gives_a_tier(
-    tmp_path: Path, backend: str, disk: dict[str, str]
-) -> None:
+def test_an_engine_has_the_scheduler_that_its_tier_has(tmp_path: Path, backend: str, disk: dict[str, str]) -> None:
     model = {"name": "meta-llama/Llama-3.1-8B-Instruct"}
     tier = {"model": model, "cpu": {"size": "1Gi"}, "volume": {"existingClaim": "blocks"}, "disk": disk}
     container, _ = rendering.engine_of(rendering.body_of("bench", tier))

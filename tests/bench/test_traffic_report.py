@@ -71,15 +71,12 @@ def numbers(*requests: Record) -> Numbers:
     return found
 
 
-def test_the_time_per_token_leaves_the_first_token_out() -> None:
+def test_the_time_per_token_leaves_the_first_one_out_and_hits_are_weighed_by_their_prompts() -> None:
     found = numbers(request(0.1), request(0.3, seconds=0.9), request(0.5, output=[1], seconds=0.5))
     assert found.first == pytest.approx((0.3,))
     assert found.first_p99 == found.all_first == (0.5,)
     assert found.token == pytest.approx(((0.1 + 0.2) / 2,))
     assert numbers(request(0.1, output=[1])).token == (0.0,)
-
-
-def test_hits_are_weighed_by_the_length_of_the_prompts_and_first_turns_find_nothing() -> None:
     first = request(0.1, label="turn 0", tokens=100, cached=0)
     assert numbers(first, request(0.1, tokens=100, cached=0), request(0.1, tokens=300, cached=300)).hits == (0.75,)
 
@@ -201,9 +198,7 @@ def test_records_that_were_packed_to_be_kept_are_read_as_well(tmp_path: Path) ->
     assert read(path) == [run()]
 
 
-def test_figures_of_the_parts_that_a_run_played_are_from_it_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_of_parts_that_a_run_played_are_from_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = ci_tools.load("figures")
     numbers = tmp_path / "numbers.json"
     monkeypatch.setattr(figures, "RESULTS", tmp_path)

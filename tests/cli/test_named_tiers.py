@@ -247,12 +247,7 @@ def test_a_report_is_made_where_pods_cannot_be_listed(
     ],
 )
 def test_the_doctor_knows_the_release_of_an_operator_whose_image_is_named_by_its_digest(  # noqa: PLR0913, PLR0917 - cases
-    image: str,
-    labelled: str,
-    state: str,
-    api: ApiServerThread,
-    monkeypatch: pytest.MonkeyPatch,
-    kvtier: Command,
+    image: str, labelled: str, state: str, api: ApiServerThread, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:
     operator = {
         "metadata": {"name": "o", "namespace": "kvtier-system", "labels": {"app.kubernetes.io/version": labelled}},

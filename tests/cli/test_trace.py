@@ -12,6 +12,8 @@ import pytest
 import yaml
 from command import Command
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 TOKEN_BYTES = 131_072
 """KV of a token of this model."""
 CHUNK_TOKENS = 64
@@ -65,7 +67,7 @@ ROUND = [asked(0, 1, 2), asked(1000, 3, 4), asked(60_000, 1, 2), asked(61_000, 3
 """4 prompts of 4,612 tokens; host memory holds two blocks, so it never has one again: 2,048 tokens are elsewhere."""
 
 
-def test_a_volume_serves_what_host_memory_has_evicted(plan: Plan) -> None:
+def test_a_volume_serves_what_host_memory_has_evicted_and_replicas_share_it(plan: Plan) -> None:
     found = plan(ROUND)
     served = shares(found)
     assert served["host memory", 128 << 20] == 0
@@ -73,9 +75,6 @@ def test_a_volume_serves_what_host_memory_has_evicted(plan: Plan) -> None:
     assert (found["requests"], found["promptTokens"], found["seconds"]) == (4, 4612, 61)
     # The second minute reads 2,048 tokens of 128 KiB.
     assert found["busiestMinuteGBs"] == round(2048 * TOKEN_BYTES / 60 / 1e9, 3)
-
-
-def test_replicas_share_the_volume_and_nothing_else(plan: Plan) -> None:
     rows = [asked(number, 1, 2) for number in range(3)]
     alone, two = (shares(plan(rows, replicas=replicas)) for replicas in (1, 2))
     assert alone["host memory", 128 << 20] == alone["any size", None] == round(2048 / 3075, 4)
@@ -134,26 +133,7 @@ def test_the_page_names_each_tier_once_and_the_picture_is_drawn(tmp_path: Path, 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"hash_ids": [1]}], "line 1: must have timestamp (ms), input_length (tokens) and hash_ids"),
-        ([asked(0, 1), {**asked(0, 1), "hash_ids": [[1], 2]}], "line 2: must have timestamp (ms)"),
-        ([{"secret": "text"}], 'line 1: must have one of "messages" and "prompt"'),
-        ([], "holds no request"),
-        *(
-            ([asked(0, 1), {**asked(0, 1), field: value}], "line 2: must have timestamp (ms)")
-            for field, value in (
-                ("timestamp", float("nan")),
-                ("timestamp", float("inf")),
-                ("input_length", float("inf")),
-                ("input_length", 0),
-                ("input_length", -1000),
-                ("hash_ids", "abc"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rows", "message"), TABLES["refused"])
 def test_what_is_no_trace_is_refused_by_line(rows: list[Any], message: str, tmp_path: Path, kvtier: Command) -> None:
     error = kvtier.fails("plan", tier(tmp_path), "--trace", trace(tmp_path, rows), code=2)
     assert message in error
@@ -178,8 +158,6 @@ def test_options_of_a_trace_need_one(option: list[str], tmp_path: Path, kvtier: 
 
 @pytest.mark.parametrize("option", ["--rate", "--prefill-rate"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "1e999"])
-def test_a_rate_that_is_no_finite_number_is_refused_by_its_option(
-    option: str, value: str, tmp_path: Path, kvtier: Command
-) -> None:
+def test_a_rate_that_is_not_finite_names_its_option(option: str, value: str, tmp_path: Path, kvtier: Command) -> None:
     error = kvtier.fails("plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), option, value, code=2)
     assert f"Invalid value for '{option}': {value}" in error.replace("-inf is", f"{value} is")

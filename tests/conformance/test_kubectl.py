@@ -8,26 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from objects import GROUP, Json, Kubectl, claim, config_map, deployment, widget
 from targets import Target
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 IMAGE = "--image=registry.k8s.io/pause:3.10"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "created"),
-    [
-        (("job", "j", IMAGE, "--", "true"), "job.batch/j"),
-        (("cronjob", "cj", IMAGE, "--schedule=0 0 1 1 *"), "cronjob.batch/cj"),
-        (("pdb", "b", "--selector=app=x", "--min-available=50%"), "poddisruptionbudget.policy/b"),
-        (("role", "r", "--verb=get", "--resource=pods"), "role.rbac.authorization.k8s.io/r"),
-        (("rolebinding", "rb", "--role=r", "--user=u"), "rolebinding.rbac.authorization.k8s.io/rb"),
-        (("configmap", "c", "--from-literal=a=1"), "configmap/c"),
-        (("serviceaccount", "sa"), "serviceaccount/sa"),
-        (("quota", "q", "--hard=pods=3"), "resourcequota/q"),
-        (("ingress", "i", "--rule=a.example/b=c:80"), "ingress.networking.k8s.io/i"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+    ("arguments", "created"), TABLES["create"], ids=lambda value: value[0] if isinstance(value, tuple) else ""
 )
 def test_kubectl_create(kubectl: Kubectl, target: Target, arguments: tuple[str, ...], created: str) -> None:
     if arguments[0] in ("cronjob", "pdb") and target.minor < 21:
@@ -130,9 +121,7 @@ def test_a_category_shows_custom_resources_among_the_others(kubectl: Kubectl, wi
     ],
     ids=["deployment", "configmap", "claim"],
 )
-def test_the_columns_of_built_in_kinds_are_printed(
-    kubectl: Kubectl, target: Target, manifest: Json, columns: list[str]
-) -> None:
+def test_built_in_kinds_have_columns(kubectl: Kubectl, target: Target, manifest: Json, columns: list[str]) -> None:
     kubectl("create", "-f", "-", stdin=manifest)
     if target.minor < 29:
         columns = [column for column in columns if column != "VOLUMEATTRIBUTESCLASS"]

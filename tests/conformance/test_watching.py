@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists in pages and watches: where they start, what they show through a selector, and how they end."""
+"""Lists in pages and watches: where they start and end, what they show; and what a deletion waits for and takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from objects import Http, Json, Watch, config_map
+import yaml
+from objects import Http, Json, Until, Watch, claim, config_map, pod, widget
 from targets import Target
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 MERGE = "application/merge-patch+json"
 
@@ -84,17 +89,21 @@ def test_a_list_comes_in_pages_of_which_the_first_says_how_many_are_left(http: H
 
 
 @pytest.mark.parametrize(
-    "query",
+    ("query", "refusal", "words"),
     [
-        {"limit": "1", "continue": "nonsense"},
-        {"watch": "true", "resourceVersion": "x"},
-        {"labelSelector": "a b"},
+        ({"limit": "1", "continue": "nonsense"}, (400, "BadRequest"), ""),
+        ({"watch": "true", "resourceVersion": "x"}, (400, "BadRequest"), ""),
+        ({"labelSelector": "a b"}, (400, "BadRequest"), ""),
+        ({"resourceVersion": "9000000000000000"}, (504, "Timeout"), "Too large resource version"),
     ],
-    ids=["continue token", "version", "selector"],
+    ids=["continue token", "version", "selector", "version of the future"],
 )
-def test_what_a_list_or_a_watch_cannot_be_asked_is_refused(http: Http, core: str, query: dict[str, str]) -> None:
+def test_what_a_list_or_a_watch_cannot_be_asked_is_refused(
+    http: Http, core: str, query: dict[str, str], refusal: tuple[int, str], words: str
+) -> None:
     code, refused = http("GET", f"{core}/configmaps", **query)
-    assert (code, refused["reason"]) == (400, "BadRequest")
+    assert (code, refused["reason"]) == refusal
+    assert words in refused["message"]
 
 
 @pytest.mark.needs("compaction")
@@ -109,12 +118,6 @@ def test_an_expired_continue_token_is_told_apart(http: Http, core: str, target: 
     assert (code, refused["reason"]) == (410, "Expired")
 
 
-def test_a_version_of_the_future_is_refused(http: Http, core: str) -> None:
-    code, refused = http("GET", f"{core}/configmaps", resourceVersion="9000000000000000")
-    assert (code, refused["reason"]) == (504, "Timeout")
-    assert "Too large resource version" in refused["message"]
-
-
 def test_watches_can_be_bookmarked(http: Http, core: str, watch: Watch) -> None:
     # How often is the server's business; a watch that is about to end gets one.
     _, listed = http("GET", f"{core}/configmaps")
@@ -126,19 +129,7 @@ def test_watches_can_be_bookmarked(http: Http, core: str, watch: Watch) -> None:
     assert int(bookmarks[-1]["object"]["metadata"]["resourceVersion"]) >= int(listed["metadata"]["resourceVersion"])
 
 
-@pytest.mark.parametrize(
-    ("selector", "names"),
-    [
-        ("color=red", ["a"]),
-        ("color!=red", ["b", "c"]),
-        ("color in (red,blue)", ["a", "b"]),
-        ("color notin (red,blue)", ["c"]),
-        ("color", ["a", "b"]),
-        ("!color", ["c"]),
-        ("color=red,size=1", []),
-        ("color==blue,size", ["b"]),
-    ],
-)
+@pytest.mark.parametrize(("selector", "names"), TABLES["selectors"])
 def test_label_selectors(http: Http, core: str, selector: str, names: set[str]) -> None:
     for name, labels in {"a": {"color": "red"}, "b": {"color": "blue", "size": "1"}, "c": {"x": "y"}}.items():
         http("POST", f"{core}/secrets", labelled(name, suite="yes", **labels) | {"kind": "Secret"})
@@ -156,3 +147,130 @@ def test_fields_select_that_an_index_knows(http: Http, core: str, widgets: str) 
     by_name = http("GET", f"{core}/secrets", fieldSelector="metadata.name=b")[1]["items"]
     by_type = http("GET", f"{core}/secrets", fieldSelector="type=example.com/a")[1]["items"]
     assert [item["metadata"]["name"] for item in by_name + by_type] == ["b", "a"]
+
+
+def owned(owner: Json, name: str = "child", *, is_blocking: bool = True, **metadata: Any) -> Json:
+    reference = {field: owner["metadata"][field] for field in ("name", "uid")}
+    reference |= {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "blockOwnerDeletion": is_blocking}
+    manifest = config_map(name)
+    return {**manifest, "metadata": {"name": name, "ownerReferences": [{**reference, "controller": True}], **metadata}}
+
+
+def test_an_object_goes_when_its_last_finalizer_does_and_takes_no_new_one_before(http: Http, core: str) -> None:
+    manifest = {**config_map(), "metadata": {"name": "c", "finalizers": ["a.example/x", "a.example/y"]}}
+    http("POST", f"{core}/configmaps", manifest)
+    code, marked = http("DELETE", f"{core}/configmaps/c")
+    assert code == 200
+    assert marked["metadata"]["deletionTimestamp"]
+    change = {"metadata": {"finalizers": ["a.example/y"]}}
+    assert http("PATCH", f"{core}/configmaps/c", change, media_type=MERGE)[0] == 200
+    change = {"metadata": {"finalizers": ["a.example/y", "a.example/z"]}}
+    code, refused = http("PATCH", f"{core}/configmaps/c", change, media_type=MERGE)
+    assert (code, refused["reason"]) == (422, "Invalid")
+    assert "no new finalizers can be added if the object is being deleted" in refused["message"]
+    assert http("GET", f"{core}/configmaps/c")[0] == 200
+    http("PATCH", f"{core}/configmaps/c", {"metadata": {"finalizers": None}}, media_type=MERGE)
+    assert http("GET", f"{core}/configmaps/c")[0] == 404
+
+
+def test_a_deletion_can_be_meant_for_one_object_only(http: Http, core: str) -> None:
+    _, made = http("POST", f"{core}/configmaps", config_map())
+    for preconditions in ({"uid": "other"}, {"resourceVersion": "1"}):
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions}
+        code, refused = http("DELETE", f"{core}/configmaps/c", options)
+        assert (code, refused["reason"]) == (409, "Conflict")
+    options["preconditions"] = {"uid": made["metadata"]["uid"]}
+    assert http("DELETE", f"{core}/configmaps/c", options)[0] == 200
+
+
+def test_a_selection_can_be_deleted_at_once(http: Http, core: str) -> None:
+    for name, label in (("a", "x"), ("b", "x"), ("c", "y")):
+        http("POST", f"{core}/secrets", {"metadata": {"name": name, "labels": {"l": label}}})
+    assert http("DELETE", f"{core}/secrets", labelSelector="l=x")[0] == 200
+    left = http("GET", f"{core}/secrets", labelSelector="l")[1]["items"]
+    assert [item["metadata"]["name"] for item in left] == ["c"]
+
+
+@pytest.mark.needs("controllers")
+def test_in_the_background_the_owner_goes_first(http: Http, core: str, until: Until) -> None:
+    _, owner = http("POST", f"{core}/configmaps", config_map("owner"))
+    http("POST", f"{core}/configmaps", owned(owner, finalizers=["a.example/x"]))
+    http("DELETE", f"{core}/configmaps/owner", propagationPolicy="Background")
+    assert http("GET", f"{core}/configmaps/owner")[0] == 404
+    until(lambda: http("GET", f"{core}/configmaps/child")[1]["metadata"].get("deletionTimestamp"))
+    http("PATCH", f"{core}/configmaps/child", {"metadata": {"finalizers": None}}, media_type=MERGE)
+    until(lambda: http("GET", f"{core}/configmaps/child")[0] == 404)
+
+
+@pytest.mark.needs("controllers")
+def test_orphans_stay_and_forget_their_owner(http: Http, core: str, until: Until) -> None:
+    _, owner = http("POST", f"{core}/configmaps", config_map("owner"))
+    http("POST", f"{core}/configmaps", owned(owner))
+    http("DELETE", f"{core}/configmaps/owner", propagationPolicy="Orphan")
+    until(lambda: http("GET", f"{core}/configmaps/owner")[0] == 404)
+    code, child = http("GET", f"{core}/configmaps/child")
+    assert code == 200
+    assert "ownerReferences" not in child["metadata"]
+
+
+@pytest.mark.needs("controllers")
+def test_what_an_owner_leaves_that_went_or_never_was_goes(http: Http, core: str, widgets: str, until: Until) -> None:
+    ghost = {**config_map("owner"), "metadata": {"name": "owner", "uid": "00000000-0000-0000-0000-000000000000"}}
+    _, owner = http("POST", widgets, widget())
+    for name, parent in (("child", owner), ("orphan", ghost)):
+        http("POST", f"{core}/configmaps", owned(parent, name))
+    http("DELETE", f"{widgets}/a")
+    until(lambda: {http("GET", f"{core}/configmaps/{name}")[0] for name in ("child", "orphan")} == {404})
+
+
+@pytest.mark.needs("controllers")
+def test_a_namespace_goes_with_all_that_is_in_it(http: Http, until: Until) -> None:
+    name = "conformance-going"
+    until(lambda: http("POST", "/api/v1/namespaces", {"metadata": {"name": name}})[0] == 201)
+    path = f"/api/v1/namespaces/{name}"
+    http("POST", f"{path}/configmaps", {**config_map(), "metadata": {"name": "c", "finalizers": ["a.example/x"]}})
+    http("DELETE", path)
+    until(lambda: http("GET", f"{path}/configmaps/c")[1]["metadata"].get("deletionTimestamp"))
+    code, refused = http("POST", f"{path}/configmaps", config_map("late"))
+    assert (code, refused["reason"]) == (403, "Forbidden")
+    assert "because it is being terminated" in refused["message"]
+    http("PATCH", f"{path}/configmaps/c", {"metadata": {"finalizers": None}}, media_type=MERGE)
+    until(lambda: http("GET", path)[0] == 404)
+
+
+@pytest.mark.needs("controllers", "node")
+def test_a_claim_in_use_waits_for_its_pod(http: Http, core: str, until: Until) -> None:
+    claims = f"{core}/persistentvolumeclaims"
+    for name in ("data", "unused"):
+        http("POST", claims, claim(name))
+    volumes = [{"name": "v", "persistentVolumeClaim": {"claimName": "data"}}]
+    http("POST", f"{core}/pods", pod(volumes=volumes, nodeName=node_of(http)))
+    assert http("GET", f"{claims}/data")[1]["metadata"]["finalizers"] == ["kubernetes.io/pvc-protection"]
+    for name in ("data", "unused"):
+        assert http("DELETE", f"{claims}/{name}")[0] == 200
+    until(lambda: http("GET", f"{claims}/unused")[0] == 404)
+    code, kept = http("GET", f"{claims}/data")
+    assert code == 200
+    assert kept["metadata"]["deletionTimestamp"]
+    http("DELETE", f"{core}/pods/p", gracePeriodSeconds="0")
+    until(lambda: http("GET", f"{claims}/data")[0] == 404)
+
+
+@pytest.mark.needs("node")
+def test_a_running_pod_ends_gracefully(http: Http, core: str, until: Until) -> None:
+    http("POST", f"{core}/pods", pod(terminationGracePeriodSeconds=30, nodeName=node_of(http)))
+    until(lambda: http("GET", f"{core}/pods/p")[1]["status"]["phase"] == "Running")
+    code, going = http("DELETE", f"{core}/pods/p")
+    assert code == 200
+    assert going["metadata"]["deletionGracePeriodSeconds"] == 30
+    until(lambda: http("GET", f"{core}/pods/p")[0] == 404)
+
+
+def test_a_pod_that_no_node_has_goes_at_once(http: Http, core: str) -> None:
+    http("POST", f"{core}/pods", pod(nodeSelector={"no": "such"}))
+    http("DELETE", f"{core}/pods/p")
+    assert http("GET", f"{core}/pods/p")[0] == 404
+
+
+def node_of(http: Http) -> str:
+    return http("GET", "/api/v1/nodes")[1]["items"][0]["metadata"]["name"]

@@ -47,9 +47,7 @@ def test_a_rollout_is_waited_for(rolled_out: Rollout, http: Http, apps: str, kub
     assert "condition met" in kubectl("wait", "--for=condition=Available", "deployment/web", "--timeout=240s")
 
 
-def test_an_environment_variable_rolls_the_pods(
-    rolled_out: Rollout, http: Http, core: str, apps: str, kubectl: Kubectl
-) -> None:
+def test_a_variable_rolls_the_pods(rolled_out: Rollout, http: Http, core: str, apps: str, kubectl: Kubectl) -> None:
     rolled_out(deployment())
     before = names(http, f"{core}/pods")
     kubectl("set", "env", "deployment/web", "EXTRA=1")
@@ -66,9 +64,7 @@ def test_an_environment_variable_rolls_the_pods(
     assert "env" not in http("GET", f"{apps}/deployments/web")[1]["spec"]["template"]["spec"]["containers"][0]
 
 
-def test_scaling_makes_and_ends_pods(
-    rolled_out: Rollout, http: Http, core: str, kubectl: Kubectl, until: Until
-) -> None:
+def test_scaling_makes_or_ends_pods(rolled_out: Rollout, http: Http, core: str, kubectl: Kubectl, until: Until) -> None:
     rolled_out(deployment(replicas=1))
     kubectl("scale", "deployment/web", "--replicas=3")
     kubectl("rollout", "status", "deployment/web", "--timeout=240s")

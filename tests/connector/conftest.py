@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from checks import check
-from clocks import Clock
+from waiting import Clock
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / name) for name in ("tier", "faults", "io_workers", "janitor", "netfs", "store")]

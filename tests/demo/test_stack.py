@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of the demo: what ends them, what is told when one is missing, and what a second demo may not touch."""
+"""The processes of the demo: what ends them, what a second demo may not touch, and the answers that count as proof."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,13 @@ import pytest
 from waiting import until
 
 from kvtier_demo import __main__ as demo
+from kvtier_demo import report
+from kvtier_demo.client import Answer
 from kvtier_demo.kube import Kube
 from kvtier_demo.preflight import CannotStart, check_machine, sole_use
 from kvtier_demo.progress import Progress
+from kvtier_demo.report import Row
+from kvtier_demo.scenario import problems
 from kvtier_demo.stack import Stack, place_model, running_stack
 from kvtier_localcluster.cluster import is_running
 from kvtier_localcluster.datadir import DataDirectory
@@ -92,9 +97,7 @@ def test_a_second_demo_on_the_same_data_is_refused(
 
 
 @pytest.mark.parametrize(("free", "complaint"), [(64 << 20, r"0\.06 are free: mount -o remount,size=2g"), (0, "0.00")])
-def test_a_small_dev_shm_is_refused_before_anything_starts(
-    free: int, complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_dev_shm_is_refused_before_a_start(free: int, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=free, used=0, free=free))
     with pytest.raises(CannotStart, match=complaint):
         check_machine()
@@ -112,9 +115,7 @@ def test_a_model_whose_copy_was_interrupted_is_copied_again(tmp_path: Path) -> N
     place_model(model, claim)
 
 
-def test_a_container_that_keeps_ending_is_refused_with_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_that_keeps_ending_is_told_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_stack(ROOT, tmp_path, Progress()) as stack:
         last = {"terminated": {"exitCode": 137, "reason": "Error"}}
         status = {"name": "engine", "restartCount": 2, "lastState": last}
@@ -149,3 +150,60 @@ def test_a_volume_of_another_checkout_is_refused_with_what_to_remove(
         is_done(stack, Progress())
     condition["reason"] = Reason.HEALTHY.value
     assert not is_done(stack, Progress())
+
+
+COMPUTED = Answer(
+    seconds_to_first_token=3.0,
+    prompt_tokens=3000,
+    cached_tokens=0,
+    sources={"device": 0, "host": 0, "disk": 0},
+    disk_bytes=0.0,
+    token_ids=(5, 6, 7),
+)
+LOADED = replace(
+    COMPUTED,
+    seconds_to_first_token=0.4,
+    cached_tokens=2944,
+    sources={"device": 0, "host": 0, "disk": 2944},
+    disk_bytes=24.0 * 2**20,
+)
+
+
+def rows(*, more: Answer = LOADED, **changes: Any) -> list[Row]:
+    answer = replace(LOADED, **changes)
+    tokens = (COMPUTED.token_ids,) * 3
+    return [
+        Row(what="computed", source="", engine="A", answers=(COMPUTED,) * 3, references=()),
+        Row(what="disk hit", source="disk", engine="B", answers=(more, answer, LOADED), references=tokens),
+    ]
+
+
+def test_a_disk_hit_with_the_same_tokens_is_proof_and_other_tokens_are_refused() -> None:
+    assert problems(rows()) == []
+    assert problems(rows(**vars(COMPUTED))) == []
+    assert len(problems(rows(**{**vars(COMPUTED), "token_ids": (5, 6, 8)}))) == 1
+    warm = [Row(what="computed", source="", engine="A", answers=(LOADED,), references=())]
+    assert any("cached already" in problem for problem in problems(warm))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"token_ids": (5, 6, 8)}, "other tokens"),
+        ({"disk_bytes": 0.0}, "nothing was read from the shared volume"),
+        ({"sources": {"device": 2944, "host": 0, "disk": 0}}, "only 0 tokens came from the disk"),
+    ],
+)
+def test_anything_less_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    assert any(complaint in problem for problem in problems(rows(more=replace(LOADED, **changes), **changes)))
+
+
+def test_the_table_shows_both_replicas_with_the_median_of_every_row_and_flags_other_tokens() -> None:
+    assert problems(rows()[:1]) == ["the second replica was never asked"]
+    found = rows(seconds_to_first_token=9.0, token_ids=(1, 2, 3))
+    slow = replace(LOADED, seconds_to_first_token=0.6)
+    lines = report.table([found[0], replace(found[1], answers=(found[1].answers[1], LOADED, slow))]).splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith("computed")
+    assert "600 ms" in lines[2]
+    assert lines[2].endswith("NO")

@@ -156,34 +156,6 @@ def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_
     tier.reaches("EnginesReady", "False", "NoPods")
 
 
-GUEST = """
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata: {name: models, namespace: default}
-spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
----
-apiVersion: apps/v1
-kind: Deployment
-metadata: {name: guest, namespace: default}
-spec:
-  replicas: 1
-  selector: {matchLabels: {app: guest}}
-  template:
-    metadata: {labels: {app: guest}}
-    spec:
-      containers:
-        - name: server
-          image: vllm/vllm-openai:v0.32.0
-          command: [python3, -m, vllm.entrypoints.openai.api_server]
-          args: [--model=/models/tiny, --host=0.0.0.0, --port=8000]
-          ports: [{containerPort: 8000}]
-          volumeMounts: [{name: tmp, mountPath: /tmp}, {name: models, mountPath: /models}]
-      volumes:
-        - {name: tmp, emptyDir: {}}
-        - {name: models, persistentVolumeClaim: {claimName: models}}
-"""
-
-
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_real_engine_of_ours_reads_what_an_attached_one_computed(tmp_path: Path) -> None:
@@ -191,7 +163,7 @@ def test_a_real_engine_of_ours_reads_what_an_attached_one_computed(tmp_path: Pat
     spec["spec"]["replicas"] = 1
     # A probe needs two engines of the tier; the attached one is no engine that the operator asks.
     spec["spec"]["proof"] = {"preflight": "Never", "canary": {"enabled": False}}
-    claim, guest = yaml.safe_load_all(GUEST)
+    claim, guest = yaml.safe_load_all(Path(__file__).with_name("guest.yaml").read_text())
     engine = guest["spec"]["template"]["spec"]["containers"][0]
     engine["args"] += spec["spec"]["engine"]["args"]
     engine["env"] = spec["spec"]["engine"]["env"]

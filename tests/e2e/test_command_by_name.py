@@ -13,10 +13,13 @@ from typing import Any
 
 import ci_tools
 import pytest
+import yaml
 from command import Command
 from light_cluster import TIER, Tier
 from pods import Bench
 from waiting import until
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 BLOCKS = 5
 SECRET = "hunter2-is-secret"
@@ -77,18 +80,7 @@ def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tie
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
-    [
-        (["inspect", "typo"], 1, "no tier typo in namespace default: there is "),
-        (["inspect", "typed", "-n", "elsewhere"], 1, "no tier typed in namespace elsewhere"),
-        (["status", "typo"], 1, "no tier typo"),
-        (["status", "typed", "--context", "nowhere"], 1, "no cluster to talk to"),
-        (["mode", "typed", "Sometimes"], 2, "'Sometimes' is not one of"),
-        (["purge", "typed"], 2, "say what is to go"),
-        (["purge", "typed", "--tenant", "nobody", "--yes"], 1, "holds no tenant nobody"),
-        (["check", "typed", "--keys-dir", "/"], 2, "--keys-dir is for a directory"),
-        (["gc", "typed", "--config", "/etc/hostname"], 2, "--config is for a directory"),
-        (["report", "typo"], 1, "no tier typo"),
-    ],
+    TABLES["mistakes"],
 )
 def test_a_mistake_is_named_with_its_remedy_and_changes_nothing(
     typed: Tier, kvtier: Command, words: list[str], code: int, said: str
@@ -185,9 +177,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 @pytest.mark.timeout(600)
-def test_every_block_of_every_prompt_comes_to_the_volume(
-    bench: Bench, cold: Tier, tmp_path: Path, kvtier: Command
-) -> None:
+def test_every_block_of_a_prompt_comes_to_the_volume(bench: Bench, cold: Tier, tmp_path: Path, kvtier: Command) -> None:
     chat = {"messages": [{"role": "user", "content": "y" * 64}]}
     file = write(tmp_path / "prompts.jsonl", *PROMPTS, chat)
     found = kvtier.json("warm", cold.name, str(file))

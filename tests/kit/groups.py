@@ -19,7 +19,7 @@ FIRST = (
     "tests/kind",
     "tests/operator/test_faults_run.py",
     "tests/operator/test_backends.py",
-    "tests/operator/test_leadership.py",
+    "tests/operator/test_lifecycle.py",
     "tests/connector/tier/test_faults.py",
     "tests/connector/tier/test_attaching.py",
     "tests/operator/test_chart.py",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for a condition with a deadline, so that no test sleeps and none hangs."""
+"""Waits for a condition with a deadline, so that no test sleeps and none hangs; a clock that a test moves."""
 
 from __future__ import annotations
 
@@ -52,3 +52,13 @@ def until_the_next_tick(directory: Path) -> None:
         return clock.stat().st_mtime_ns > before
 
     until(has_moved_on, "the volume's clock has moved on")
+
+
+class Clock:
+    """Called like ``time.monotonic``; a test sets ``seconds``."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __call__(self) -> float:
+        return self.seconds

@@ -113,15 +113,12 @@ def test_only_equal_answers_out_of_the_volume_are_called_working(verdict: str, g
     assert row(**given)["verdict"] == verdict
 
 
-def test_every_class_is_asked_at_least_32_prompts_of_differing_lengths_with_shared_beginnings() -> None:
+def test_classes_are_asked_32_prompts_with_shared_beginnings_and_the_page_says_what_was_run() -> None:
     prompts = asking.prompts(VOCABULARY)
     assert len(prompts) >= 32
     assert len({len(prompt) for prompt in prompts}) >= 32
     for prompt in prompts:
         assert any(other is not prompt and other[:64] == prompt[:64] for other in prompts) or len(prompt) < 250
-
-
-def test_the_page_says_what_was_run() -> None:
     assert page.PAGE.read_text() == page.text()
 
 
@@ -140,8 +137,9 @@ def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier(
     assert found.get("verdict") == verdict
 
 
-def test_an_adapter_that_changes_nothing_proves_nothing() -> None:
+def test_an_adapter_that_changes_nothing_proves_nothing_and_every_row_belongs_to_a_class() -> None:
     assert judge_rewritten(ANSWERS, Round(answers=ANSWERS), ANSWERS)["verdict"].startswith("blind")
+    assert {path.stem for path in page.RESULTS.rglob("*.json")} <= {each.name for each in CLASSES}
 
 
 def test_rows_of_a_gpu_are_shown_apart_and_only_what_was_run(tmp_path: Path) -> None:
@@ -169,10 +167,6 @@ def test_prompts_for_a_gpu_end_where_its_blocks_and_the_files_find_as_much(spare
     assert max(lengths) > 4 * min(lengths)
     for length in lengths:
         assert (length - 1) // 16 * 16 - spare == (length - 1) // 128 * 128 > 0
-
-
-def test_every_row_belongs_to_a_class() -> None:
-    assert {path.stem for path in page.RESULTS.rglob("*.json")} <= {each.name for each in CLASSES}
 
 
 def test_a_model_whose_weights_the_engine_draws_has_a_file_that_identifies_them(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from kvtier_operator.parts.external.attach import Path as Steps
 from kvtier_operator.parts.external.templates import ANNOTATION, KINDS, attach_document, detach_document, is_values
 from kvtier_operator.plan import TierPlan
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 FOREIGN = Path(__file__).parent / "foreign"
 TIER = FOREIGN / "tier.yaml"
 FILES = sorted(path.stem for path in FOREIGN.glob("*.yaml") if path != TIER)
@@ -61,21 +63,21 @@ def engine_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_attaching_again_changes_nothing_and_removing_gives_the_object_back(name: str) -> None:
+def test_what_is_attached_is_valid_again_the_same_and_without_the_tier_the_object_of_before(name: str) -> None:
     original, made = read(name), plan()
     _, once, _ = attach_document(copy.deepcopy(original), made)
+    for each in (original, once):
+        validate(each)
     before, twice, _ = attach_document(copy.deepcopy(once), made)
-    assert twice == once
-    assert before == original
-    assert detach_document(once) == original
-    assert detach_document(original) == original
+    assert (twice, before) == (once, original)
+    assert detach_document(once) == detach_document(original) == original
     # Another CPU tier takes the place of the first.
     _, larger, _ = attach_document(copy.deepcopy(once), plan(cpu={"size": "9Gi"}))
     assert larger != once
     assert detach_document(larger) == original
 
 
-def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out() -> None:
+def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out_or_attached_again() -> None:
     original = read("statefulset")
     _, attached, _ = attach_document(copy.deepcopy(original), plan())
     for each in (original, attached):
@@ -84,31 +86,24 @@ def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out() -> No
         spec["containers"][1]["args"] = [*spec["containers"][1]["args"], "--max-num-seqs=8"]
         each["spec"]["replicas"] = 5
     assert detach_document(attached) == original
-
-
-def test_room_that_the_owner_makes_after_attaching_stays() -> None:
     _, document, _ = attach_document(read("deployment"), plan())
     _, engine, _ = engine_of(document)
-    engine["resources"]["requests"]["memory"] = "900Gi"
-    engine["resources"]["limits"]["memory"] = "900Gi"
+    for field in ("requests", "limits"):
+        engine["resources"][field]["memory"] = "900Gi"
     _, again, _ = attach_document(document, plan())
     for found in (again, detach_document(document)):
         containers = found["spec"]["template"]["spec"]["containers"]
         assert next(each for each in containers if each["name"] == engine["name"])["resources"] == engine["resources"]
 
 
-def test_an_object_that_is_none_of_kubernetes_is_refused_in_words(tmp_path: Path, kvtier: Command) -> None:
+def test_what_cannot_be_read_is_named_and_what_is_no_object_refused(tmp_path: Path, kvtier: Command) -> None:
     document = read("deployment")
-    document["spec"]["template"]["spec"]["volumes"] = [{"emptyDir": {}}]
+    pod = document["spec"]["template"]["spec"]
+    pod["containers"][0]["envFrom"] = [{"configMapRef": {"name": "settings"}}]
+    assert "envFrom is not read" in attach_document(copy.deepcopy(document), plan())[2][-1]
+    pod["volumes"] = [{"emptyDir": {}}]
     (tmp_path / "odd.yaml").write_text(yaml.safe_dump(document))
     assert "kubectl apply --dry-run=server" in kvtier.fails("attach", str(TIER), "-f", str(tmp_path / "odd.yaml"))
-
-
-def test_variables_of_other_objects_are_named_as_unread() -> None:
-    document = read("deployment")
-    document["spec"]["template"]["spec"]["containers"][0]["envFrom"] = [{"configMapRef": {"name": "settings"}}]
-    _, _, notes = attach_document(document, plan())
-    assert "envFrom is not read" in notes[-1]
 
 
 def test_defaults_that_the_api_server_fills_in_go_with_what_they_belong_to() -> None:
@@ -144,77 +139,32 @@ CONTAINER: Steps = ("spec", "template", "spec", "containers", ("name", "server")
 AT = "spec.template.spec.containers[server]"
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "field", "words"),
-    [
-        (("args",), ["--kv-transfer-config", "{}"], f"{AT}.args.--kv-transfer-config", "another connector"),
-        (("args",), ["--kv-offloading-size=8"], f"{AT}.args.--kv-offloading-size", "remove it"),
-        (("args",), ["--scheduler-cls=mine"], f"{AT}.args.--scheduler-cls", "spec.disk.splitHits"),
-        (("args",), ["--no-enable-prefix-caching"], f"{AT}.args.--no-enable-prefix-caching", "remove it"),
-        (("args",), ["--prefix-caching-hash-algo=xxhash"], f"{AT}.args.--prefix-caching-hash-algo", "is xxhash"),
-        (("args",), ["--nnodes=2"], f"{AT}.args.--nnodes", "several nodes"),
-        (("args",), ["--config=a.yaml"], f"{AT}.args.--config", "write them as args"),
-        (("args",), ["--max-model-len=4096"], f"{AT}.args.--max-model-len", "spec.engine.args of the tier has 8192"),
-        (("args",), ["--max-model-len=8192", "--dtype=half"], f"{AT}.args.--dtype", "has left out"),
-        (("args",), ["-tp", "2", "--max-model-len=8192"], f"{AT}.args.--tensor-parallel-size", "spec.engine.tensorPar"),
-        (("command",), ["vllm", "serve", "org/other"], f"{AT}.args.--model", "spec.model.name of the tier is Qwen/"),
-        (("command",), ["sh", "-c", "sleep 1; vllm serve x"], f"{AT}.command", "several commands"),
-        (("command",), ["sh", "-c", "VLLM_X=1 vllm serve x"], f"{AT}.command", "write them in env"),
-        (("command",), ["sh", "-c", "env VLLM_X=1 vllm serve x"], f"{AT}.command", "write them in env"),
-        (("command",), ["sh", "-c", "exec env A=1 vllm serve x"], f"{AT}.command", "write them in env"),
-        (("env",), [{"name": "PYTHONPATH", "value": each} for each in "ab"], f"{AT}.env.PYTHONPATH", "is there twice"),
-        (("image",), "vllm/vllm-openai:v0.29.0", f"{AT}.image", "spec.engine.image of the tier is vllm/vllm-openai:v0"),
-        (("env",), [{"name": "PYTHONHASHSEED", "value": "42"}], f"{AT}.env.PYTHONHASHSEED", "spec.hash.seed"),
-        (("env",), [{"name": "VLLM_KV_CACHE_LAYOUT", "value": "HND"}], f"{AT}.env.VLLM_KV_CACHE_LAYOUT", "is HND"),
-        (("resources",), {"limits": {"memory": "20Gi", "nvidia.com/gpu": 1}}, f"{AT}.resources.limits.memory", "26.2"),
-        (("resources",), {"limits": {"amd.com/gpu": 1}}, f"{AT}.resources.limits", "is amd.com/gpu"),
-        (("volumeMounts",), [{"name": "x", "mountPath": "/opt/kvtier"}], f"{AT}.volumeMounts./opt/kvtier", "somewhere"),
-        (("securityContext",), {"readOnlyRootFilesystem": True}, f"{AT}.volumeMounts", "/tmp"),
-    ],
-)
-def test_what_would_break_the_engine_is_refused_by_its_field(
-    where: Steps, value: object, field: str, words: str
-) -> None:
+@pytest.mark.parametrize(("where", "value", "field", "words"), TABLES["refused"])
+def test_what_would_break_the_engine_is_refused_by_its_field(where: str, value: object, field: str, words: str) -> None:
     document = read("statefulset")
-    if where == ("command",):
+    if where == "command":
         put(document, (*CONTAINER, "args"), [] if "-c" in str(value) else ["--max-model-len=8192"])
-    put(document, (*CONTAINER, *where), value)
+    put(document, (*CONTAINER, where), value)
     with pytest.raises(AttachRefused) as caught:
         attach_document(document, plan())
-    assert any(at == field and words in text for at, text in caught.value.problems)
+    assert any(at == f"{AT}.{field}" and words in text for at, text in caught.value.problems)
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "value", "words"),
-    [
-        ("leaderworkerset", ("spec", "leaderWorkerTemplate", "size"), 2, "spec.leaderWorkerTemplate.size: is 2"),
-        ("inferenceservice", ("spec", "predictor", "workerSpec"), {"size": 1}, "spec.predictor.workerSpec: spreads"),
-        ("llminferenceservice", ("spec", "prefill"), {"replicas": 1}, "spec.prefill: spreads"),
-        ("llminferenceservice", ("spec", "model", "uri"), "hf://org/other", "is org/other"),
-        ("llminferenceservice", ("spec", "parallelism"), {"tensor": 2}, "--tensor-parallel-size: is 2"),
-        ("llminferenceservice", ("spec", "kvCacheOffloading"), {"cpu": "1Gi"}, "spec.kvCacheOffloading: makes KServe"),
-        (
-            "llminferenceservice",
-            ("spec", "template", "containers", ("name", "main"), "env", ("name", "VLLM_ADDITIONAL_ARGS"), "value"),
-            "--dtype 'half",
-            "env.VLLM_ADDITIONAL_ARGS: is no command line (No closing quotation)",
-        ),
-        ("values", (*MODEL, "raySpec"), {"enabled": True}, "modelSpec[qwen].raySpec: spreads an engine"),
-        ("values", (*MODEL, "limitMemory"), "4Gi", "modelSpec[qwen].limitMemory: is 4 GiB"),
-        ("values", (*MODEL, "modelRevision"), "v2", "modelSpec[qwen].vllmConfig.extraArgs.--revision: is v2"),
-        ("values", (*MODEL, "requestGPU"), 0, "modelSpec[qwen].containers[vllm].resources.limits: is none"),
-        ("values", (*MODEL, "lmcacheConfig"), {"enabled": True}, "lmcacheConfig: is another connector"),
-        ("values", (*MODEL, "initContainer"), {"name": "mine", "image": "b"}, "has a name that the tier needs"),
-    ],
-)
-def test_what_a_kind_cannot_do_is_refused_by_its_field(name: str, where: Steps, value: object, words: str) -> None:
+def steps_of(path: str) -> Steps:
+    """Return the steps of a path such as ``spec.containers[vllm].args``."""
+    found = re.findall(r"\[(.+?)\]|([^.\[]+)", path)
+    return tuple(("name", item) if item else field for item, field in found)
+
+
+@pytest.mark.parametrize(("name", "where", "value", "words"), TABLES["refused_of_kinds"])
+def test_what_a_kind_cannot_do_is_refused_by_its_field(name: str, where: str, value: object, words: str) -> None:
     document = read(name)
-    put(document, where, value)
+    put(document, steps_of(where), value)
     with pytest.raises(AttachRefused, match=re.escape(words)):
         attach_document(document, plan())
 
 
-def test_containers_among_which_the_engine_cannot_be_told_need_a_name() -> None:
+def test_an_engine_that_cannot_be_told_needs_a_name_and_an_object_of_another_tier_is_refused() -> None:
     document = read("statefulset")
     put(document, (*CONTAINER, "image"), "example.org/inference")
     put(document, (*CONTAINER, "command"), ["serve-model"])
@@ -222,9 +172,6 @@ def test_containers_among_which_the_engine_cannot_be_told_need_a_name() -> None:
         attach_document(document, plan())
     with pytest.raises(AttachRefused, match=r"\.image: is example.org/inference"):
         attach_document(document, plan(), container="server")
-
-
-def test_an_object_of_another_tier_is_refused_until_that_is_taken_out() -> None:
     _, document, _ = attach_document(read("deployment"), plan())
     record = json.loads(document["spec"]["template"]["metadata"]["annotations"][ANNOTATION])
     assert record["tier"] == "default/qwen"
@@ -310,23 +257,8 @@ def validate(document: Manifest) -> None:
         kubernetes_schemas.validate(document, "1.37")
 
 
-SAMPLES = {
-    "inferenceservice": {"model": {"name": "meta-llama/meta-llama-3-8b-instruct"}, "cpu": {"size": "4Gi"}},
-    "llminferenceservice": {"model": {"name": "Qwen/Qwen2.5-7B-Instruct"}},
-    "values": {
-        "model": {"name": "facebook/opt-125m", "config": {"architectures": ["OPTForCausalLM"]}},
-        "engine": {"image": "vllm/vllm-openai:latest", "memory": "1Gi"},
-        "cpu": {"size": "1Gi"},
-    },
-}
+SAMPLES = TABLES["samples"]
 """Sample of another project, and the tier to which it is attached."""
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_what_is_printed_is_valid_where_it_goes(name: str) -> None:
-    document = read(name)
-    validate(document)
-    validate(attach_document(document, plan())[1])
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -438,42 +370,16 @@ def judge(document: Manifest, body: Manifest) -> tuple[str, str, str]:
     return world.condition("EnginesReady")
 
 
-CASES: list[Any] = [
-    *(pytest.param(name, (), None, {}, id=name) for name in FILES if name != "inferenceservice"),
-    pytest.param(
-        "inferenceservice", (), None, {"engine": {"image": "kserve/huggingfaceserver:v0.17.0-gpu"}}, id="huggingface"
-    ),
-    pytest.param(
-        "inferenceservice",
-        ("spec", "predictor", "model", "runtime"),
-        "kserve-vllmserver",
-        {"engine": {"image": "kserve/vllmserver:v0.17.0"}},
-        id="vllmserver",
-    ),
-    pytest.param(
-        "inferenceservice",
-        ("spec", "predictor", "model", "runtime"),
-        "with-a-mounted-model",
-        {"engine": {"image": "example.org/vllm:1"}},
-        id="a mounted model",
-    ),
-    pytest.param(
-        "llminferenceservice",
-        ("spec", "template", "containers", ("name", "main"), "args"),
-        ["--gpu-memory-utilization=0.8"],
-        {},
-        id="args behind a preset's",
-    ),
-]
+CASES = {name: (name, "", None, {}) for name in FILES if name != "inferenceservice"} | TABLES["owners_pods"]
 
 
-@pytest.mark.parametrize(("name", "where", "value", "spec"), CASES)
+@pytest.mark.parametrize(("name", "where", "value", "spec"), CASES.values(), ids=CASES)
 def test_the_pod_that_the_owner_makes_of_an_attached_object_is_an_engine_of_the_tier(
-    name: str, where: tuple[Any, ...], value: Any, spec: Manifest
+    name: str, where: str, value: Any, spec: Manifest
 ) -> None:
     document = read(name)
     if where:
-        put(document, where, value)
+        put(document, steps_of(where), value)
     if name == "llminferenceservice":
         spec = {"engine": {"image": "ghcr.io/llm-d/llm-d-cuda:v0.6.0"}}
     body = tier_with(spec)

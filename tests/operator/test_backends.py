@@ -25,6 +25,8 @@ from kvtier_operator.parts.edit_impact import explain_edit
 from kvtier_operator.snapshot import ContainerStatus, Engines, Snapshot
 from kvtier_operator.status import not_applicable
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 READER = Path(__file__).with_name("vllm_reads.py")
@@ -34,30 +36,8 @@ VOLUME = {"VolumeBound", "ClaimShared", "StorageChecked"}
 JANITOR = {"DiskHealthy", "DiskWithinBudget", "JanitorHealthy"}
 OURS = {"SharedCacheVerified", "DiskEffective"}
 
-BOTH = {"role": "kv_both", "policy": "recompute"}
-CHILD = {"role": "kv_both", "policy": "fail"}
-CASES: dict[str, dict[str, Any]] = {
-    "minimal": {"class": "KVTierConnector", "spec": "KVTierSpec", "tiers": {"SharedVolumeTier": []}, **BOTH},
-    "vllm-offloading": {"class": "OffloadingConnector", "spec": "CPUOffloadingSpec", "tiers": {}, **BOTH},
-    "vllm-tiering": {"class": "OffloadingConnector", "spec": "TieringOffloadingSpec", "tiers": {"fs": []}, **BOTH},
-    "simple-cpu": {"class": "SimpleCPUOffloadConnector", "hybrid_kv": True, "keeps_hybrid_kv": True, **BOTH},
-    "simple-cpu-disk": {"class": "SimpleCPUOffloadConnector", "hybrid_kv": True, "keeps_hybrid_kv": True, **BOTH},
-    "lmcache": {"class": "LMCacheConnectorV1", "hybrid_kv": False, **BOTH},
-    "lmcache-trial": {"class": "LMCacheConnectorV1", **BOTH},
-    "flexkv": {"class": "FlexKVConnectorV1", **BOTH},
-    "mooncake": {"class": "MooncakeStoreConnector", **BOTH},
-    "custom": {"class": "OffloadingConnector", "spec": "CPUOffloadingSpec", "role": "kv_both", "policy": "fail"},
-}
-CHILDREN = {
-    "hybrid-lmcache": [
-        {"class": "OffloadingConnector", "spec": "CPUOffloadingSpec", **CHILD},
-        {"class": "LMCacheConnectorV1", **CHILD},
-    ],
-    "hybrid-nixl": [
-        {"class": "NixlPullConnector", **CHILD, "role": "kv_consumer"},
-        {"class": "KVTierConnector", "spec": "KVTierSpec", "tiers": {"SharedVolumeTier": []}, **CHILD},
-    ],
-}
+CASES: dict[str, dict[str, Any]] = TABLES["read_by_vllm"]
+CHILDREN = TABLES["children_of_hybrids"]
 
 
 def stored(case: str, **more: Any) -> dict[tuple[str, str], Any]:
@@ -106,21 +86,15 @@ def vllm(request: pytest.FixtureRequest) -> dict[str, Any]:
     return answers
 
 
-def test_vllm_reads_each_command_line_as_it_was_meant(vllm: dict[str, Any]) -> None:
+def test_vllm_reads_each_command_line_finds_children_of_hybrids_and_the_cache_server(vllm: dict[str, Any]) -> None:
     for case, expected in CASES.items():
         answer = vllm["read"][case]
         assert {key: answer.get(key) for key in expected} == expected, case
-
-
-def test_vllm_finds_the_children_of_a_hybrid(vllm: dict[str, Any]) -> None:
     for case, expected in CHILDREN.items():
         answer = vllm["read"][case]
         assert (answer["class"], answer["policy"]) == ("MultiConnector", "recompute")
         found = [{key: child.get(key) for key in one} for child, one in zip(answer["children"], expected, strict=True)]
         assert found == expected, case
-
-
-def test_vllm_knows_the_connector_of_lmcaches_cache_server(vllm: dict[str, Any]) -> None:
     answer = vllm["read"]["lmcache-processes"]
     assert answer["class"] in {"LMCacheMPConnector", "LMCacheMPConnectorUpstream", "needs lmcache"}
     assert answer["document"]["kv_connector_extra_config"]["lmcache.mp.autostart"] is True
@@ -148,12 +122,15 @@ def tier(connector: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]
     return body
 
 
-def test_settings_that_change_no_block_keep_the_generation() -> None:
+def test_the_generation_is_of_what_changes_blocks_and_parts_the_small_redis() -> None:
     before = parse(tier({"type": "VLLMTiering"}))
     after = parse(tier({"type": "VLLMTiering", "vllmTiering": {"readThreads": 64}}))
     found = explain_edit(before, after, names.tier_ref(tier()), connector_image="connector:test")
     assert not found.discards_cache
     assert found.restarted_pods == 1
+    ports = [trial_port(), trial_port(hash={"seed": "7"}), trial_port(hash={"seed": "8"})]
+    assert len(set(ports)) == len(ports)
+    assert trial_port(replicas=5) == ports[0]
 
 
 @pytest.mark.parametrize(
@@ -203,12 +180,6 @@ def trial_port(**more: Any) -> int:
     assert container["args"][:2] == ["--port", str(port)]
     assert f'"redis://llama-redis.serving.svc:{port}"' in json.dumps(engine(made))
     return int(port)
-
-
-def test_engines_of_another_generation_do_not_find_the_small_redis() -> None:
-    ports = [trial_port(), trial_port(hash={"seed": "7"}), trial_port(hash={"seed": "8"})]
-    assert len(set(ports)) == len(ports)
-    assert trial_port(replicas=5) == ports[0]
 
 
 def mooncake(made: dict[tuple[str, str], Any], folder: Path) -> Any:
@@ -261,7 +232,7 @@ def flexkv(config: dict[str, Any]) -> tuple[int, int, list[str], dict[str, Any],
     return memory, disk, directories, *engine(made)
 
 
-def test_flexkv_gets_the_memory_of_the_tier_and_a_directory_of_the_nodes_disk() -> None:
+def test_flexkv_gets_memory_and_a_directory_of_the_nodes_disk_or_of_the_user() -> None:
     memory, disk, _, plain, volumes = flexkv({})
     assert (memory, disk) == (64, 0)
     assert "kvtier-offload" not in volumes
@@ -272,9 +243,6 @@ def test_flexkv_gets_the_memory_of_the_tier_and_a_directory_of_the_nodes_disk() 
     assert {"config", "kvtier-offload"} <= {each["name"] for each in container["volumeMounts"]}
     asked = [each["resources"]["requests"]["ephemeral-storage"] for each in (plain, container)]
     assert quantity.parse_bytes(asked[1]) - quantity.parse_bytes(asked[0]) == 500 << 30
-
-
-def test_a_directory_of_the_users_own_is_left_to_flexkv() -> None:
     memory, disk, directories, _, volumes = flexkv({"cpu_cache_gb": 8, "ssd_cache_gb": 9, "ssd_cache_dir": "/a;/b"})
     assert (memory, disk, directories) == (8, 9, ["/a", "/b"])
     assert "kvtier-offload" not in volumes

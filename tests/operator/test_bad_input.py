@@ -1,24 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users read when they apply what cannot work: from the API server and from the operator, field by field."""
+"""What users read when they apply what cannot work, field by field; the operator outlives any nonsense in a tier."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import yaml
-from hypothesis import given, settings
+from definition import tier_definition
+from fake_cluster import FakeCluster
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from live import APPS, TIERS, Client, body, running
+from tiers import TIER, TIER_KEY
+from waiting import until
 
+from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_localcluster.apiserver.admission.validation import Validator
 from kvtier_localcluster.apiserver.store.api_errors import ApiError
 from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 from kvtier_operator.api import TierSpec, connector_spec, crd, parse
 from kvtier_operator.api.pod_template import REFUSED
 from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.reconcile import Inputs, reconcile
+
+TABLES = yaml.safe_load(Path(__file__).with_name("good_input.yaml").read_text())
 
 GOLDEN = Path(__file__).parent / "golden"
 ABSENT = "~remove"
@@ -104,9 +116,7 @@ def test_a_mistake_is_refused_with_the_field_and_the_remedy(bad: dict[str, Any],
 
 
 @pytest.mark.parametrize("path", REFUSED, ids=".".join)
-def test_the_template_cannot_change_what_the_operator_sets_of_the_engine(
-    path: tuple[str, ...], server: Admission
-) -> None:
+def test_the_template_cannot_change_what_the_operator_sets(path: tuple[str, ...], server: Admission) -> None:
     values = {"image": "mine:1", "command": ["sh"], "args": ["--port=1"], "env": [], "volumeMounts": []}
     value: Any = values.get(path[-1], "1Gi" if path[0] == "resources" else {})
     for key in reversed(path):
@@ -131,72 +141,14 @@ def test_who_the_pods_run_as_is_kept_as_it_was_written(context: dict[str, Any], 
     assert both_take(server, body).engine.pod_template.security_context == context
 
 
-ENCODER = (
-    "is that of an encoder-decoder model: vLLM has no prefix cache for one and starts none with a KV connector; serve "
-    "it without a KVCacheTier"
-)
-
-
-@pytest.mark.parametrize(
-    ("changes", "at", "says"),
-    [
-        ({"spec.enigne": {}}, "spec.enigne", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
-        ({"spec.zzz": {}}, "spec.zzz", "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"),
-        ({"spec": ABSENT}, "spec", "must be an object with at least model, cpu and volume"),
-        ({"spec": []}, "spec", "must be an object with at least model, cpu and volume"),
-        ({"spec.model.config": {"is_encoder_decoder": True}}, "spec.model.config", ENCODER),
-        (
-            {"spec.engine.env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
-            "spec.engine.env",
-            "name 'A' is given twice; keep one of them",
-        ),
-        (
-            {"spec.engine.podTemplate.labels": {"team": "a b"}},
-            "spec.engine.podTemplate.labels.team",
-            "must match ^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
-        ),
-    ],
-)
-def test_what_is_read_offline_is_refused_as_a_strict_api_server_would(
-    changes: Mapping[str, Any], at: str, says: str
-) -> None:
+@pytest.mark.parametrize(("changes", "at", "says"), TABLES["offline"])
+def test_what_is_read_offline_is_refused_as_by_a_strict_server(changes: Mapping[str, Any], at: str, says: str) -> None:
     with pytest.raises(SpecInvalid) as refused:
         parse(tier(changes))
     assert (refused.value.field, refused.value.message) == (at, says)
 
 
-GOOD = [
-    {},
-    {"spec.replicas": 0},
-    {"spec.replicas": 2},
-    {"spec.replicas": 2, "spec.volume.claim.accessModes": ["ReadWriteOnce"]},
-    {"spec.replicas": 2, "spec.volume": {"existingClaim": "kv", "path": "team-a/kv.1"}},
-    {"spec.volume.deletionPolicy": "Delete"},
-    {"spec.engine": {"accelerator": {"resource": "none"}, "tensorParallel": 2, "args": [], "env": []}},
-    {"spec.engine": {"accelerator": {"perPod": 8}, "tensorParallel": 8}},
-    {"spec.disk.budget.maxBytes": "2Ti"},
-    {"spec.disk": {"budget": {}}, "spec.hash": {}},
-    {"spec.cpu.size": "0.5Gi"},
-    {"spec.cpu.size": "1e9"},
-    {"spec.engine.args": ["--model-impl", "vllm", "--tokenizer", "x", "--kv-cache-dtype=fp8", "-q", "fp8", "-pp", "2"]},
-    {"spec.engine.args": ["--hf-overrides", '{"rope_scaling": {"a b": 1}}', "--served-model-name", "a", "b"]},
-    {"spec.engine.args": ["--compilation-config={'level': 3}", "--config-format", "hf", "--seed", "-1"]},
-    {"spec.engine.env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}, {"name": "EMPTY"}]},
-    {"spec.engine.podTemplate.labels": {"app.kubernetes.io/part-of": "search", "team": ""}},
-    {"metadata.name": "a" * 40},
-    {"spec.model.loras": [{"name": "org/sql", "source": {"claim": "a.b", "path": "c/d.e"}}]},
-    {"spec.model.loras": [{"name": "sql", "source": {"hub": "a/b"}}], "spec.model.maxLoraRank": 64},
-    {"spec.engine.args": ["--enable-lora", "--lora-modules", "a=b"]},
-    {"spec.engine.args": ["--scheduler-cls", "my.Scheduler"], "spec.disk": {"splitHits": "Off"}},
-    {"spec.engine.args": ["--scheduling-policy=priority", "--scheduler-reserve-full-isl"]},
-    *(
-        {
-            "spec.engine.podTemplate.volumes": [{"name": "v", "emptyDir": {}}],
-            "spec.engine.podTemplate.volumeMounts": [{"name": "v", "mountPath": path}],
-        }
-        for path in ("/tmp/hf", "/tmp/.cache", "/mnt", "/opt/models/", "/var/cache", "/etc/..ssl", "/dev/x")
-    ),
-]
+GOOD = TABLES["accepted"]
 
 
 @pytest.mark.parametrize("changes", GOOD, ids=str)
@@ -212,50 +164,16 @@ MOVE = (
     "cannot change after creation: create another KVCacheTier for the new place and delete this one when its blocks "
     "are no longer needed"
 )
-EXISTING = {"spec.volume": {"existingClaim": "kv"}}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "at", "says"),
-    [
-        ({}, {"spec.volume.claim.size": "1Ti"}, "spec.volume.claim.size", SHRINK),
-        ({}, {"spec.volume.claim.accessModes": ["ReadWriteOnce"]}, "spec.volume.claim.accessModes", "{} " + MOVE),
-        ({}, {"spec.volume.claim.storageClassName": "nfs"}, "spec.volume.claim", "{}.storageClassName " + MOVE),
-        (
-            {"spec.volume.claim.storageClassName": "cephfs"},
-            {"spec.volume.claim.storageClassName": "nfs"},
-            "spec.volume.claim",
-            "{}.storageClassName " + MOVE,
-        ),
-        ({"spec.volume.claim.storageClassName": "cephfs"}, {}, "spec.volume.claim", "{}.storageClassName " + MOVE),
-        ({}, {"spec.volume.path": "kv"}, "spec.volume.path", "{} " + MOVE),
-        ({"spec.volume.path": "kv"}, {}, "spec.volume.path", "{} " + MOVE),
-        (EXISTING, {"spec.volume": {"existingClaim": "other"}}, "spec.volume.existingClaim", "{} " + MOVE),
-        (EXISTING, {}, "spec.volume", "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE),
-        ({}, EXISTING, "spec.volume", "the choice between spec.volume.claim and spec.volume.existingClaim " + MOVE),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "at", "says"), TABLES["moves"])
 def test_the_place_of_the_blocks_cannot_change(
     before: Mapping[str, Any], after: Mapping[str, Any], at: str, says: str, server: Admission
 ) -> None:
-    assert server.refusals(tier(after), tier(before)) == [(at, says.format(at))]
+    assert server.refusals(tier(after), tier(before)) == [(at, says.format(at=at, move=MOVE, shrink=SHRINK))]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({}, {"spec.volume.claim.size": "3Ti"}),
-        ({"spec.volume.claim.size": "2048Gi"}, {"spec.volume.claim.size": "2Ti"}),
-        ({"spec.volume.deletionPolicy": "Delete"}, {"spec.volume.deletionPolicy": "Retain"}),
-        (
-            {"spec.volume.claim.accessModes": ["ReadWriteOnce", "ReadWriteMany"]},
-            {"spec.volume.claim.accessModes": ["ReadWriteMany", "ReadWriteOnce"]},
-        ),
-        ({}, {"spec.replicas": 3, "spec.model.name": "other", "spec.cpu.size": "1Gi", "spec.hash.seed": "7"}),
-        ({}, {"spec.disk.budget.maxBytes": "1Ti"}),
-        (EXISTING, EXISTING),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), TABLES["edits"])
 def test_everything_else_can_change(before: Mapping[str, Any], after: Mapping[str, Any], server: Admission) -> None:
     assert server.refusals(tier(after), tier(before)) == []
 
@@ -283,9 +201,7 @@ FIELDS = sorted({*fields(crd.structural_schema(TierSpec), "spec")} - BY_THE_OPER
 
 @settings(max_examples=600, deadline=None)
 @given(path=st.sampled_from(FIELDS), value=VALUES)
-def test_the_operator_refuses_what_the_api_server_refuses_and_nothing_else(
-    path: str, value: Any, server: Admission
-) -> None:
+def test_the_operator_refuses_just_what_the_api_server_refuses(path: str, value: Any, server: Admission) -> None:
     body = tier({path: value})
     try:
         parse(body)
@@ -297,22 +213,7 @@ def test_the_operator_refuses_what_the_api_server_refuses_and_nothing_else(
 
 NATIVE = ("Bundled", "VLLMOffloading", "VLLMTiering")
 ALL = (*NATIVE, "SimpleCPU", "LMCache")
-BY_FIELD: dict[str, Any] = {
-    "disk.mode": "ReadOnly",
-    "disk.encryption": {"secretName": "k", "activeKey": "a"},
-    "disk.tenants.from": "CacheSalt",
-    "disk.admission.minReuse": 2,
-    "disk.admission.minTokens": 512,
-    "disk.splitHits": "Off",
-    "disk.budget.maxBytes": "1Ti",
-    "disk.budget.minBytes": "1Gi",
-    "disk.budget.ttl": "24h",
-    "disk.blockTokens": 64,
-    "disk.canonicalLayout": True,
-    "disk.compression": "Auto",
-    "generations.acrossReleases": "Verified",
-    "cpu.evictionPolicy": "arc",
-}
+BY_FIELD: dict[str, Any] = TABLES["by_field"]
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -344,22 +245,7 @@ ON_DISK = {"localDisk": {"size": "100Gi"}}
         ({"type": "Hybrid", "hybrid": {"lmcache": ON_DISK}}, "spec.connector.hybrid.lmcache.localDisk"),
     ],
 )
-@pytest.mark.parametrize(
-    ("args", "is_taken"),
-    [
-        ([], True),
-        (["--data-parallel-size=1"], True),
-        (["--data-parallel-size=8", "--data-parallel-size-local=1"], True),
-        (["-dp", "8", "-dpl=1"], True),
-        (["--data-parallel-rpc-port=4000", "--dtype=bfloat16"], True),
-        (["--data-parallel-size=11"], False),
-        (["--data-parallel-size", "2"], False),
-        (["--data_parallel_size=2"], False),
-        (["-dp=2"], False),
-        (["--data-parallel-size=8", "--data-parallel-size-local=2"], False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("args", "is_taken"), TABLES["data_parallel"], ids=str)
 def test_engine_cores_of_one_pod_do_not_write_into_one_directory(
     connector: dict[str, Any], at: str, args: list[str], is_taken: bool, server: Admission
 ) -> None:
@@ -381,21 +267,7 @@ def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> No
     assert server.refusals(with_volume, without) == []
 
 
-@pytest.mark.parametrize(
-    ("image", "mode", "is_taken"),
-    [
-        ("registry.example/lmcache/vllm-openai:v0.5.3", "MultiProcess", False),
-        ("registry.example/lmcache/vllm-openai:v0.5.5-cu13", "MultiProcess", False),
-        ("registry.example/lmcache/vllm-openai:0.4.1", "MultiProcess", False),
-        ("registry.example/lmcache/vllm-openai:v0.5.0@sha256:" + "0" * 64, "MultiProcess", False),
-        ("lmcache/vllm-openai:v0.5.6", "MultiProcess", True),
-        ("lmcache/vllm-openai:v0.5.60", "MultiProcess", True),
-        ("lmcache/vllm-openai:v0.50.1", "MultiProcess", True),
-        ("lmcache/vllm-openai:latest", "MultiProcess", True),
-        ("example/vllm-openai:v0.5.3", "MultiProcess", True),
-        ("lmcache/vllm-openai:v0.5.3", "InProcess", True),
-    ],
-)
+@pytest.mark.parametrize(("image", "mode", "is_taken"), TABLES["images_of_lmcache"])
 def test_an_image_whose_lmcache_cannot_start_its_cache_server_is_refused(
     image: str, mode: str, is_taken: bool, server: Admission
 ) -> None:
@@ -405,3 +277,169 @@ def test_an_image_whose_lmcache_cannot_start_its_cache_server_is_refused(
         return
     at, message = both_refuse(server, body)
     assert (at, "LMCache 0.5.6" in message) == ("spec.engine.image", True)
+
+
+FULL = yaml.safe_load((Path(__file__).parents[2] / "crds" / "samples" / "full.yaml").read_text())["spec"]
+CRD = tier_definition()
+SPEC = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+MOST_PASSES = 6
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12)
+    | st.sampled_from(
+        ["", "0", "-1", "1Ti", "64Gi", "999999999999999999999Ei", "1e400", "90%", "NaN", "\0", "a" * 300, "☃"]
+    )
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Return values that are shaped like the schema asks for, with amounts and words that seldom are."""
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    kind = schema.get("type")
+    if kind == "object" and "properties" in schema:
+        fields = {name: from_schema(each) for name, each in schema["properties"].items()}
+        required = {name: fields[name] for name in schema.get("required", ()) if name in fields}
+        optional = {name: each for name, each in fields.items() if name not in required}
+        return st.fixed_dictionaries(required, optional=optional)
+    if kind == "object":
+        return st.dictionaries(st.text(max_size=8), st.text(max_size=8) | st.integers(), max_size=2)
+    if kind == "array":
+        return st.lists(from_schema(schema.get("items", {})), max_size=2)
+    if kind == "integer":
+        return st.integers(schema.get("minimum", -3), schema.get("maximum", 2**40))
+    if kind == "boolean":
+        return st.booleans()
+    if kind == "string":
+        return st.sampled_from(["", "a", "1Gi", "64Gi", "10%", "168h", "auto", "x/y", "model-1"]) | st.text(max_size=8)
+    return JSON
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in items:
+        found += places(below, (*path, key))
+    return found
+
+
+def put(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    changed = copy.deepcopy(body)
+    at = changed
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    return changed
+
+
+def passes_until_quiet(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Reconcile as the work queue does until a pass writes nothing; return how many passes that took, and the tier."""
+    cluster = FakeCluster(body)
+    for number in range(1, MOST_PASSES + 1):
+        before = len(cluster.writes())
+        reconcile(cluster, TIER, Inputs(connector_image="c:1", clock=lambda: NOW))
+        changed = [call for call in cluster.writes()[before:] if call[0] != "apply"]
+        if not changed:
+            found = cluster.look(TIER_KEY)
+            assert found is not None
+            return number, found
+    return MOST_PASSES + 1, {}
+
+
+def check(spec: Any) -> None:
+    body = {**tiers.tier(), "spec": spec}
+    count, found = passes_until_quiet(body)
+    assert count <= MOST_PASSES, "the operator goes on and on"
+    ready = {each["type"]: each for each in found["status"]["conditions"]}["Ready"]
+    invalid = _invalid(body)
+    if invalid is not None:
+        assert ready["reason"] == "SpecInvalid"
+        assert ready["message"].startswith(invalid.field)
+        assert re.match(r"^spec\b", invalid.field)
+
+
+def _invalid(body: dict[str, Any]) -> SpecInvalid | None:
+    try:
+        parse(body)
+    except SpecInvalid as error:
+        return error
+    return None
+
+
+ANY_SPEC = from_schema(SPEC) | st.builds(put, st.just(FULL), st.sampled_from(places(FULL)), JSON) | JSON
+"""What is shaped as the schema asks for, what has one value that is nonsense, and anything at all."""
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(ANY_SPEC)
+@example(None)
+@example([])
+@example({"model": {"name": "m"}, "cpu": {"size": "9" * 5000}})
+def test_whatever_stands_for_a_spec_is_served_or_refused_by_its_field(spec: Any) -> None:
+    check(spec)
+
+
+NONSENSE: tuple[Any, ...] = (
+    None,
+    [],
+    "spec",
+    {},
+    {"model": None},
+    {"model": {"name": 7}},
+    {"model": {"name": "m"}, "cpu": {"size": "lots"}},
+    {**tiers.tier()["spec"], "replicas": -1},
+    {**tiers.tier()["spec"], "replicas": 2**40},
+    {**tiers.tier()["spec"], "engine": {"args": [[["--x"]]]}},
+    {**tiers.tier()["spec"], "engine": {"podTemplate": {"nodeSelector": ["a"]}}},
+    {**tiers.tier()["spec"], "volume": {"claim": {"size": "-1Gi"}}},
+    {**tiers.tier()["spec"], "unknown": {"deep": [1, 2, {"3": None}]}},
+    {**tiers.tier()["spec"], "disk": {"budget": {"maxBytes": "99999999999999999999999Ei"}}},
+)
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An API server whose CRD lets everything through, as one of another version might."""
+    crd = copy.deepcopy(CRD)
+    # Rules of the whole resource look into the spec that is taken out.
+    crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"].pop("x-kubernetes-validations")
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    schema["spec"] = {"x-kubernetes-preserve-unknown-fields": True}
+    with ApiServerThread() as server:
+        server.create(crd)
+        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+        yield server
+
+
+def test_a_running_operator_outlives_nonsense_and_comes_to_rest(api: ApiServerThread) -> None:
+    kubectl = Client(api.url)
+    with running() as metrics:
+
+        def passes() -> float:
+            return sum(
+                metrics.registry.get_sample_value("kvtier_operator_reconcile_total", {"outcome": outcome}) or 0
+                for outcome in ("ok", "failed")
+            )
+
+        for number, spec in enumerate(NONSENSE):
+            kubectl.apply_tier({**body(f"n{number}"), "spec": spec})
+        for number in range(len(NONSENSE)):
+            until(lambda name=f"n{number}": kubectl.condition("Ready", name))
+        kubectl.apply_tier(body("good"))
+        until(lambda: kubectl.get(APPS, "deployments", "good-engine"))
+        # Each was looked at when it came and when its status was written, and a few times more at most.
+        assert passes() < 6 * (len(NONSENSE) + 4)
+    for number in range(len(NONSENSE)):
+        ready = kubectl.condition("Ready", f"n{number}")
+        assert (ready["reason"], ready["message"].startswith("spec")) == ("SpecInvalid", True), NONSENSE[number]
+    assert {item["metadata"]["name"] for item in kubectl.items(TIERS, "kvcachetiers")} >= {"good"}

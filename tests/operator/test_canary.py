@@ -9,14 +9,15 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from asking_pods import on_loop
+import yaml
+from asking_pods import Clock, ScriptedEngine, SharedVolume, StubEngine, on_loop, stub_engine
 from chart import render
 from fake_cluster import FakeCluster
 from granted import Rbac
-from proof_engines import Clock, ScriptedEngine, SharedVolume, StubEngine, stub_engine
 from tiers import NAMESPACE, TIER, tier
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -28,6 +29,8 @@ from kvtier_operator.observe.canary import SIDE, TEXT_ALONE, Chunk, Replica, Sub
 from kvtier_operator.observe.engine_client import EngineError, EngineLocked, HttpEngine, KeySource, find_key, read_key
 from kvtier_operator.observe.findings import CanaryOutcome, CanaryResult
 from kvtier_operator.observe.http_client import HttpClient
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 Found = TypeVar("Found")
 
@@ -115,7 +118,7 @@ def test_what_is_not_found_is_a_disproof_that_names_the_adapter_or_the_picture(l
     assert bool(first.adapters) is bool(subject), "nothing else is sent where text alone is not found"
 
 
-def test_every_picture_is_new_and_can_be_read() -> None:
+def test_every_picture_and_every_prompt_is_new_and_fits_the_model_and_the_chunks() -> None:
     pictures = [new_picture() for _ in range(3)]
     assert len(set(pictures)) == 3
     for content in pictures:
@@ -124,6 +127,14 @@ def test_every_picture_is_new_and_can_be_read() -> None:
         start = content.index(b"IDAT") + 4
         (size,) = struct.unpack(">I", content[start - 8 : start - 4])
         assert len(zlib.decompress(content[start : start + size])) == SIDE * (1 + 3 * SIDE)
+    first, second = pair()
+    for chunk in (Chunk(), Chunk(tokens=512), Chunk(blocks=64), Chunk(tokens=65536)):
+        send(first, second, chunk=chunk)
+    assert [len(prompt) for prompt in first.asked] == [257, 2049, 4088, 4088]
+    assert len({prompt[:16] for prompt in first.asked}) == 4
+    asked = len(first.asked), len(second.asked)
+    send(first, second, offers=2)
+    assert (len(first.asked) - asked[0], len(second.asked) - asked[1]) == (2, 1)
 
 
 @pytest.mark.parametrize("failing", ["a", "b"])
@@ -141,20 +152,6 @@ def test_an_engine_that_does_not_answer_proves_nothing_and_is_named(
     vars(first if failing == "a" else second).update(trouble)
     found = send(first, second)
     assert (found.outcome, found.problem) == (outcome, f"pod {failing} answers /v1/models with 401")
-
-
-def test_every_prompt_is_new_and_fits_the_model_and_the_chunks() -> None:
-    first, second = pair()
-    for chunk in (Chunk(), Chunk(tokens=512), Chunk(blocks=64), Chunk(tokens=65536)):
-        send(first, second, chunk=chunk)
-    assert [len(prompt) for prompt in first.asked] == [257, 2049, 4088, 4088]
-    assert len({prompt[:16] for prompt in first.asked}) == 4
-
-
-def test_a_block_that_is_stored_at_its_second_offer_is_offered_twice() -> None:
-    first, second = pair()
-    send(first, second, offers=2)
-    assert (len(first.asked), len(second.asked)) == (2, 1)
 
 
 class Asked:
@@ -195,9 +192,7 @@ def test_an_engine_is_asked_as_its_api_wants_it(engine: Asked) -> None:
 
 
 @pytest.mark.parametrize(("asked", "cached"), [(64, 48), (96, 0), (400, 0), (None, None)])
-def test_the_template_of_a_chat_in_the_engines_own_cache_is_no_proof(
-    engine: Asked, asked: int | None, cached: int | None
-) -> None:
+def test_a_chat_template_in_the_engines_cache_is_no_proof(engine: Asked, asked: int | None, cached: int | None) -> None:
     usage = {"prompt_tokens": asked, "prompt_tokens_details": {"cached_tokens": 48}}
     StubEngine.answers["/v1/chat/completions"] = (200, json.dumps({"usage": usage}).encode())
     assert engine.get(lambda http: http.see("tiny", "12 34", b"png")) == cached
@@ -219,39 +214,12 @@ def test_an_engine_that_is_not_there_is_an_error_without_its_address(asker: Http
     assert str(caught.value) == "does not answer /metrics (ConnectionRefusedError)"
 
 
-SECRET = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
-OPTIONAL = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}}
-NAMED = {"name": "OURS", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
-FROM_MAP = {"name": "VLLM_API_KEY", "valueFrom": {"configMapKeyRef": {"name": "s", "key": "k"}}}
-PLAIN = {"name": "VLLM_API_KEY", "value": "sesame"}
 OF_SECRET = KeySource(secret="s", entry="k")
 
 
-@pytest.mark.parametrize(
-    ("engine", "found"),
-    [
-        ({}, None),
-        ({"env": [PLAIN]}, KeySource(literal="sesame")),
-        ({"env": [SECRET]}, OF_SECRET),
-        ({"env": [OPTIONAL]}, KeySource(secret="s", entry="k", is_optional=True)),
-        ({"env": [FROM_MAP]}, None),
-        ({"env": [{"name": "VLLM_API_KEY", "value": ""}]}, None),
-        ({"env": [{"name": "VLLM_API_KEY", "value": "$(OTHER)"}]}, None),
-        ({"args": ["--api-key", "sesame"]}, KeySource(literal="sesame")),
-        ({"args": ["--api-key", "sesame", "another"]}, KeySource(literal="sesame")),
-        ({"args": ["--api_key=sesame"], "env": [SECRET]}, KeySource(literal="sesame")),
-        ({"args": ["--api-key=first", "--api-key=last"]}, KeySource(literal="last")),
-        ({"args": ["--api-key=$(OURS)"], "env": [NAMED]}, OF_SECRET),
-        ({"args": ["--api-key", "$(OURS)"], "env": [NAMED]}, OF_SECRET),
-        ({"args": ["--api-key=a$(OURS)"], "env": [NAMED]}, None),
-        ({"args": ["--api-key=$(NOBODY)"]}, None),
-        ({"args": ["--api-key="], "env": [SECRET]}, OF_SECRET),
-        ({"args": ["--api-key-file=x"]}, None),
-    ],
-    ids=str,
-)
-def test_the_key_is_looked_for_where_vllm_finds_it(engine: dict[str, Any], found: KeySource | None) -> None:
-    assert find_key(parse(tier(engine=engine))) == found
+@pytest.mark.parametrize(("engine", "found"), TABLES["keys"], ids=str)
+def test_the_key_is_looked_for_where_vllm_finds_it(engine: dict[str, Any], found: dict[str, Any] | None) -> None:
+    assert find_key(parse(tier(engine=engine))) == (None if found is None else KeySource(**found))
 
 
 def secret(name: str = "s", **data: bytes) -> dict[str, Any]:
@@ -272,16 +240,13 @@ OF_OPTIONAL = KeySource(secret="s", entry="k", is_optional=True)
         (OF_SECRET, [secret(k=b"sesame")], "sesame"),
         (OF_OPTIONAL, [], ""),
         (OF_OPTIONAL, [secret(other=b"x")], ""),
+        (KeySource(literal="sesame"), [], "sesame"),
     ],
 )
-def test_a_key_is_read_from_its_secret_and_may_be_optional(source: KeySource, objects: list[Any], key: str) -> None:
-    assert read_key(FakeCluster(*objects), TIER, source) == key
-
-
-def test_a_key_in_the_spec_needs_no_reading() -> None:
-    cluster = FakeCluster()
-    assert read_key(cluster, TIER, KeySource(literal="sesame")) == "sesame"
-    assert cluster.calls == []
+def test_a_key_is_read_from_its_secret_if_it_is_no_literal(source: KeySource, objects: list[Any], key: str) -> None:
+    cluster = FakeCluster(*objects)
+    assert read_key(cluster, TIER, source) == key
+    assert bool(cluster.calls) is (source.literal == "")
 
 
 @pytest.mark.parametrize(
@@ -301,23 +266,18 @@ def test_a_key_that_cannot_be_had_is_told(objects: list[Any], failure: ClusterEr
         read_key(cluster, TIER, OF_SECRET)
 
 
-def test_no_key_is_shown_by_what_remembers_it() -> None:
-    assert "sesame" not in repr(KeySource(literal="sesame"))
-
-
 @pytest.mark.parametrize("key", ["sesame\n", "s\u00e9same", "a\r\nX: y"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(asker: HttpClient, key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_and_none_is_shown(asker: HttpClient, key: str) -> None:
     with pytest.raises(EngineLocked) as refused:
         HttpEngine(asker, "127.0.0.1", owner="tier", key=key)
     assert key not in str(refused.value)
+    assert "sesame" not in repr(KeySource(literal="sesame"))
 
 
 @pytest.mark.parametrize(
     "scope", [{}, {"scope": "Namespaced", "namespaces": [NAMESPACE]}], ids=["cluster", "namespaced"]
 )
-def test_the_chart_lets_the_operator_read_the_secrets_it_is_told_and_no_other(
-    api: ApiServerThread, scope: dict[str, Any]
-) -> None:
+def test_the_chart_lets_the_operator_read_the_given_secrets_only(api: ApiServerThread, scope: dict[str, Any]) -> None:
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     for name in ("ours", "theirs"):
         api.create(secret(name, k=b"sesame"))

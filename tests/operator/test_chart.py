@@ -21,45 +21,13 @@ from kvtier_localcluster.apiserver import ApiServerThread, structural_problems
 from kvtier_operator import names
 from kvtier_operator.parts.external.templates import PORT
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 GOLDEN = Path(__file__).parent / "golden_chart"
 OLDEST, NEWEST = "1.29", "1.37"
 SCHEMALESS = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
-VALUES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "namespaced": {"scope": "Namespaced", "namespaces": ["team-a", "team-b"]},
-    "own-namespace": {"scope": "Namespaced"},
-    "replicas": {"replicas": 3, "priorityClassName": "system-cluster-critical"},
-    "one-without-election": {"leaderElection": {"enabled": False}},
-    "network-policy": {"networkPolicy": {"enabled": True, "scrapers": [{"podSelector": {}}], "egress": [{"to": [{}]}]}},
-    "closed": {"networkPolicy": {"enabled": True, "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]}},
-    "monitors": {
-        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}, "podMonitor": {"enabled": True}}
-    },
-    "monitoring": {
-        "metrics": {
-            "tiers": {"podMonitor": {"enabled": True, "labels": {"release": "p"}}},
-            "rules": {"enabled": True},
-            "dashboards": {"enabled": True, "annotations": {"grafana_folder": "kvtier"}},
-        }
-    },
-    "digest": {"image": {"digest": "sha256:" + "0" * 64}, "imagePullSecrets": [{"name": "pull"}]},
-    "foreign-account": {"serviceAccount": {"create": False, "name": "theirs"}, "rbac": {"create": False}},
-    "no-roles-for-people": {"rbac": {"aggregate": False}},
-    "no-crd": {"crds": {"install": False}},
-    "quiet": {"metrics": {"enabled": False}, "podLabels": {"team": "a"}, "podAnnotations": {"x": "y"}},
-    "placed": {
-        "nodeSelector": {"kubernetes.io/os": "linux"},
-        "tolerations": [{"key": "infra", "operator": "Exists"}],
-        "affinity": {"podAntiAffinity": {}},
-        "topologySpreadConstraints": [
-            {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
-        ],
-        "settings": {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}]},
-        "connectorImage": "r/c:1",
-        "janitorImage": "r/j:1",
-    },
-}
+VALUES: dict[str, dict[str, Any]] = TABLES["values"]
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -81,20 +49,7 @@ def test_what_is_rendered_is_as_it_was_reviewed(case: str, request: pytest.Fixtu
     assert text == path.read_text(), "make golden, and review the diff"
 
 
-@pytest.mark.parametrize(
-    ("values", "complaint"),
-    [
-        ({"replica": 2}, "replica"),
-        ({"replicas": "2"}, "replicas"),
-        ({"scope": "namespaced"}, "scope"),
-        ({"namespaces": ["a"]}, "set scope to Namespaced"),
-        ({"namespaces": ["UPPER"], "scope": "Namespaced"}, "namespaces"),
-        ({"replicas": 2, "leaderElection": {"enabled": False}}, "needs leaderElection.enabled"),
-        ({"metrics": {"enabled": False, "podMonitor": {"enabled": True}}}, "metrics.enabled"),
-        ({"serviceAccount": {"create": False}}, "serviceAccount.name"),
-        ({"image": {"digest": "latest"}}, "digest"),
-    ],
-)
+@pytest.mark.parametrize(("values", "complaint"), TABLES["refused"])
 def test_values_that_cannot_work_are_refused_by_name(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(HelmFailed, match=complaint):
         render(values)
@@ -200,7 +155,7 @@ def test_the_rules_of_the_chart_are_those_that_are_tested_and_each_alert_leads_t
     } == sections
 
 
-def test_each_dashboard_comes_as_grafanas_sidecar_looks_for_it() -> None:
+def test_a_limit_that_was_taken_out_stays_out_and_each_dashboard_comes_as_the_sidecar_wants() -> None:
     maps = [found for found in render(MONITORING) if found["kind"] == "ConfigMap"]
     assert {name for each in maps for name in each["data"]} == {
         f"kvtier-{each}.json" for each in ("fleet", "tier", "janitor")
@@ -210,10 +165,16 @@ def test_each_dashboard_comes_as_grafanas_sidecar_looks_for_it() -> None:
         assert each["metadata"]["annotations"] == {"grafana_folder": "kvtier"}
         (text,) = each["data"].values()
         assert json.loads(text)["uid"].startswith("kvtier-")
+    deployment = next(each for each in render({"resources": {"limits": None}}) if each["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"].keys() == {"requests"}
 
 
-def test_helm_finds_nothing_to_complain_about() -> None:
+def test_helm_complains_of_nothing_and_a_longest_release_name_still_makes_valid_names() -> None:
     helm("lint", "--strict", str(CHART))
+    release = "r" * 53
+    for manifest in render({"replicas": 2}, release=release):
+        assert len(manifest["metadata"]["name"]) <= 63
 
 
 def test_every_value_is_known_to_the_schema_and_has_a_default() -> None:
@@ -229,12 +190,6 @@ def test_every_value_is_known_to_the_schema_and_has_a_default() -> None:
             same(schema["properties"][name], value, f"{path}.{name}")
 
     same(schema, values, "")
-
-
-def test_a_longest_release_name_still_makes_valid_names() -> None:
-    release = "r" * 53
-    for manifest in render({"replicas": 2}, release=release):
-        assert len(manifest["metadata"]["name"]) <= 63
 
 
 def test_the_crd_is_the_generated_one_is_structural_and_is_kept() -> None:
@@ -258,9 +213,7 @@ def environment(api: ApiServerThread, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "KUBECONFIG": config, "HELM_CACHE_HOME": str(tmp_path)}
 
 
-def test_a_crd_that_was_applied_by_hand_is_taken_over_as_the_page_says(
-    api: ApiServerThread, environment: dict[str, str]
-) -> None:
+def test_a_crd_applied_by_hand_is_taken_over_as_documented(api: ApiServerThread, environment: dict[str, str]) -> None:
     kubectl = tools.binary("kubectl")
     crd = ROOT / "crds" / "kvcachetier.yaml"
     subprocess.run([kubectl, "apply", "--server-side", f"--filename={crd}"], check=True, env=environment)
@@ -298,12 +251,6 @@ def test_what_an_older_release_stored_lacks_no_value_that_came_since(tmp_path: P
 
 WHOLE = ("resources", "podSecurityContext")
 """What people write as a whole: what they took out of it stays out."""
-
-
-def test_a_limit_that_was_taken_out_stays_out() -> None:
-    deployment = next(each for each in render({"resources": {"limits": None}}) if each["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    assert container["resources"].keys() == {"requests"}
 
 
 def test_values_win_over_neither_the_selector_nor_the_restricted_standard() -> None:

@@ -53,9 +53,7 @@ def walk(schema: dict[str, Any], path: str = "", repeats: int = 1) -> Iterator[t
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.30", "1.31", "1.32", "1.33", "1.34", "1.37"])
-def test_every_supported_kubernetes_knows_every_field_of_the_definition(
-    definition: dict[str, Any], version: str
-) -> None:
+def test_each_supported_kubernetes_knows_all_fields_of_the_definition(definition: dict[str, Any], version: str) -> None:
     kubernetes_schemas.validate(definition, version)
 
 
@@ -63,14 +61,11 @@ def test_the_schema_is_structural_and_its_rules_compile(definition: dict[str, An
     assert structural_problems(definition) == []
 
 
-def test_every_default_keeps_to_the_rules_before_anything_is_filled_in_below_it(schema: dict[str, Any]) -> None:
+def test_defaults_keep_to_the_rules_and_fields_have_a_sentence_each(schema: dict[str, Any]) -> None:
     for path, below, _ in walk(schema):
         if "default" in below:
             default = below["default"]
             assert rule_problems(default, None, below, path) + rule_problems(default, default, below, path) == [], path
-
-
-def test_every_field_has_a_description_that_is_a_sentence(schema: dict[str, Any]) -> None:
     for top in ("spec", "status"):
         for path, below, _ in walk(schema["properties"][top], top):
             if not path.endswith(("[]", ".*")) or "properties" in below:
@@ -78,7 +73,7 @@ def test_every_field_has_a_description_that_is_a_sentence(schema: dict[str, Any]
                 assert "\n" not in below["description"], path
 
 
-def test_every_value_is_bounded_so_that_rules_have_a_bounded_cost(schema: dict[str, Any]) -> None:
+def test_every_value_is_bounded_so_that_no_rule_costs_more_than_is_allowed(schema: dict[str, Any]) -> None:
     for top in ("spec", "status"):
         for path, below, _ in walk(schema["properties"][top], top):
             if "x-kubernetes-int-or-string" in below:
@@ -89,17 +84,12 @@ def test_every_value_is_bounded_so_that_rules_have_a_bounded_cost(schema: dict[s
                 assert "maxItems" in below, path
             if "additionalProperties" in below:
                 assert "maxProperties" in below, path
-
-
-def test_no_rule_costs_more_than_the_api_server_allows(schema: dict[str, Any]) -> None:
     found = dict(costs(schema))
     assert max(found.values()) < SHARE * RULE_LIMIT, max(found, key=lambda path: found[path])
     assert sum(found.values()) < SHARE * DEFINITION_LIMIT
 
 
-def test_the_committed_files_are_fresh_and_a_stale_one_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_committed_files_are_fresh_and_a_stale_one_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert crd.main(["--check"]) == 0
     (tmp_path / "crds").mkdir()
     (tmp_path / "docs").mkdir()
@@ -114,9 +104,7 @@ def test_the_committed_files_are_fresh_and_a_stale_one_is_noticed(
 @pytest.mark.parametrize(
     "emptied", [{}, {"engine": {"accelerator": {}, "podTemplate": {}}, "hash": {}, "disk": {"budget": {}}}]
 )
-def test_what_the_api_server_fills_in_is_what_the_operator_assumes(
-    schema: dict[str, Any], emptied: dict[str, Any]
-) -> None:
+def test_the_operator_assumes_what_the_api_server_fills_in(schema: dict[str, Any], emptied: dict[str, Any]) -> None:
     bare, stored = copy.deepcopy(MINIMAL), copy.deepcopy(MINIMAL)
     stored["spec"] |= emptied
     set_defaults(stored, schema)
@@ -150,17 +138,14 @@ def test_the_reference_has_a_row_for_every_field(schema: dict[str, Any]) -> None
         assert f"`{leaf}`" in page or leaf in {"spec", "*"}, path
 
 
-def test_children_of_the_longest_name_fit_into_a_dns_label() -> None:
+def test_the_minimal_sample_is_short_and_children_of_the_longest_name_fit_into_a_label() -> None:
     tier = names.TierRef(namespace="default", name="a" * LONGEST_NAME, uid="1")
     assert all(len(child) <= 63 for child in (names.engine(tier), names.config(tier), names.claim(tier)))
+    assert len((SAMPLES / "minimal.yaml").read_text().splitlines()) <= 12
 
 
 SAMPLES = Path(__file__).parents[2] / "crds" / "samples"
 MINIMAL, FULL = (yaml.safe_load((SAMPLES / f"{name}.yaml").read_text()) for name in ("minimal", "full"))
-
-
-def test_the_minimal_sample_is_short() -> None:
-    assert len((SAMPLES / "minimal.yaml").read_text().splitlines()) <= 12
 
 
 def test_the_full_sample_has_every_field() -> None:
@@ -188,14 +173,11 @@ def test_the_full_sample_has_every_field() -> None:
     ]
 
 
-def test_a_null_is_a_field_left_out() -> None:
+def test_a_null_is_a_field_left_out_and_a_spec_survives_a_round_trip_through_json() -> None:
     body = copy.deepcopy(MINIMAL)
     body["spec"] |= {"replicas": None, "engine": {"args": None, "podTemplate": None}, "hash": {"seed": None}}
     body["spec"]["volume"] |= {"existingClaim": None, "path": None}
     assert parse(body) == parse(MINIMAL)
-
-
-def test_a_spec_survives_a_round_trip_through_json() -> None:
     spec = parse(FULL)
     assert parse({"spec": spec.to_manifest()}) == spec
 

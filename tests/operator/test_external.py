@@ -94,13 +94,14 @@ class World:
         return status(self.cluster)["replicas"], status(self.cluster)["readyReplicas"]
 
 
-def test_the_operator_makes_everything_but_the_engines_and_their_service() -> None:
+def test_the_operator_makes_everything_but_the_engines_and_their_service_and_notes_what_it_decided() -> None:
     world = World()
     world.condition("Ready")
     kinds = {(key.kind, key.name) for key in world.cluster.existing()}
     assert {("PersistentVolumeClaim", "llama-blocks"), ("ConfigMap", "llama-connector")} < kinds
     assert JANITOR in world.cluster.existing()
     assert not kinds & {(kind, "llama-engine") for kind in ("Deployment", "Service", "PodDisruptionBudget")}
+    assert names.ANNOTATION_DECISIONS in world.cluster.look(CONFIG)["metadata"]["annotations"]
 
 
 OWNERS_FLAGS = {"--revision", "--host", "--port", "--served-model-name", "--tensor-parallel-size", "--shutdown-timeout"}
@@ -117,46 +118,33 @@ def test_an_attached_engine_gets_all_that_makes_an_engine_of_ours_one_but_what_i
     assert needed - mounted == {"/tmp"}
 
 
-def test_engines_of_ours_go_when_a_tier_is_given_engines_of_another_owner() -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_engines_of_ours_go_when_a_tier_gets_others_and_what_is_left_is_not_counted(*, is_ours: bool) -> None:
     world = World(tier())
     world.condition("Ready")
     assert DEPLOYMENT in world.cluster.existing()
-    world.edited(**external()["spec"], replicas=None)
-    assert DEPLOYMENT not in world.cluster.existing()
-
-
-def test_a_deployment_that_is_left_since_no_tier_controls_it_is_not_counted() -> None:
-    world = World(tier())
-    world.condition("Ready")
-    world.cluster.edit(DEPLOYMENT, {"metadata": {"ownerReferences": None}})
+    if not is_ours:
+        world.cluster.edit(DEPLOYMENT, {"metadata": {"ownerReferences": None}})
     world.add("one", attached(POD))
     world.edited(**external()["spec"], replicas=None)
     assert world.condition("Available")[2] == "1 of 1 attached engines serve"
-    assert DEPLOYMENT in world.cluster.existing()
+    assert (DEPLOYMENT in world.cluster.existing()) is not is_ours
 
 
-def test_attached_pods_make_a_tier_ready_and_are_counted() -> None:
-    world = World()
-    for name in ("one", "two"):
-        world.add(name, attached(POD))
-    assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
-    assert world.condition("HashSeedConsistent")[:2] == ("True", "SeedsAgree")
-    assert world.condition("Available")[2] == "2 of 2 attached engines serve"
-    assert world.condition("SizingFits")[:2] == ("Unknown", "NotApplicable")
-    assert world.replicas() == (2, 2)
-
-
-def test_pods_that_are_not_attached_serve_no_tier() -> None:
+def test_attached_pods_make_a_tier_ready_and_are_counted_and_others_serve_none() -> None:
     world = World()
     world.add("stranger", POD)
     assert world.condition("Available")[:2] == ("False", "Unavailable")
-    world.add("engine", attached(POD))
-    found, _, message = world.condition("Available")
-    assert found == "True"
-    assert message.startswith(
-        "1 of 1 attached engines serve; 1 more of the selector's pods are no engines of this tier"
-    )
-    assert world.replicas() == (1, 1)
+    for name in ("one", "two"):
+        world.add(name, attached(POD))
+    others = "1 more of the selector's pods are no engines of this tier"
+    assert world.condition("Available")[2].startswith(f"2 of 2 attached engines serve; {others}")
+    assert world.replicas() == (2, 2)
+    world.cluster.remove(ObjectKey(api_version="v1", kind="Pod", name="stranger"))
+    assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
+    assert world.condition("HashSeedConsistent")[:2] == ("True", "SeedsAgree")
+    assert world.condition("Available") == ("True", "Serving", "2 of 2 attached engines serve")
+    assert world.condition("SizingFits")[:2] == ("Unknown", "NotApplicable")
 
 
 def without(path: str) -> dict[str, Any]:
@@ -209,7 +197,7 @@ def test_a_pod_that_is_not_attached_as_it_must_be_is_named_with_the_command_that
     assert world.condition("Ready")[:2] == ("False", "NotAttached")
 
 
-def test_an_edit_of_the_tier_tells_which_pods_have_the_configuration_of_before() -> None:
+def test_a_refused_mode_leaves_the_mode_and_an_edit_tells_which_pods_are_outdated() -> None:
     world = World(external(disk={"admission": {"minTokens": 512}}))
     world.add("early", attached(POD))
     assert world.condition("EnginesReady")[0] == "True"
@@ -217,24 +205,10 @@ def test_an_edit_of_the_tier_tells_which_pods_have_the_configuration_of_before()
     assert (found, reason) == ("False", "AttachedOutdated")
     assert "pod early" in message
     assert "deployment/vllm" in message
-
-
-def test_what_was_decided_once_stands_in_the_config_map() -> None:
-    world = World()
+    world = World(external(disk={"mode": "Bypass"}))
     world.condition("Ready")
-    assert names.ANNOTATION_DECISIONS in world.cluster.look(CONFIG)["metadata"]["annotations"]
-
-
-@pytest.mark.parametrize("refused", [{"engine": {"memory": "12 gigs"}}, {"disk": {"blockTokens": 24}}])
-def test_a_refused_spec_still_takes_attached_engines_off_the_volume(refused: dict[str, Any]) -> None:
-    world = World()
-    world.condition("Ready")
-    before = world.cluster.look(CONFIG)
-    assert world.edited(**merge(refused, {"disk": {"mode": "Bypass"}}))[0] == "False"
-    after = world.cluster.look(CONFIG)
-    assert json.loads(after["data"]["live.json"])["mode"] == "Bypass"
-    assert after["data"]["connector.json"] == before["data"]["connector.json"]
-    assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
+    world.edited(disk={"mode": "bypass"})
+    assert json.loads(world.cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
 
 
 @pytest.mark.parametrize(
@@ -245,37 +219,33 @@ def test_a_refused_spec_still_takes_attached_engines_off_the_volume(refused: dic
         ({"disk": {"budget": {"ttl": "soon"}}}, False),
     ],
 )
-def test_a_refused_spec_still_bounds_the_volume_unless_the_bounds_are_refused(
+def test_a_refused_spec_takes_attached_engines_off_the_volume_and_bounds_it_unless_the_bounds_are_refused(
     refused: dict[str, Any], *, is_followed: bool
 ) -> None:
     def settings() -> dict[str, Any]:
         config = world.cluster.look(ObjectKey(api_version="v1", kind="ConfigMap", name="llama-janitor"))
-        assert config is not None
         return dict(json.loads(config["data"]["janitor.json"]))
 
     world = World()
     world.condition("Ready")
-    before = settings()
-    world.cluster.edit(
-        TIER_KEY, {"spec": merge(refused, {"disk": {"mode": "ReadWrite", "budget": {"maxBytes": "1Gi"}}})}
-    )
-    assert world.condition("Ready")[0] == "False"
-    assert settings() == {**before, **({"max_bytes": 1 << 30} if is_followed else {})}
+    before, bounds = world.cluster.look(CONFIG), settings()
+    edit = merge(refused, {"disk": {"mode": "Bypass", "budget": {"maxBytes": "1Gi"}}})
+    assert world.edited(**edit)[0] == "False"
+    after = world.cluster.look(CONFIG)
+    assert json.loads(after["data"]["live.json"])["mode"] == "Bypass"
+    assert after["data"]["connector.json"] == before["data"]["connector.json"]
+    assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
+    assert settings() == {**bounds, **({"max_bytes": 1 << 30} if is_followed else {})}
 
 
-def test_a_mode_that_is_refused_itself_leaves_the_mode_as_it_was() -> None:
-    world = World(external(disk={"mode": "Bypass"}))
-    world.condition("Ready")
-    world.edited(disk={"mode": "bypass"})
-    assert json.loads(world.cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
-
-
-def test_the_janitor_of_a_volume_of_one_node_goes_beside_attached_engines() -> None:
+def test_the_janitor_of_attached_engines_goes_beside_them_and_shares_their_group() -> None:
     world = World(external(volume={"claim": {"accessModes": ["ReadWriteOnce"]}}))
     world.condition("Ready")
     affinity = world.cluster.look(JANITOR)["spec"]["template"]["spec"]["affinity"]
     (term,) = affinity["podAffinity"].popitem()[1]
     assert term["labelSelector"]["matchLabels"] == SELECTOR
+    body = external(engine={"podTemplate": {"securityContext": {"fsGroup": 2000}}})
+    assert attached(POD, body)["securityContext"]["fsGroup"] == 2000
 
 
 def test_pods_of_the_operator_are_no_engines_whatever_the_selector_is() -> None:
@@ -300,11 +270,6 @@ def test_a_deleted_claim_is_let_go_once_the_attached_engines_have_stopped() -> N
     assert "are stopped for that" in world.condition("VolumeBound")[2]
     janitor = world.cluster.look(JANITOR)
     assert janitor is None or janitor["spec"]["replicas"] == 0
-
-
-def test_attached_engines_share_the_group_of_the_janitor() -> None:
-    body = external(engine={"podTemplate": {"securityContext": {"fsGroup": 2000}}})
-    assert attached(POD, body)["securityContext"]["fsGroup"] == 2000
 
 
 def test_only_attached_pods_that_no_other_tier_claims_are_sent_the_key_of_the_api() -> None:

@@ -21,7 +21,7 @@ from aiohttp import web
 from e2e.bench.operator_scale import NAMESPACE, tier
 from e2e.bench.processes import MeasuredProcess, until
 from live import AGENT, TIERS, Client, operator_process
-from test_health import ask
+from test_http_client import ask
 
 from kvtier_localcluster.apiserver import ApiError, ApiServerThread
 from kvtier_localcluster.apiserver.requests import parse_path
@@ -183,9 +183,7 @@ def names(body: Json, plural: str) -> bool:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("controllers")
-def test_after_faults_and_killed_operators_everything_is_as_asked(
-    api: ApiServerThread, kubectl: Client, tmp_path: Path
-) -> None:
+def test_after_faults_and_kills_everything_is_as_asked(api: ApiServerThread, kubectl: Client, tmp_path: Path) -> None:
     kinds, naming = ("poddisruptionbudgets", "services"), dict[str, int]()
     with ExitStack() as operators:
         run = Run(api, kubectl, tmp_path / "kubeconfig", operators, tiers=6, kill_seconds=7)

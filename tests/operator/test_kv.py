@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiers import engine_pod, plan_of, tier
@@ -15,6 +17,8 @@ from kvtier_operator.plan.chunks import LARGEST_BLOCK_TOKENS, STEP_TOKENS
 from kvtier_operator.plan.decisions import checkpoints_of
 from kvtier_operator.plan.model_families import make_family_layout
 from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, has_uneven_heads
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -36,37 +40,14 @@ def without(*fields: str, **more: Any) -> dict[str, Any]:
 
 
 LATENT = {"num_hidden_layers": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-NEMOTRON = {"hybrid_override_pattern": "M-M*M-M*", "model_type": "nemotron_h"}
-BY_NAME = ["sliding_attention", "full_attention"] * 2
-FP8_SCALES = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
-FP8_SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
 
 
-FAMILIES: dict[str, tuple[dict[str, Any], int, int, int]] = {
-    "grouped heads": (DENSE, 131072, 1, 0),
-    "as many key heads as heads": (without("num_key_value_heads"), 524288, 1, 0),
-    "one key head": (without("num_key_value_heads", multi_query=True), 16384, 1, 0),
-    "heads of a size of their own": (without(head_dim=64), 65536, 1, 0),
-    "keys and values of different sizes": (without(head_dim=192, v_head_dim=128), 163840, 1, 0),
-    "GPT-2's names": ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 36864, 1, 0),
-    "a window for every layer": (without(sliding_window=4096), 131072, 1, 0),
-    "a window that is off": (without(sliding_window=4096, use_sliding_window=False), 131072, 1, 0),
-    "every second layer": (without(sliding_window=4096, model_type="gemma2"), 131072, 2, 0),
-    "a pattern": (without(num_hidden_layers=24, sliding_window=512, sliding_window_pattern=6), 98304, 6, 0),
-    "layers by name": (without(num_hidden_layers=4, sliding_window=8, layer_types=BY_NAME), 16384, 2, 0),
-    "chunked layers": (without(num_hidden_layers=48, attention_chunk_size=8192), 196608, 4, 0),
-    "layers that share KV": (without(num_kv_shared_layers=8), 98304, 1, 0),
-    "a language model inside": ({"torch_dtype": "float16", "text_config": without("torch_dtype")}, 131072, 1, 0),
-    "a thinker inside": ({"thinker_config": {"text_config": DENSE, "vision_config": {}}}, 131072, 1, 0),
-    "Nemotron-H": (without(num_hidden_layers=8, **NEMOTRON), 8192, 1, 2),
-    "MiniMax": (without(num_hidden_layers=8, attn_type_list=[0, 0, 0, 1] * 2), 8192, 1, 3),
-    "LFM2": (without(num_hidden_layers=16, full_attn_idxs=[2, 5, 8, 10, 12, 14]), 24576, 1, 2),
-    "Kimi Linear": ({**LATENT, "linear_attn_config": {"full_attn_layers": [4, 8]}}, 2304, 1, 3),
-    "Granite hybrid": (without(num_hidden_layers=20, layer_types=(["mamba"] * 9 + ["attention"]) * 2), 8192, 1, 9),
-    "Falcon-H1": (without(model_type="falcon_h1"), 131072, 1, 1),
-    "fp8 scales in the checkpoint": (without(quantization_config=FP8_SCALES), 65536, 1, 0),
-    "an fp8 scheme in the checkpoint": (without(quantization_config=FP8_SCHEME), 65536, 1, 0),
-}
+def dense(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in {**DENSE, **changes}.items() if value is not None}
+
+
+FAMILIES = {name: (dense(changes), *found) for name, (changes, *found) in TABLES["families"].items()}
+FAMILIES |= TABLES["families_of_their_own"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,35 +57,18 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
     assert (found.token_bytes, found.attention_groups, found.state_groups) == (token_bytes, attention, states)
 
 
-def test_a_file_of_latents_is_of_whole_blocks_on_processors_with_amx_and_without() -> None:
-    layout = EngineLayout(is_cpu_build=True)
-    assert kv(LATENT, layout).block_tokens == kv(DENSE, layout).block_tokens == 128
-
-
 @pytest.mark.parametrize(
     ("args", "tp", "token_bytes"),
-    [
-        (["--kv-cache-dtype", "fp8"], 1, 65536),
-        (["--dtype=float32"], 1, 262144),
-        ([], 8, 131072),
-        ([], 16, 262144),
-        (["--pipeline-parallel-size", "2"], 1, 131072),
-        (["-pp", "3"], 1, 135168),
-        (["-tp", "many", "--kv-cache-dtype=bfloat16"], 1, 131072),
-        (["--decode-context-parallel-size", "2"], 16, 131072),
-    ],
+    TABLES["splits"],
 )
 def test_the_way_an_engine_is_split_counts(args: list[str], tp: int, token_bytes: int) -> None:
     assert kv(DENSE, EngineLayout(args=engine_args.read(args), tensor_parallel=tp)).token_bytes == token_bytes
 
 
-def test_copies_of_heads_are_explained() -> None:
+def test_copies_of_heads_are_explained_and_a_latent_is_kept_once_or_for_each_rank() -> None:
     found = kv(DENSE, EngineLayout(tensor_parallel=16))
     assert found.formula == "2 x 128 x 16 KV heads (8 heads, each on 2 of 16 ranks) x 2 B"
     assert kv(DENSE, EngineLayout(tensor_parallel=16, is_canonical=True)).token_bytes == 131072
-
-
-def test_one_latent_is_kept_once_on_one_node_and_once_for_each_rank_over_pipeline_stages() -> None:
     latent = {**LATENT, "num_hidden_layers": 60}
     assert kv(latent, EngineLayout(tensor_parallel=8)).token_bytes == 69120
     assert kv(latent, EngineLayout(tensor_parallel=8, args=engine_args.read(["-pp=2"]))).token_bytes == 8 * 69120
@@ -119,40 +83,9 @@ def test_a_single_group_makes_windows_cost_what_full_attention_costs_and_packed_
         assert isinstance(make_family_layout(DENSE, packed), KvUnknown)
 
 
-def test_states_make_blocks_large() -> None:
-    model = models.known("qwen/qwen3-next-80b-a3b-instruct")
-    # The number vLLM logs when it starts this model.
-    assert kv(dict(model.config)).block_tokens == 544
-    assert kv(without(num_hidden_layers=4, attn_type_list=[0, 0, 0, 1])).block_tokens is None
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ({}, "num_hidden_layers is missing"),
-        (
-            without("num_hidden_layers", num_hidden_layers="32"),
-            "num_hidden_layers is '32', not a whole number from 1 to 131072",
-        ),
-        (without("num_hidden_layers", num_hidden_layers=5000), "it has 5000 layers, more than any model"),
-        (without(head_dim=1 << 40), "head_dim is '1099511627776', not a whole number"),
-        (without("num_attention_heads", "num_key_value_heads"), "num_attention_heads is missing"),
-        (without("hidden_size"), "hidden_size is missing"),
-        (without(layer_types=["full_attention"] * 3), "it lists 3 layers and has 32"),
-        (without(layer_types=["magic"] * 32), "it has layers of type 'magic'"),
-        (without(layer_types=[None] * 32), "it has layers of type None"),
-        (without(hybrid_override_pattern="?" * 32), "hybrid_override_pattern has layers of type '?'"),
-        (without(layer_types=["mamba"] * 32), "none of its layers is an attention layer"),
-        (without(index_topk=2048), "it keeps an index beside heads (index_topk)"),
-        (without(block_configs=[{}]), "its layers differ one by one (block_configs): the engine measures it"),
-        (without(model_type="deepseek_v4"), "it compresses the KV of some layers (model_type deepseek_v4)"),
-        (without(per_layer_config={"0": {"head_dim": 64}}), "its layers differ one by one (per_layer_config)"),
-        (without(model_type="falcon_mamba"), "none of its layers is an attention layer (model_type falcon_mamba)"),
-        (without(torch_dtype="int3"), "dtype 'int3' is not known here"),
-    ],
-)
-def test_what_cannot_be_told_is_told_so(config: dict[str, Any], why: str) -> None:
-    found = make_family_layout(config, EngineLayout())
+@pytest.mark.parametrize(("changes", "why"), TABLES["untold"])
+def test_what_cannot_be_told_is_told_so(changes: dict[str, Any], why: str) -> None:
+    found = make_family_layout(dense(changes), EngineLayout())
     assert why in found.why
 
 
@@ -165,9 +98,15 @@ def test_every_model_of_the_table_is_sized(name: str) -> None:
     assert 10**8 < model.weight_bytes < 2 * 10**12
 
 
-def test_a_name_is_found_however_it_is_written_and_a_stranger_is_not() -> None:
+def test_a_name_is_found_however_it_is_written_and_states_make_blocks_large() -> None:
     assert models.known("Meta-Llama/llama-3.1-8b-INSTRUCT") == models.known("meta-llama/Llama-3.1-8B-Instruct")
     assert models.known("/models/llama") is None
+    layout = EngineLayout(is_cpu_build=True)
+    assert kv(LATENT, layout).block_tokens == kv(DENSE, layout).block_tokens == 128
+    model = models.known("qwen/qwen3-next-80b-a3b-instruct")
+    # The number vLLM logs when it starts this model.
+    assert kv(dict(model.config)).block_tokens == 544
+    assert kv(without(num_hidden_layers=4, attn_type_list=[0, 0, 0, 1])).block_tokens is None
 
 
 FIELDS = (

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a tier with real watches, the real client and a real HTTP API server, and who owns which field."""
+"""The life of a tier with real watches and a real HTTP API server, who owns which field, and which operator acts."""
 
 from __future__ import annotations
 
 import functools
 import json
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, body, running
+import yaml
+from live import APPS, CORE, NAMESPACE, TIERS, Client, Controllers, agents, body, operator_process, running
 from tiers import claim, merge
 from waiting import until
 
@@ -145,9 +151,7 @@ def test_an_object_of_somebody_else_is_refused_until_it_is_gone(kubectl: Client)
 
 
 @pytest.mark.usefixtures("controllers")
-def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
-    api: ApiServerThread, kubectl: Client
-) -> None:
+def test_dropped_watches_expired_versions_and_ends_of_kopf_are_outlived(api: ApiServerThread, kubectl: Client) -> None:
     ended: list[str] = []
 
     def end_kopf(request: Any) -> ApiError | None:
@@ -167,9 +171,7 @@ def test_dropped_watches_expired_versions_and_the_end_of_kopf_are_outlived(
     assert ended
 
 
-def test_tiers_whose_watch_fails_are_found_and_missed_by_the_list_of_tiers(
-    api: ApiServerThread, kubectl: Client
-) -> None:
+def test_tiers_whose_watch_fails_are_found_and_missed_by_their_list(api: ApiServerThread, kubectl: Client) -> None:
     health = Health()
 
     def deaf(request: Any) -> ApiError | None:
@@ -275,39 +277,7 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
         assert sent() == writes
 
 
-MANIFEST: dict[str, Any] = {
-    "apiVersion": "apps/v1",
-    "kind": "Deployment",
-    "metadata": {"name": "d", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}, "annotations": {"a": "b"}},
-    "spec": {
-        "replicas": 1,
-        "selector": {"matchLabels": {"app": "d"}},
-        "template": {
-            "metadata": {"labels": {"app": "d"}},
-            "spec": {
-                "containers": [
-                    {
-                        "name": "engine",
-                        "image": "i",
-                        "args": ["--a", "--b"],
-                        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
-                        "ports": [{"containerPort": 80, "protocol": "TCP"}],
-                        "resources": {"requests": {"memory": "1024Mi"}},
-                    }
-                ],
-                "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            },
-        },
-    },
-}
-
-
-ROLE: dict[str, Any] = {
-    "apiVersion": names.RBAC,
-    "kind": "Role",
-    "metadata": {"name": "r", "namespace": "default", "labels": {names.LABEL_TIER: "llama"}},
-    "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}],
-}
+MANIFEST, ROLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
 MORE_RULES = [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]
 
 
@@ -422,3 +392,113 @@ def test_a_field_that_another_manager_adds_stays_theirs_and_is_not_fought_over(s
         lambda: served.is_ready() and (served.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 3
     )
     assert has_extra(served, "llama-engine")
+
+
+LEASES = "/apis/coordination.k8s.io/v1"
+SLOW = 120.0
+Spawn = Callable[[], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
+    """Start operators that wait for the lead; their logs are files, so that nobody blocks on a pipe."""
+    del api
+    with ExitStack() as stack:
+
+        def start() -> subprocess.Popen[bytes]:
+            started = operator_process(tmp_path / "kubeconfig", "--leader-elect", KVTIER_LEASE_SECONDS="15")
+            return stack.enter_context(started).process
+
+        yield start
+
+
+def holder(kubectl: Client) -> str:
+    lease = kubectl.get(LEASES, "leases", "kvtier-operator") or {}
+    return str(lease.get("spec", {}).get("holderIdentity") or "")
+
+
+def has_engine(kubectl: Client, name: str) -> Callable[[], bool]:
+    return lambda: kubectl.get(APPS, "deployments", f"{name}-engine") is not None
+
+
+def test_when_the_leader_is_killed_the_one_that_waited_goes_on(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl = Client(api.url)
+    first = spawn()
+    leader = until(lambda: holder(kubectl), seconds=SLOW)
+    kubectl.apply_tier(body("one"))
+    until(has_engine(kubectl, "one"), seconds=SLOW)
+
+    def watches(since: int = 0) -> int:
+        audit = list(api.server.audit)[since:]
+        return sum(call.verb == "watch" and call.path.endswith("/kvcachetiers") for call in audit)
+
+    until(lambda: watches() == 1, seconds=SLOW)
+    before = len(api.server.audit)
+    second = spawn()
+    until(lambda: waits(api, before), seconds=SLOW)
+    # One that waits listed the tiers once, to see whether it may, and since then looks at the Lease alone.
+    assert watches(before) == 0
+    first.send_signal(signal.SIGKILL)
+    kubectl.apply_tier(body("two"))
+    until(has_engine(kubectl, "two"), seconds=SLOW)
+    assert holder(kubectl) not in {"", leader}
+    assert second.poll() is None
+
+
+def waits(api: ApiServerThread, since: int) -> bool:
+    looks = [call for call in list(api.server.audit)[since:] if call.verb == "get" and "/leases/" in call.path]
+    return len(looks) > 3
+
+
+def test_a_leader_that_is_told_to_go_hands_over_without_a_wait(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl = Client(api.url)
+    first = spawn()
+    leader = until(lambda: holder(kubectl), seconds=SLOW)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(SLOW) == 0
+    assert holder(kubectl) == ""
+    spawn()
+    assert until(lambda: holder(kubectl), seconds=SLOW) != leader
+
+
+def test_one_that_waits_goes_at_once_when_told_to(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl = Client(api.url)
+    spawn()
+    leader = until(lambda: holder(kubectl), seconds=SLOW)
+    before = len(api.server.audit)
+    second = spawn()
+    until(lambda: waits(api, before), seconds=SLOW)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(SLOW) == 0
+    assert holder(kubectl) == leader
+
+
+def test_a_leader_that_cannot_renew_ends_and_writes_nothing_more(api: ApiServerThread, spawn: Spawn) -> None:
+    kubectl, is_cut = Client(api.url), threading.Event()
+
+    def cut(request: Any) -> ApiError | None:
+        is_theirs = request.headers.get("User-Agent") != "test" and "/leases/" in request.path
+        return ApiError(503, "ServiceUnavailable", "injected") if is_theirs and is_cut.is_set() else None
+
+    api.server.faults.append(cut)
+    first = spawn()
+    until(lambda: holder(kubectl), seconds=SLOW)
+    is_cut.set()
+    assert first.wait(SLOW) == 1
+
+
+def test_an_operator_is_not_run_beside_one_that_is_installed_for_the_same_tiers(api: ApiServerThread) -> None:
+    labels = {"app.kubernetes.io/component": "operator", "app.kubernetes.io/part-of": "kvtier"}
+    template = {
+        "metadata": {"labels": labels},
+        "spec": {"containers": [{"name": "operator", "image": "o", "args": []}]},
+    }
+    spec = {"replicas": 1, "selector": {"matchLabels": labels}, "template": template}
+    metadata = {"name": "kvtier-operator", "namespace": NAMESPACE, "labels": labels}
+    api.create({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec})
+    command = [sys.executable, "-m", "kvtier_cli", "run", "-n", NAMESPACE]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=SLOW, check=False)
+    assert refused.returncode != 0
+    assert f"the operator {NAMESPACE}/kvtier-operator works on these tiers: scale its Deployment to 0" in refused.stderr
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([*command, "--operator-class=mine"], capture_output=True, timeout=10, check=False)

@@ -4,24 +4,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, edited, reconciled, run
-from tiers import (
-    CONFIG,
-    DEPLOYMENT,
-    JANITOR,
-    JANITOR_CONFIG,
-    LEASE,
-    TIER_KEY,
-    merge,
-    ready_deployment,
-    tier,
-)
+from tiers import CONFIG, DEPLOYMENT, JANITOR, JANITOR_CONFIG, LEASE, TIER_KEY, merge, ready_deployment, tier
 
 from kvtier_connector.contract import janitor
 from kvtier_operator import names
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 OLD, NEW = "ghcr.io/kvtier/connector:1", "ghcr.io/kvtier/connector:2"
 
@@ -50,11 +44,17 @@ def age(cluster: FakeCluster, change: Any) -> None:
     cluster.edit(DEPLOYMENT, made)
 
 
-def test_another_version_of_the_operator_restarts_no_engine() -> None:
+def test_another_version_of_the_operator_restarts_no_engine_and_each_value_of_the_annotation_once() -> None:
     cluster = made()
     before, config = template(cluster), cluster.look(CONFIG)
     assert run(cluster, image=NEW).written == ()
     assert (template(cluster), cluster.look(CONFIG)) == (before, config)
+    cluster = made()
+    for value in ("1", "2"):
+        cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_RESTART: value}}})
+        assert run(cluster, image=OLD).written == (DEPLOYMENT,)
+        assert template(cluster)["metadata"]["annotations"][names.ANNOTATION_RESTART] == value
+        assert run(cluster, image=OLD).written == ()
 
 
 def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_its_generation() -> None:
@@ -95,15 +95,6 @@ def test_an_edit_or_a_restart_takes_up_what_this_version_renders(change: dict[st
     assert run(cluster, image=NEW).written == ()
 
 
-def test_each_value_of_the_restart_annotation_rolls_the_engines_once() -> None:
-    cluster = made()
-    for value in ("1", "2"):
-        cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_RESTART: value}}})
-        assert run(cluster, image=OLD).written == (DEPLOYMENT,)
-        assert template(cluster)["metadata"]["annotations"][names.ANNOTATION_RESTART] == value
-        assert run(cluster, image=OLD).written == ()
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"spec": {}, "restart": "", "config": 1, "template": {}}'])
 def test_a_note_that_nobody_can_read_is_rendered_anew(text: str) -> None:
     cluster = made()
@@ -113,31 +104,13 @@ def test_a_note_that_nobody_can_read_is_rendered_anew(text: str) -> None:
 
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-CHANGES: dict[tuple[str, ...], Any] = {
-    ("replicas",): 7,
-    ("paused",): True,
-    ("disk", "mode"): "Bypass",
-    ("disk", "budget"): {"maxBytes": "1Ti", "ttl": "1h"},
-    ("disk", "encryption", "activeKey"): "another",
-    ("generations",): {"keepPrevious": 5},
-    ("janitor",): {"image": "mine:1"},
-    ("proof",): {"canary": {"enabled": False}},
-    ("routing",): {"type": "Router", "router": {"policy": "cache_aware"}},
-    ("engine", "rollout"): {"maxSurge": 3},
-    ("engine", "service"): {"type": "LoadBalancer", "annotations": {"a": "b"}},
-    ("engine", "disruptionBudget"): {"minAvailable": "50%"},
-    ("volume", "claim"): {"size": "9Ti"},
-    ("volume", "deletionPolicy"): "Delete",
-    ("engine", "accelerator", "memory"): "80Gi",
-    ("model", "maxLoraRank"): 32,
-    ("model", "config"): {**LLAMA, "vocab_size": 1},
-}
 
 
-@pytest.mark.parametrize("path", CHANGES, ids=".".join)
-def test_an_edit_from_which_no_pod_is_made_rolls_nothing_under_another_version(path: tuple[str, ...]) -> None:
-    change: Any = CHANGES[path]
-    for part in reversed(path):
+@pytest.mark.parametrize(
+    ("path", "change"), TABLES["of_no_pod"].items(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_an_edit_from_which_no_pod_is_made_rolls_nothing_under_another_version(path: str, change: Any) -> None:
+    for part in reversed(path.split(".")):
         change = {part: change}
     cluster = made(disk={"encryption": {"secretName": "keys", "activeKey": "one"}}, model={"config": LLAMA})
     before = template(cluster)
@@ -146,11 +119,15 @@ def test_an_edit_from_which_no_pod_is_made_rolls_nothing_under_another_version(p
     assert template(cluster) == before
 
 
-def test_a_spec_too_long_for_a_note_is_carried_out_without_one() -> None:
+def test_a_new_tier_that_is_refused_makes_nothing_and_a_spec_too_long_for_a_note_does_without() -> None:
     cluster = made(model={"config": {"x": "y" * (200 << 10)}})
     found = cluster.look(DEPLOYMENT)
     assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
     assert run(cluster, image=OLD).written == ()
+    cluster = FakeCluster(tier())
+    cluster.refuse = lambda manifest: "422 invalid" if manifest["kind"] == "Deployment" else ""
+    assert run(cluster).written == ()
+    assert cluster.existing() == {TIER_KEY}
 
 
 def test_a_second_replica_on_a_volume_of_one_node_is_not_made_from_a_template_that_leaves_the_node_open() -> None:
@@ -173,7 +150,6 @@ def janitors(cluster: FakeCluster) -> janitor.JanitorConfig:
 
 KEYS = {"encryption": {"secretName": "keys", "activeKey": "2026-10"}}
 BUDGET = {"budget": {"maxBytes": "1Ti", "ttl": "1h", "lowWatermark": "50%"}}
-QUOTAS = {"quotas": [{"tenant": "acme", "maxBytes": "1Ti"}], "defaultMaxBytes": "1Gi"}
 
 
 @pytest.mark.parametrize(
@@ -184,48 +160,26 @@ QUOTAS = {"quotas": [{"tenant": "acme", "maxBytes": "1Ti"}], "defaultMaxBytes": 
     ],
     ids=["mode", "key"],
 )
-def test_an_edit_reaches_the_engines_without_a_new_pod(
-    disk: dict[str, Any], edit: dict[str, Any], told: dict[str, Any]
-) -> None:
+def test_an_edit_reaches_running_engines(disk: dict[str, Any], edit: dict[str, Any], told: dict[str, Any]) -> None:
     cluster = reconciled(disk=disk)
     assert edited(cluster, disk=edit).written == (CONFIG,)
     assert live(cluster).items() >= told.items()
 
 
-@pytest.mark.parametrize(
-    ("edit", "told"),
-    [
-        ({"generations": {"keepPrevious": 0}}, {"keep_previous": 0}),
-        ({"disk": BUDGET}, {"max_bytes": 1 << 40, "ttl_seconds": 3600, "low_watermark": 0.5}),
-        ({"disk": {"tenants": QUOTAS}}, {"quotas": {"acme": 1 << 40}, "default_quota_bytes": 1 << 30}),
-        *(
-            ({"disk": {"budget": {"minFree": free}}}, {"min_free_fraction": share, "min_free_bytes": count})
-            for free, share, count in (
-                ("0%", 0, 0),
-                ("7%", 0.07, 0),
-                ("50Gi", 0, 50 << 30),
-                ("1.5e9", 0, 1_500_000_000),
-            )
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("edit", "told"), TABLES["told_to_the_janitor"], ids=str)
 def test_an_edit_reaches_the_janitor_without_a_new_pod(edit: dict[str, Any], told: dict[str, Any]) -> None:
     cluster = reconciled(disk={"tenants": {"from": "Parameter"}})
     assert edited(cluster, **edit).written == (JANITOR_CONFIG,)
     assert vars(janitors(cluster)).items() >= told.items()
 
 
-def test_the_lease_is_left_to_its_holder() -> None:
+def test_the_lease_is_left_to_its_holder_and_the_janitor_is_told_of_a_generation() -> None:
     cluster = reconciled()
     cluster.edit(LEASE, {"spec": {"holderIdentity": "llama-janitor-0_1"}})
     assert run(cluster).written == ()
     assert cluster.look(LEASE)["spec"] == {"holderIdentity": "llama-janitor-0_1"}
     cluster.remove(LEASE)
     assert run(cluster).written == (LEASE,)
-
-
-def test_a_new_generation_is_told_to_the_janitor_that_runs() -> None:
     cluster = reconciled()
     before = janitors(cluster)
     assert JANITOR not in edited(cluster, hash={"seed": "7"}).written
@@ -241,17 +195,7 @@ def make_stricter(cluster: FakeCluster, refused: dict[str, Any]) -> None:
     cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: note}}})
 
 
-@pytest.mark.parametrize(
-    ("refused", "field"),
-    [
-        ({"hash": {"algorithm": "md5"}}, "spec.hash.algorithm"),
-        ({"engine": {"gone": True}}, "spec.engine.gone"),
-        ({"engine": {"args": ["--max-num-seqs=8", "--kv-transfer-config={}"]}}, "spec.engine.args"),
-        ({"janitor": {"image": "a b"}}, "spec.janitor.image"),
-        ({"disk": {"blockTokens": 96}, "engine": {"args": ["--block-size=64"]}}, "spec.disk.blockTokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("refused", "field"), TABLES["refused"], ids=str)
 def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_pod_changes(
     refused: dict[str, Any], field: str
 ) -> None:
@@ -295,10 +239,3 @@ def test_an_edit_that_the_api_server_refuses_for_the_engines_moves_nothing_that_
     assert (ready["reason"], "422 invalid label" in ready["message"]) == ("ApplyFailed", True)
     cluster.refuse = None
     assert {DEPLOYMENT, CONFIG, JANITOR_CONFIG} <= set(run(cluster).written)
-
-
-def test_a_new_tier_that_the_api_server_refuses_makes_nothing() -> None:
-    cluster = FakeCluster(tier())
-    cluster.refuse = lambda manifest: "422 invalid" if manifest["kind"] == "Deployment" else ""
-    assert run(cluster).written == ()
-    assert cluster.existing() == {TIER_KEY}

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asking_pods import nothing, on_loop
+from asking_pods import Clock, ScriptedEngine, SharedVolume, nothing, on_loop
 from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW, varied
-from proof_engines import Clock, ScriptedEngine, SharedVolume
 from tiers import tier
 from waiting import until
 
@@ -109,21 +108,15 @@ def test_a_refusal_sends_nothing(made: Bench, refusal: NoCanary) -> None:
     assert made.asked() == 0
 
 
-def test_engines_with_a_key_are_asked_with_it_and_their_metrics_without(made: Bench) -> None:
-    locked = replace(ASK, key=KeySource(secret="s", entry="k"))
-    made.secrets["s"] = "sesame"
-    assert made.canary(locked).outcome is CanaryOutcome.LOADED
-    assert made.keys.count("sesame") == 2
-    assert set(made.keys) == {"", "sesame"}
-
-
-def test_a_key_that_cannot_be_read_is_told_and_nobody_is_asked(made: Bench) -> None:
+def test_engines_are_asked_with_their_key_for_metrics_without_and_not_at_all_if_it_is_unread(made: Bench) -> None:
     locked = replace(ASK, key=KeySource(secret="s", entry="k"))
     found = made.canary(locked)
     assert (found.outcome, found.problem) == (CanaryOutcome.LOCKED, "the operator may not read Secret s")
     assert made.asked() == 0
     made.secrets["s"] = "sesame"
     assert made.canary(replace(locked, rollout="r2")).outcome is CanaryOutcome.LOADED
+    assert made.keys.count("sesame") == 2
+    assert set(made.keys) == {"", "sesame"}
 
 
 def test_a_tier_that_is_gone_is_forgotten(made: Bench) -> None:
@@ -180,9 +173,7 @@ FROM_THE_HUB = {"name": "other", "source": {"hub": "org/other"}}
         ({"model": {"name": "google/gemma-3-12b-it"}, "engine": {"args": ["--language-model-only"]}}, Subjects()),
     ],
 )
-def test_a_canary_covers_the_adapters_and_the_pictures_that_the_tier_has(
-    body: Mapping[str, Any], subjects: Subjects
-) -> None:
+def test_a_canary_covers_adapters_and_pictures_of_the_tier(body: Mapping[str, Any], subjects: Subjects) -> None:
     plan = make_observation_plan(parse(tier(**body)), snapshot("1.1.1.1"), generation="g", chunk=Chunk())
     assert plan.subjects == subjects
 
@@ -224,9 +215,7 @@ def condition(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("outcome", "verdict", "reason"), FAILING)
-def test_the_canary_is_told_and_only_a_disproof_takes_ready_away(
-    outcome: CanaryOutcome, verdict: str, reason: str
-) -> None:
+def test_the_canary_is_told_and_a_disproof_takes_ready_away(outcome: CanaryOutcome, verdict: str, reason: str) -> None:
     found = report(canary=replace(LOADED, outcome=outcome, problem="pod a answers 401"))
     told = condition(found, "SharedCacheVerified")
     assert (told["status"], told["reason"]) == (verdict, reason)
@@ -254,25 +243,18 @@ def test_what_cannot_be_proven_is_unknown_and_says_why(refusal: NoCanary) -> Non
     assert told["message"]
 
 
-def test_an_operator_that_has_just_started_keeps_what_was_proven_and_writes_nothing() -> None:
+def test_what_was_proven_outlives_the_operator_and_what_cannot_be_looked_at_but_not_its_rollout() -> None:
     before = report(canary=LOADED)
     assert before["proof"] == {"rollout": "r1"}
     after = status.report(varied(VIEW, observation=Observation(plan=ASK, findings=Findings())), before, now=LATER)
     assert status.changes(before, after) == {}
-
-
-def test_a_proof_is_not_passed_on_to_the_next_rollout() -> None:
-    before = report(canary=LOADED)
-    after = report(before, ask=replace(ASK, rollout="r2"))
-    assert condition(after, "SharedCacheVerified")["reason"] == "CanaryPending"
-    assert "proof" not in after
-
-
-def test_a_tier_that_cannot_be_looked_at_keeps_what_it_told() -> None:
     before = report(canary=LOADED, effect=EffectResult(outcome=EffectOutcome.PAYS))
-    after = report(before, ask=None)
+    unseen = report(before, ask=None)
     for kind in ("SharedCacheVerified", "DiskEffective"):
-        assert condition(after, kind) == condition(before, kind)
+        assert condition(unseen, kind) == condition(before, kind)
+    rolled = report(before, ask=replace(ASK, rollout="r2"))
+    assert condition(rolled, "SharedCacheVerified")["reason"] == "CanaryPending"
+    assert "proof" not in rolled
 
 
 @pytest.mark.parametrize(

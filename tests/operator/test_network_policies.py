@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reaches whom under the policies of a tier and those of the chart."""
+"""Network policies let through what a component needs; the admission policy guards the objects of tiers."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import test_golden
+import yaml
+from cel_expr_python import cel
+from chart import NAMESPACE, ROOT, render
 from chart import NAMESPACE as SYSTEM
 from chart import render as chart
+from test_golden import CASES
 from tiers import rendered, tier
 
 from kvtier_operator import names
@@ -86,53 +92,17 @@ def network(
 
 
 OPERATOR = "kvtier-operator"
+TRAFFIC = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["traffic"]
 ROUTED = {"routing": {"type": "Router"}, "kvEvents": {}, "proof": {"preflight": "Always"}}
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "port", "is_let"),
-    [
-        ("client", "llama-engine", 8000, True),
-        ("client", "llama-engine", 5557, True),
-        ("client", "llama-engine", 5600, True),
-        ("client", "llama-engine", 29500, False),
-        ("client", "llama-janitor", 5557, True),
-        ("client", "llama-janitor", 9400, False),
-        ("client", "llama-router", 8000, True),
-        ("client", "llama-router", 29000, False),
-        ("stranger", "llama-engine", 8000, False),
-        ("stranger", "llama-router", 8000, False),
-        ("stranger", OPERATOR, 9090, False),
-        ("prometheus", "llama-engine", 8000, True),
-        ("prometheus", "llama-janitor", 9400, True),
-        ("prometheus", "llama-janitor", 5557, False),
-        ("prometheus", "llama-router", 29000, True),
-        ("prometheus", OPERATOR, 9090, True),
-        (OPERATOR, "llama-engine", 8000, True),
-        (OPERATOR, "llama-janitor", 9400, True),
-        (OPERATOR, API_SERVER, 6443, True),
-        (OPERATOR, API_SERVER, 16443, True),
-        (OPERATOR, API_SERVER, 5353, True),
-        (OPERATOR, INTERNET, 80, False),
-        ("llama-router", "llama-engine", 8000, True),
-        ("llama-router", API_SERVER, 443, True),
-        ("llama-engine", "llama-engine", 29500, True),
-        ("llama-engine", INTERNET, 443, True),
-        ("llama-engine", INTERNET, 80, False),
-        ("llama-engine", INTERNET, 5353, True),
-        ("llama-engine", "client", 8000, False),
-        ("llama-janitor", API_SERVER, 6443, True),
-        ("llama-janitor", API_SERVER, 8443, True),
-        ("llama-janitor", "llama-engine", 8000, False),
-        ("llama-preflight", INTERNET, 443, False),
-    ],
-)
-def test_traffic_that_a_component_needs_is_let_and_no_other(
+@pytest.mark.parametrize(("source", "target", "port", "is_let"), TRAFFIC)
+def test_only_the_traffic_that_a_part_needs_is_let_through(
     source: str, target: str, port: int, *, is_let: bool
 ) -> None:
     found = network(policy={"scrapers": [MONITORING]}, **ROUTED)
     found.pods["llama-preflight"] = ("serving", names.selector(names.tier_ref(tier()), names.COMPONENT_PREFLIGHT))
-    assert found.lets(source, target, port) is is_let
+    assert found.lets(source, {"API server": API_SERVER, "internet": INTERNET}.get(target, target), port) is is_let
 
 
 @pytest.mark.parametrize(
@@ -151,11 +121,22 @@ def test_a_tier_says_who_else_may_be_reached(policy: dict[str, Any], source: str
     assert network(policy=policy).lets(source, target, 8000 if target == "llama-engine" else 443) is is_let
 
 
-def test_ports_of_the_api_server_are_those_that_the_tier_or_the_chart_names() -> None:
+def test_the_api_servers_ports_are_the_named_ones_and_engines_reach_their_redis_and_each_other() -> None:
     ports = {"apiServerPorts": [7443]}
     found = network(policy=ports, values=ports)
     lets = {port: {found.lets(pod, API_SERVER, port) for pod in (OPERATOR, "llama-janitor")} for port in (443, 7443)}
     assert lets == {443: {False}, 7443: {True}}
+    found = network(connector=TRIAL)
+    assert found.lets("llama-engine", "llama-redis", 10_001)
+    assert not found.lets("client", "llama-redis", 10_001)
+    assert not found.lets("llama-redis", INTERNET, 443)
+    found = network(connector=HYBRID)
+    found.pods["decode"] = ("serving", {**found.pods["llama-engine"][1], names.LABEL_TIER: "decode"})
+    assert found.lets("decode", "llama-engine", 5600)
+    assert found.lets("llama-engine", "decode", 5600)
+    assert not network().lets("client", "llama-engine", 5600)
+    made = rendered(tier()).values()
+    assert not [each for each in (*made, *chart()) if each["kind"] == "NetworkPolicy"]
 
 
 @pytest.mark.parametrize("connector", [None, HYBRID, TRIAL], ids=["bundled", "nixl", "redis"])
@@ -166,21 +147,104 @@ def test_each_pod_of_a_tier_is_selected_by_one_policy(connector: dict[str, Any] 
     assert {pod: len(found.of(pod)) for pod in ours} == dict.fromkeys(ours, 1)
 
 
-def test_engines_reach_the_redis_of_their_tier_alone() -> None:
-    found = network(connector=TRIAL)
-    assert found.lets("llama-engine", "llama-redis", 10_001)
-    assert not found.lets("client", "llama-redis", 10_001)
-    assert not found.lets("llama-redis", INTERNET, 443)
+TIER = names.TierRef(namespace="serving", name="llama", uid="u1")
+API = "--api-versions=admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy"
+ACCOUNT = f"system:serviceaccount:{NAMESPACE}:kvtier-operator"
 
 
-def test_engines_of_two_roles_reach_each_other() -> None:
-    found = network(connector=HYBRID)
-    found.pods["decode"] = ("serving", {**found.pods["llama-engine"][1], names.LABEL_TIER: "decode"})
-    assert found.lets("decode", "llama-engine", 5600)
-    assert found.lets("llama-engine", "decode", 5600)
-    assert not network().lets("client", "llama-engine", 5600)
+def policy() -> dict[str, Any]:
+    (found,) = (each for each in render(None, API) if each["kind"] == "ValidatingAdmissionPolicy")
+    return dict(found["spec"])
 
 
-def test_no_policy_is_made_where_none_is_asked_for() -> None:
-    made = rendered(tier()).values()
-    assert not [each for each in (*made, *chart()) if each["kind"] == "NetworkPolicy"]
+SPEC = policy()
+
+
+def holds(expression: str, **data: Any) -> bool:
+    kind = cel.Type
+    environment = cel.NewEnv(variables=dict.fromkeys(("object", "oldObject", "request"), kind.DYN))
+    return bool(environment.compile(expression).eval(data=data).value())
+
+
+def allows(new: dict[str, Any] | None, old: dict[str, Any] | None) -> bool:
+    operation = "DELETE" if new is None else "CREATE" if old is None else "UPDATE"
+    data = {"object": new or {}, "oldObject": old or {}, "request": {"operation": operation}}
+    return all(holds(each["expression"], **data) for each in SPEC["validations"])
+
+
+def service(name: str, *, is_owned: bool = False, **labels: str) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": name, "namespace": TIER.namespace, "labels": labels}
+    if is_owned:
+        metadata["ownerReferences"] = [names.owner_reference(TIER)]
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata}
+
+
+OURS = names.labels(TIER, names.COMPONENT_ENGINE)
+
+
+def test_the_admission_policy_is_that_of_people_without_helm_and_covers_all_that_is_written() -> None:
+    documents = yaml.safe_load_all((ROOT / "docs" / "operator.yaml").read_text())
+    found = {each["kind"]: each["spec"] for each in documents if each["kind"].startswith("ValidatingAdmissionPolicy")}
+    assert found["ValidatingAdmissionPolicy"] == SPEC
+    assert found["ValidatingAdmissionPolicyBinding"]["validationActions"] == ["Deny"]
+    assert allows(service("llama-engine", **OURS), service("llama-engine", is_owned=True))
+    rules = next(each for each in render() if each["kind"] == "ClusterRole")["rules"]
+    written = {
+        resource
+        for rule in rules
+        for resource in rule["resources"]
+        if {"create", "patch", "delete"} & set(rule["verbs"]) and "/" not in resource and resource != "events"
+    }
+    covered = {resource for rule in SPEC["matchConstraints"]["resourceRules"] for resource in rule["resources"]}
+    assert written == covered
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_object_of_a_tier_may_be_made_changed_and_deleted(case: str) -> None:
+    for manifest in test_golden.rendered(case):
+        assert allows(manifest, None)
+        assert allows(manifest, manifest)
+        assert allows(None, manifest)
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        pytest.param(None, service("llama-lb", **OURS), id="a copy of the labels by kubectl expose"),
+        pytest.param(None, service("kube-dns"), id="an object without labels"),
+        pytest.param(service("llama-engine", **OURS), service("llama-engine"), id="a foreign object under our name"),
+        pytest.param(service("kube-dns", **OURS), None, id="an object of another name"),
+        pytest.param(
+            service("llama-engine", **{**OURS, names.LABEL_MANAGED_BY: "Helm"}), None, id="labels of another manager"
+        ),
+    ],
+)
+def test_an_object_that_is_not_of_a_tier_is_neither_written_nor_deleted(
+    new: dict[str, Any] | None, old: dict[str, Any] | None
+) -> None:
+    assert not allows(new, old)
+
+
+def test_only_the_operators_account_is_bound_and_not_for_its_own_lease() -> None:
+    def matches(user: str, resource: str = "services", name: str = "x", namespace: str = "serving") -> bool:
+        request = {
+            "userInfo": {"username": user},
+            "resource": {"resource": resource},
+            "name": name,
+            "namespace": namespace,
+        }
+        return all(holds(each["expression"], request=request) for each in SPEC["matchConditions"])
+
+    assert matches(ACCOUNT)
+    assert not matches("system:serviceaccount:kube-system:deployment-controller")
+    assert not matches(ACCOUNT, "leases", "kvtier-operator", NAMESPACE)
+    assert matches(ACCOUNT, "leases", "llama-janitor")
+
+
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [({"rbac": {"admissionPolicy": False}}, (API,)), ({"scope": "Namespaced"}, (API,)), ({}, ())],
+    ids=["switched off", "nothing is cluster-wide", "the cluster has no such kind"],
+)
+def test_it_is_left_out(values: dict[str, Any], options: tuple[str, ...]) -> None:
+    assert not [each for each in render(values, *options) if each["kind"].startswith("ValidatingAdmissionPolicy")]

@@ -1,40 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes are read for all tiers, a share is taken of the right one, once; chunks are chosen by size."""
+"""Nodes are read for all tiers, and a share is taken of the right one; what a user adds to pods is merged in."""
 
 from __future__ import annotations
 
 import copy
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, run
+from healthy_tier import NODE, SPEC, VIEW, check_problem, conditions, varied, with_pod
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import DEPLOYMENT, NAMESPACE, TIER_KEY, made_by, tier
+from live import Client
+from tiers import DEPLOYMENT, NAMESPACE, TIER_KEY, engine_pod, made_by, plan_of, tier
 
+from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names
 from kvtier_operator.api import parse
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import Capacity
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable
 from kvtier_operator.inventory import Inventory, from_objects
-from kvtier_operator.plan import (
-    Decisions,
-    Refusal,
-    chunks,
-    decide,
-    decisions,
-    engine_args,
-    models,
-    nodes,
-)
+from kvtier_operator.parts import engine, pods
+from kvtier_operator.parts.pods import lay_over
+from kvtier_operator.plan import Decisions, Refusal, chunks, decide, decisions, engine_args, models, nodes
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.plan.model_layout import EngineLayout, ModelLayout, make_model_layout
-from kvtier_operator.snapshot import Engines, Snapshot
+from kvtier_operator.snapshot import ContainerStatus, Engines, Nodes, Snapshot
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 REF = names.tier_ref(tier())
 GIB = 1 << 30
-OF_GPU = {"key": "gpu", "effect": "NoSchedule"}
 
 
 def node(name: str = "gpu-1", memory: str = "256Gi", *, gpus: int = 8, **more: Any) -> dict[str, Any]:
@@ -102,40 +103,13 @@ def test_a_share_is_of_the_node_on_which_an_engine_has_least_room(
     assert cpu_gib(*objects, percent=percent, engine={"args": args}) == gib
 
 
-@pytest.mark.parametrize(
-    ("template", "spec", "matches"),
-    [
-        ({}, {"taints": [{"key": "gpu", "effect": "NoSchedule"}]}, False),
-        ({}, {"taints": [{"key": "gpu", "effect": "PreferNoSchedule"}]}, True),
-        ({}, {"taints": [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]}, True),
-        ({"tolerations": [{"operator": "Exists"}]}, {"taints": [{"key": "gpu", "effect": "NoExecute"}]}, True),
-        ({"tolerations": [{**OF_GPU, "value": "b"}]}, {"taints": [{**OF_GPU, "value": "a"}]}, False),
-        ({}, {"unschedulable": True}, False),
-        ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "a"}}, True),
-        ({"nodeSelector": {"zone": "a"}}, {"labels": {"zone": "b"}}, False),
-    ],
-)
-def test_a_node_matches_as_the_scheduler_would_have_it(
-    template: dict[str, Any], spec: dict[str, Any], matches: bool
-) -> None:
+@pytest.mark.parametrize(("template", "spec", "matches"), TABLES["taints"])
+def test_a_node_matches_as_for_the_scheduler(template: dict[str, Any], spec: dict[str, Any], matches: bool) -> None:
     parsed = parse(tier(engine={"podTemplate": template}))
     assert bool(nodes.matching(parsed, from_objects([node(**copy.deepcopy(spec))]))) is matches
 
 
-@pytest.mark.parametrize(
-    ("key", "operator", "values", "matches"),
-    [
-        ("zone", "In", ["a", "b"], True),
-        ("zone", "NotIn", ["a"], False),
-        ("zone", "Exists", None, True),
-        ("zone", "DoesNotExist", None, False),
-        ("zone", "Gt", ["1"], False),
-        ("zone", "In", [], False),
-        # As numbers, not as texts.
-        ("generation", "Gt", ["9"], True),
-        ("generation", "Lt", ["9"], False),
-    ],
-)
+@pytest.mark.parametrize(("key", "operator", "values", "matches"), TABLES["affinity"])
 def test_required_affinity_counts(key: str, operator: str, values: list[str] | None, matches: bool) -> None:
     expression = {"key": key, "operator": operator, **({} if values is None else {"values": values})}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
@@ -215,18 +189,7 @@ def kv(name: str, **layout: Any) -> ModelLayout:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "blocks"),
-    [
-        ("meta-llama/Llama-3.1-8B-Instruct", {}, 4),
-        ("meta-llama/Llama-3.1-8B-Instruct", {"is_cpu_build": True}, 1),
-        ("meta-llama/Llama-3.1-405B-Instruct", {}, 1),
-        ("Qwen/Qwen2.5-0.5B-Instruct", {}, 32),
-        ("deepseek-ai/DeepSeek-R1", {}, 4),
-        ("openai/gpt-oss-20b", {}, 16),
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {}, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "layout", "blocks"), TABLES["blocks_of_a_file"])
 def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], blocks: int | None) -> None:
     assert chunks.choose_chunking(kv(name, **layout), asked_tokens=None).blocks == blocks
 
@@ -260,12 +223,9 @@ def capacity(body: dict[str, Any], *objects: Any) -> Capacity:
     return make_capacity(parse(body), found, snapshot)
 
 
-def test_a_config_of_its_own_goes_before_the_table() -> None:
+def test_a_config_of_its_own_goes_before_the_table_and_weights_without_room_are_remarked_upon() -> None:
     config = {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
     assert capacity(tier(model={"config": config})).kv_bytes_per_token == 2 * 2 * 2 * 64 * 2
-
-
-def test_weights_that_leave_no_room_for_a_cache_are_remarked_upon() -> None:
     assert capacity(tier(engine={"accelerator": {"memory": "8Gi"}})).notes == (
         "the weights leave no room for KV on the accelerators: use more of them or larger ones",
     )
@@ -287,7 +247,7 @@ def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
     assert cluster.look(DEPLOYMENT) == before
 
 
-def test_pods_of_others_are_read_only_where_a_share_is_to_be_decided() -> None:
+def test_pods_of_others_are_read_only_for_a_share_and_nodes_not_by_an_operator_of_namespaces() -> None:
     def listings(body: dict[str, Any]) -> int:
         cluster = FakeCluster(body, node())
         run(cluster, inventory=Inventory(cluster, is_allowed=True, clock=lambda: 0.0))
@@ -295,9 +255,6 @@ def test_pods_of_others_are_read_only_where_a_share_is_to_be_decided() -> None:
         return cluster.calls.count(("list", "Pod")) - 2
 
     assert (listings(tier()), listings(share())) == (0, 1)
-
-
-def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     cluster = FakeCluster(share(), node())
     run(cluster, inventory=Inventory(cluster, is_allowed=False, clock=lambda: 0.0))
     assert ("list", "Node") not in cluster.calls
@@ -305,24 +262,17 @@ def test_an_operator_for_some_namespaces_never_asks_for_nodes() -> None:
     assert (ready["status"], ready["reason"]) == ("False", "NodesUnknown")
 
 
-def test_nodes_are_read_once_a_minute_for_all_tiers() -> None:
-    cluster, now = FakeCluster(node()), [0.0]
-    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
-    for second in (0, 30, 59.9):
-        now[0] = second
-        assert inventory.look(with_pods=False) is not None
-    assert cluster.calls == [("list", "Node")]
-    now[0] = 60.0
-    inventory.look(with_pods=False)
-    assert cluster.calls == [("list", "Node")] * 2
-
-
-def test_a_refusal_lasts_and_an_outage_keeps_what_was_seen() -> None:
+def test_nodes_are_read_once_a_minute_a_refusal_lasts_and_an_outage_keeps_what_was_seen() -> None:
     cluster, now = FakeCluster(node()), [0.0]
     inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
     seen = inventory.look(with_pods=False)
+    assert seen is not None
+    for now[0] in (30, 59.9):
+        assert inventory.look(with_pods=False) == seen
+    assert cluster.calls == [("list", "Node")]
     cluster.broken["Node"], now[0] = ({"list"}, ClusterUnavailable("500")), 60.0
     assert inventory.look(with_pods=False) == seen
+    assert cluster.calls == [("list", "Node")] * 2
     cluster.broken["Node"], now[0] = ({"list"}, ClusterForbidden("403")), 120.0
     assert inventory.look(with_pods=False) is None
     cluster.broken, now[0] = {}, 240.0
@@ -345,3 +295,136 @@ def test_a_pod_counts_as_the_scheduler_counts_it() -> None:
     found = from_objects([{"kind": "List", "items": [body, finished, unscheduled, others]}])
     assert [each.memory_bytes // GIB for each in found.usage] == [11]
     assert found.nodes == ()
+
+
+SIDECAR = {"name": "auth", "image": "envoy:1", "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}}
+
+
+def pod_of(**template: Any) -> dict[str, Any]:
+    return engine_pod(plan_of(tier(engine={"podTemplate": template})))
+
+
+def container(pod: dict[str, Any], name: str = "engine") -> dict[str, Any]:
+    return next(each for each in pod["containers"] if each["name"] == name)
+
+
+@pytest.fixture(scope="module")
+def api() -> Any:
+    with ApiServerThread() as server:
+        yield server
+
+
+CLAIMS = [{"name": "nic", "resourceClaimName": "nic"}]
+ADDED: dict[str, Any] = TABLES["added"]
+
+
+def test_a_container_is_merged_as_the_api_server_merges_two_who_apply_it(api: ApiServerThread) -> None:
+    ours = TABLES["ours"]
+
+    def applied(container: dict[str, Any], manager: str) -> dict[str, Any]:
+        labels = {"app": "x"}
+        volumes = [{"name": name, "emptyDir": {}} for name in ("one", "two")]
+        pod = {"containers": [container], "volumes": volumes, "resourceClaims": CLAIMS}
+        template = {"metadata": {"labels": labels}, "spec": pod}
+        body = {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "d", "namespace": "default"},
+            "spec": {"selector": {"matchLabels": labels}, "template": template},
+        }
+        path = f"/apis/apps/v1/namespaces/default/deployments/d?force=true&fieldManager={manager}"
+        found = Client(api.url).call("PATCH", path, body, "application/apply-patch+yaml")
+        return dict(found["spec"]["template"]["spec"]["containers"][0])
+
+    applied(ours, "operator")
+    by_server = applied({"name": "engine", **ADDED}, "user")
+    by_us = lay_over(ours, ADDED)
+    assert {field: by_server[field] for field in by_us} == by_us
+
+
+def test_pods_on_the_nodes_network_resolve_services_and_a_node_must_have_room_for_the_sidecar() -> None:
+    pod = pod_of(hostNetwork=True)
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert pod_of(hostNetwork=True, dnsPolicy="Default")["dnsPolicy"] == "Default"
+    pod = pod_of(containers=[{"name": "driver", "image": "d", "securityContext": {"privileged": True}}])
+    assert container(pod, "driver")["securityContext"] == {"privileged": True}
+    room = replace(NODE, memory_bytes=VIEW.stage.sizing.memory_bytes + (1 << 29))
+    spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
+    for found, is_enough in ((SPEC, True), (spec, False)):
+        snapshot = replace(VIEW.stage.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
+        fits = conditions(varied(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
+        assert (fits["status"] != "False") is is_enough
+    assert "spec.engine.podTemplate.containers" in fits["message"]
+    view = with_pod(containers=(ContainerStatus(name="fetch", image="f", exit_code=0, exit_reason="Completed"),))
+    assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
+
+
+PRIVILEGED = {**SIDECAR, "securityContext": {"privileged": True}}
+IPC = {"name": "engine", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "objection"),
+    [
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"volumes": [{"name": "dev", "hostPath": {"path": "/dev"}}]}, "hostPath of the volume dev"),
+        ({"containers": [PRIVILEGED]}, "privileged of the container auth"),
+        ({"initContainers": [{"name": "i", "image": "i", "securityContext": {"runAsUser": 0}}]}, "runAsUser of the"),
+        ({"containers": [IPC]}, "capabilities.add of the container engine"),
+        ({"securityContext": {"runAsNonRoot": False}}, "runAsNonRoot of the pods"),
+        ({"containers": [{**SIDECAR, "ports": [{"containerPort": 1, "hostPort": 1}]}]}, "hostPort of the container"),
+    ],
+)
+def test_what_leaves_the_restricted_standard_is_said_by_its_field(template: dict[str, Any], objection: str) -> None:
+    said = pods.warning(parse(tier(engine={"podTemplate": template})).engine.pod_template)
+    assert objection in said
+    assert "pod-security.kubernetes.io/enforce" in said
+
+
+def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> None:
+    def limited(name: str, resource: str, amount: str, **more: str) -> dict[str, Any]:
+        return {"name": name, "resources": {"limits": {resource: amount}}, **more}
+
+    template = {
+        "containers": [limited("engine", "rdma/hca", "2"), SIDECAR],
+        "initContainers": [
+            limited("once", "memory", "9Gi", image="i"),
+            limited("log", "memory", "1Gi", image="i", restartPolicy="Always"),
+        ],
+    }
+    asked = parse(tier(engine={"podTemplate": template}))
+    assert nodes.sidecar_requests(asked) == (2 << 30, 500)
+    assert not nodes.matching(asked, Nodes(nodes=(NODE,)))
+    equipped = replace(NODE, devices={"nvidia.com/gpu": 8, "rdma/hca": 2})
+    assert nodes.matching(asked, Nodes(nodes=(equipped,)))
+    assert "2 rdma/hca" in nodes.wanted_text(asked)
+    assert nodes.share_inputs(asked) != nodes.share_inputs(SPEC)
+
+
+CRASHED = {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        (CRASHED, "ContainerCrashed", "no host"),
+        ({"waiting_reason": "ImagePullBackOff"}, "ImagePullFailed", "spec.engine.podTemplate.containers"),
+        ({"exit_reason": "OOMKilled", "exit_code": 137}, "OutOfMemory", "spec.engine.podTemplate.containers"),
+    ],
+)
+def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str, Any], reason: str, words: str) -> None:
+    sidecar = ContainerStatus(name="auth", image="envoy", **changes)
+    view = with_pod(containers=(ContainerStatus(name="engine", image="v"), sidecar))
+    check_problem(view, "EnginesReady", Reason(reason), words)
+
+
+@pytest.mark.parametrize(
+    ("template", "grace", "shutdown"), [({}, 90, 60), ({"terminationGracePeriodSeconds": 180}, 180, 150)]
+)
+def test_what_an_engine_takes_to_end_fits_into_its_pods(template: dict[str, Any], grace: int, shutdown: int) -> None:
+    pod = pod_of(**template)
+    (waits,) = (int(each) for each in re.findall(r"sleep\((\d+)\)", str(container(pod)["lifecycle"]["preStop"])))
+
+    assert pod["terminationGracePeriodSeconds"] == grace
+    assert f"--shutdown-timeout={shutdown}" in container(pod)["args"]
+    assert waits + shutdown + engine.TEARDOWN_SECONDS <= grace

@@ -53,20 +53,13 @@ CHILDREN = {
 }
 
 
-def test_a_new_tier_gets_all_its_children_and_a_status() -> None:
+def test_a_new_tier_gets_all_its_children_and_a_status_and_a_second_pass_writes_nothing() -> None:
     cluster = FakeCluster(tier())
     outcome = run(cluster)
-    assert cluster.existing() == CHILDREN | {TIER_KEY}
-    assert set(outcome.written) == CHILDREN
-    assert outcome.failure is None
+    assert (cluster.existing(), set(outcome.written), outcome.failure) == (CHILDREN | {TIER_KEY}, CHILDREN, None)
     assert condition(cluster, "Ready")["reason"] == "ClaimPending"
-
-
-def test_a_second_pass_writes_nothing() -> None:
-    cluster = reconciled()
     version = cluster.look(TIER_KEY)["metadata"]["resourceVersion"]
-    outcome = run(cluster)
-    assert outcome.written == ()
+    assert run(cluster).written == ()
     assert [verb for verb, _ in cluster.writes()] == ["apply"] * (len(CHILDREN) - 1)
     assert cluster.look(TIER_KEY)["metadata"]["resourceVersion"] == version
     assert len(cluster.posted) == 1
@@ -114,25 +107,16 @@ def test_a_failure_at_any_call_is_repaired_by_the_next_pass(error: Any) -> None:
         assert condition(cluster, "Ready")["reason"] == condition(healthy, "Ready")["reason"]
 
 
-def test_a_failure_that_passes_is_told_only_when_it_lasts() -> None:
-    cluster = reconciled()
-    cluster.fail = (9, ClusterUnavailable("cannot apply Service/llama-engine: 500"))
-    assert run(cluster, attempt=1).failure is not None
-    assert condition(cluster, "Ready")["reason"] == "ClaimPending"
-    assert run(cluster, attempt=3).failure is not None
-    assert condition(cluster, "Ready")["reason"] == "ApplyFailed"
-    assert "Service/llama-engine" in condition(cluster, "Ready")["message"]
-
-
-def test_a_failure_whose_words_change_each_time_is_told_once() -> None:
-    cluster = reconciled()
-    told = []
-    for port in (40001, 40002, 40003):
-        cluster.fail = (9, ClusterUnavailable(f"cannot apply: read tcp 10.0.0.1:{port}: connection reset"))
-        assert run(cluster, attempt=5).failure is not None
-        told.append(condition(cluster, "Ready")["message"])
-    assert told[0] == told[1] == told[2]
-    assert "40001" in told[0]
+def test_a_failure_is_told_once_when_it_lasts_whatever_its_words_are() -> None:
+    cluster, told = reconciled(), []
+    for attempt, port in ((1, 40000), (3, 40001), (5, 40002), (5, 40003)):
+        why = f"cannot apply Service/llama-engine: read tcp 10.0.0.1:{port}: connection reset"
+        cluster.fail = (9, ClusterUnavailable(why))
+        assert run(cluster, attempt=attempt).failure is not None
+        told.append((condition(cluster, "Ready")["reason"], condition(cluster, "Ready")["message"]))
+    assert told[0][0] == "ClaimPending"
+    assert told[1] == told[2] == told[3]
+    assert (told[1][0], "40001" in told[1][1], "Service/llama-engine" in told[1][1]) == ("ApplyFailed", True, True)
 
 
 def of_somebody(key: ObjectKey) -> dict[str, Any]:
@@ -180,11 +164,24 @@ def test_an_object_under_the_name_of_a_janitor_holds_up_no_tier_that_has_none(ke
     assert cluster.look(key) == before
 
 
-def test_a_child_of_a_tier_of_the_same_name_that_is_gone_is_not_ours() -> None:
+@pytest.mark.parametrize(
+    ("metadata", "reason", "words"),
+    [
+        # Its children are of a tier of the same name that is gone.
+        ({"uid": "another"}, "ObjectNotOurs", ""),
+        (
+            {"annotations": {names.ANNOTATION_PAUSED: "yes"}},
+            "SpecInvalid",
+            "metadata.annotations[kvtier.dev/paused]: must be",
+        ),
+    ],
+)
+def test_what_stands_in_the_metadata_and_cannot_be_honoured_is_told(metadata: Any, reason: str, words: str) -> None:
     cluster = reconciled()
-    cluster.edit(TIER_KEY, {"metadata": {"uid": "another"}})
+    cluster.edit(TIER_KEY, {"metadata": metadata})
     run(cluster)
-    assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
+    assert condition(cluster, "Ready")["reason"] == reason
+    assert condition(cluster, "Ready")["message"].startswith(words)
 
 
 @pytest.mark.parametrize("key", sorted(CHILDREN - {CLAIM, LEASE}), ids=str)
@@ -212,19 +209,17 @@ def test_a_copy_of_an_object_under_another_name_is_never_deleted(key: ObjectKey,
     assert cluster.look(names.key_of(theirs)) == theirs
 
 
-def test_what_people_made_under_a_name_that_the_tier_does_not_use_now_is_never_deleted() -> None:
-    cluster = reconciled(janitor={"enabled": False})
-    theirs = cluster.put(merge(cluster.look(SERVICE), {"metadata": {"name": "llama-janitor", "uid": None}}))
-    cluster.edit(names.key_of(theirs), {"metadata": {"ownerReferences": None}})
-    assert run(cluster).deleted == ()
-    assert JANITOR_SERVICE in cluster.existing()
-
-
-def test_an_object_that_a_backup_restored_is_adopted_and_deleted_when_it_is_not_rendered_any_more() -> None:
+def test_what_has_no_owner_is_adopted_where_it_is_rendered_and_otherwise_never_deleted() -> None:
+    # As a backup restores it.
     cluster = reconciled()
     cluster.edit(JANITOR_SERVICE, {"metadata": {"ownerReferences": None}})
     assert run(cluster).written == (JANITOR_SERVICE,)
     assert JANITOR_SERVICE in {key for key, _ in edited(cluster, janitor={"enabled": False}).deleted}
+    # As people make it under a name that the tier does not use now.
+    theirs = cluster.put(merge(cluster.look(SERVICE), {"metadata": {"name": "llama-janitor", "uid": None}}))
+    cluster.edit(names.key_of(theirs), {"metadata": {"ownerReferences": None}})
+    assert run(cluster).deleted == ()
+    assert JANITOR_SERVICE in cluster.existing()
 
 
 def test_each_deletion_is_told_in_an_event_but_no_claim_is_ever_deleted() -> None:
@@ -258,7 +253,7 @@ def test_a_paused_tier_keeps_its_children_as_they_are_and_still_reports(pause: A
     assert set(run(cluster).written) == {DEPLOYMENT, SERVICE}
 
 
-def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
+def test_a_tier_that_goes_is_left_alone_and_what_a_controller_reports_is_not_our_write() -> None:
     cluster = FakeCluster()
     assert run(cluster) == ReconcileResult(exists=False)
     going = tier()
@@ -266,16 +261,6 @@ def test_a_tier_that_is_gone_or_going_is_left_alone() -> None:
     cluster = FakeCluster(going)
     assert run(cluster) == ReconcileResult(exists=False)
     assert cluster.writes() == []
-
-
-def test_an_annotation_that_cannot_be_honoured_is_told() -> None:
-    cluster = FakeCluster(tier())
-    cluster.edit(TIER_KEY, {"metadata": {"annotations": {names.ANNOTATION_PAUSED: "yes"}}})
-    run(cluster)
-    assert condition(cluster, "Ready")["message"].startswith("metadata.annotations[kvtier.dev/paused]: must be")
-
-
-def test_what_a_controller_reports_meanwhile_is_not_counted_as_our_write() -> None:
     cluster = BusyCluster(tier())
     run(cluster)
     cluster.is_busy = True
@@ -352,9 +337,7 @@ def mode(cluster: FakeCluster) -> str:
         ("RoleBinding", set()),
     ],
 )
-def test_a_kind_that_is_forbidden_holds_up_what_needs_it_and_is_named(
-    kind: str, waiting: set[ObjectKey], verbs: set[str]
-) -> None:
+def test_a_forbidden_kind_holds_up_its_users_and_is_named(kind: str, waiting: set[ObjectKey], verbs: set[str]) -> None:
     cluster = FakeCluster(tier())
     cluster.broken[kind] = (verbs, forbidden(kind))
     outcome = run(cluster)
@@ -380,11 +363,16 @@ def test_a_tier_that_runs_is_scaled_and_bypassed_whatever_else_is_forbidden(kind
     assert (cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5) is not holds_engines
 
 
-def test_an_outage_is_not_waited_for_by_each_part() -> None:
+def test_an_outage_is_not_waited_for_and_another_missing_right_is_told_in_its_place() -> None:
     cluster = FakeCluster(tier())
     cluster.broken = {key.kind: ({"apply"}, ClusterUnavailable("no route to host")) for key in CHILDREN}
     assert isinstance(run(cluster).failure, ClusterUnavailable)
     assert len(cluster.writes()) == 3
+    cluster = reconciled()
+    for kind in ("PodDisruptionBudget", "Service"):
+        cluster.broken = {kind: ({"get"}, forbidden(kind))}
+        run(cluster)
+        assert f"{kind} is forbidden" in condition(cluster, "Ready")["message"]
 
 
 @pytest.mark.parametrize(
@@ -392,9 +380,7 @@ def test_an_outage_is_not_waited_for_by_each_part() -> None:
     [({"volume": {"claim": None, "existingClaim": "nowhere"}}, 2), ({"cpu": {"size": None, "fraction": "60%"}}, 1)],
     ids=["no claim", "nodes unknown"],
 )
-def test_engines_that_run_follow_the_mode_of_a_spec_that_cannot_be_carried_out(
-    change: dict[str, Any], replicas: int
-) -> None:
+def test_engines_that_run_follow_the_mode_of_a_spec_that_is_refused(change: dict[str, Any], replicas: int) -> None:
     cluster = reconciled()
     before, config = cluster.look(DEPLOYMENT), cluster.look(CONFIG)["data"][engine.CONFIG_FILE]
     disk = {**change.get("disk", {}), "mode": "Bypass"}
@@ -413,7 +399,7 @@ def test_an_account_of_somebody_else_keeps_no_engine_that_runs_from_its_mode() -
     assert condition(cluster, "Ready")["reason"] == "ObjectNotOurs"
 
 
-def test_a_share_of_nodes_that_are_not_there_yet_makes_pods_that_wait_for_one() -> None:
+def test_a_share_is_decided_once_there_is_a_node_and_stays_while_another_one_cannot_be() -> None:
     cluster, now = FakeCluster(share()), [0.0]
     inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
     outcome = run(cluster, inventory=inventory)
@@ -422,19 +408,13 @@ def test_a_share_of_nodes_that_are_not_there_yet_makes_pods_that_wait_for_one() 
     fits = condition(cluster, "SizingFits")
     assert (fits["status"], fits["reason"]) == ("False", "NoNodeMatches")
     assert "until then an engine asks for 1 GiB, so that its pod waits" in fits["message"]
-    cluster.put(node())
+    there = names.key_of(cluster.put(node()))
     now[0] = 1000.0
     outcome = run(cluster, inventory=inventory)
     assert (outcome.written, outcome.waits_for_nodes) == ((DEPLOYMENT,), False)
     assert cluster.look(TIER_KEY)["status"]["sizing"]["cpuBytes"] == 128 * GIB
-
-
-def test_a_share_that_was_decided_stays_while_another_one_cannot_be() -> None:
-    cluster, now = FakeCluster(share(), node()), [0.0]
-    inventory = Inventory(cluster, is_allowed=True, clock=lambda: now[0])
-    run(cluster, inventory=inventory)
-    cluster.remove(ObjectKey(api_version="v1", kind="Node", name=node()["metadata"]["name"]))
-    now[0] = 1000.0
+    cluster.remove(there)
+    now[0] = 2000.0
     cluster.edit(TIER_KEY, {"spec": {"engine": {"podTemplate": {"nodeSelector": {"pool": "new"}}}}})
     run(cluster, inventory=inventory)
     assert cluster.look(TIER_KEY)["status"]["sizing"]["cpuBytes"] == 128 * GIB
@@ -468,11 +448,3 @@ def test_a_janitor_in_a_crash_loop_is_told_with_its_last_words() -> None:
     assert condition(cluster, "Available")["status"] == "True"
     assert "exit code 1: /blocks: Permission denied" in condition(cluster, "JanitorHealthy")["message"]
     assert "JanitorFailing" in {event["reason"] for event in cluster.posted}
-
-
-def test_another_right_that_is_missing_is_told_in_the_place_of_the_one_before() -> None:
-    cluster = reconciled()
-    for kind in ("PodDisruptionBudget", "Service"):
-        cluster.broken = {kind: ({"get"}, forbidden(kind))}
-        run(cluster)
-        assert f"{kind} is forbidden" in condition(cluster, "Ready")["message"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose claim it is, what may become of it, and which other tiers are on it."""
+"""Whose claim it is and which tiers are on it; a new claim is tried once, before the first engine starts on it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,44 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import fake_cluster
+import kubernetes_schemas
 import pytest
 from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from healthy_tier import LATER, NOON, USAGE, VIEW, check_verdict, conditions, varied
 from live import TIERS, Client, body, running
-from test_reconcile import CHILDREN
-from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, RUNNING, TIER_KEY, claim, pod, tier, waiting
+from test_golden import VERSIONS
+from test_reconcile import CHILDREN, of_somebody
+from tiers import (
+    CLAIM,
+    CONFIG,
+    DEPLOYMENT,
+    JANITOR,
+    NAMESPACE,
+    RUNNING,
+    SERVICE,
+    TIER_KEY,
+    claim,
+    pod,
+    ready_deployment,
+    tier,
+    waiting,
+)
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
 from kvtier_operator import names, status
 from kvtier_operator.api import parse
 from kvtier_operator.conditions import Progress
-from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, SpecInvalid
+from kvtier_operator.errors import ClusterError, ClusterForbidden, ClusterRejected, ClusterUnavailable, SpecInvalid
 from kvtier_operator.kube.cache import TIERS as WATCHED_TIERS
 from kvtier_operator.kube.object_store import ObjectStore
 from kvtier_operator.names import ObjectKey, key_of
+from kvtier_operator.reconcile import PATIENCE
 from kvtier_operator.snapshot import LiveJanitor, Neighbour
 
 
-def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
+def test_a_retained_claim_is_taken_up_again_and_goes_with_its_tier_only_under_delete() -> None:
     cluster = reconciled()
     cluster.remove(TIER_KEY)
     assert cluster.existing() == {CLAIM}
@@ -35,9 +53,6 @@ def test_a_retained_claim_is_taken_up_by_the_next_tier_of_the_name() -> None:
     run(cluster)
     assert cluster.look(CLAIM)["metadata"]["uid"] == before["metadata"]["uid"]
     assert cluster.existing() == CHILDREN | {TIER_KEY}
-
-
-def test_a_claim_goes_with_its_tier_only_under_deletion_policy_delete() -> None:
     cluster = reconciled(volume={"deletionPolicy": "Delete"})
     edited(cluster, volume={"deletionPolicy": "Retain"})
     assert "ownerReferences" not in cluster.look(CLAIM)["metadata"]
@@ -115,7 +130,7 @@ def grown_by_hand(size: str = "4Ti") -> FakeCluster:
     return cluster
 
 
-def test_a_tier_whose_claim_was_grown_by_hand_is_bypassed_and_scaled_as_its_spec_says() -> None:
+def test_a_tier_whose_claim_was_grown_by_hand_goes_on_and_one_made_anew_gets_its_engines() -> None:
     cluster = grown_by_hand()
     assert set(edited(cluster, replicas=3, disk={"mode": "Bypass"}).written) == {CONFIG, DEPLOYMENT}
     assert json.loads(cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
@@ -123,9 +138,6 @@ def test_a_tier_whose_claim_was_grown_by_hand_is_bypassed_and_scaled_as_its_spec
     assert cluster.look(CLAIM)["spec"]["resources"]["requests"]["storage"] == "4Ti"
     assert condition(cluster, "Ready")["reason"] == "ClaimCannotShrink"
     assert "2Ti is less than the 4Ti that claim 'llama-blocks' has" in condition(cluster, "Ready")["message"]
-
-
-def test_a_tier_made_anew_over_a_claim_that_was_grown_by_hand_gets_its_engines() -> None:
     cluster = grown_by_hand()
     cluster.remove(TIER_KEY)
     assert cluster.existing() == {CLAIM}
@@ -135,9 +147,7 @@ def test_a_tier_made_anew_over_a_claim_that_was_grown_by_hand_gets_its_engines()
 
 
 @pytest.mark.parametrize(("mode", "is_beside"), [("ReadWriteOnce", True), ("ReadWriteMany", False)])
-def test_janitor_and_replicas_run_on_one_node_where_a_claim_of_the_users_is_of_one_node(
-    mode: str, is_beside: bool
-) -> None:
+def test_janitor_and_replicas_run_on_one_node_where_the_users_claim_is_of_one(mode: str, is_beside: bool) -> None:
     volume = {"claim": None, "existingClaim": "mine"}
     cluster = FakeCluster(tier(replicas=2, volume=volume), claim("mine", mode))
     assert run(cluster).failure is None
@@ -225,15 +235,12 @@ def test_a_tier_says_whether_the_budgets_of_all_tiers_on_its_claim_fit_it(
     assert check_verdict(view, "ClaimShared", verdict, reason, words)["Ready"]["status"] == "True"
 
 
-def test_budgets_that_begin_to_overlap_are_a_warning_and_their_fitting_again_is_not() -> None:
+def test_overlapping_budgets_are_a_warning_their_end_is_not_and_an_unread_spec_keeps_what_was_told() -> None:
     fits = status.report(of_budget(qwen=1 << 30), {}, now=NOON)
     overlaps = status.report(of_budget(qwen=2 << 40), fits, now=LATER)
     assert [(each.level, each.reason) for each in status.transitions(fits, overlaps)] == [("Warning", "BudgetsOverlap")]
     assert [(each.level, each.reason) for each in status.transitions(overlaps, fits)] == [("Normal", "BudgetsFit")]
     assert status.transitions(fits, status.report(of_budget(), fits, now=LATER)) == []
-
-
-def test_what_was_said_of_the_claim_stays_while_the_spec_cannot_be_read() -> None:
     before = status.report(of_budget(qwen=2 << 40), {}, now=NOON)
     wrong = Progress(generation=4, tier=VIEW.tier, invalid=SpecInvalid("spec", "is wrong"))
     assert conditions(wrong, before)["ClaimShared"]["reason"] == "BudgetsOverlap"
@@ -278,9 +285,7 @@ def test_only_what_matters_to_the_others_of_a_claim_is_told_to_them() -> None:
     assert told == [{"llama-blocks"}, set(), set(), {"llama-blocks"}, {"llama-blocks"}]
 
 
-def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_one_is_lowered_or_gone(
-    api: ApiServerThread,
-) -> None:
+def test_two_tiers_whose_budgets_do_not_fit_their_claim_say_so_until_one_is_lower(api: ApiServerThread) -> None:
     kubectl = Client(api.url)
     shared = {**claim("shared", "ReadWriteMany"), "metadata": {"name": "shared"}}
     kubectl.call("POST", kubectl.path("/api/v1", "persistentvolumeclaims"), shared)
@@ -305,3 +310,251 @@ def test_two_tiers_with_budgets_that_do_not_fit_their_claim_both_say_so_until_on
         kubectl.delete(TIERS, "kvcachetiers", "two")
         until(lambda: kubectl.condition("ClaimShared", "one").get("reason") == "ClaimAlone")
     assert names.claim_of({"metadata": {"name": "one"}, "spec": "nonsense"}) == "one-blocks"
+
+
+JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
+GOOD = {
+    "problem": "",
+    "direct_io": True,
+    "total_bytes": 1 << 40,
+    "free_bytes": 1 << 39,
+    "write_bytes_per_second": 1 << 30,
+    "read_bytes_per_second": 2 << 30,
+    "stat_microseconds": 400,
+    "file_system": "NFS",
+    "round_trip_microseconds": 900,
+    "chosen": "reads go past the page cache: 500 MiB/s past the page cache and 300 MiB/s through it",
+    "advice": "mount with nconnect=8: one connection carries less than the network does",
+}
+ALWAYS = {"proof": {"preflight": "Always"}}
+
+
+def started() -> FakeCluster:
+    """Return a cluster in which the Job of a new tier runs."""
+    cluster = reconciled(**ALWAYS)
+    run(cluster)
+    return cluster
+
+
+def ends(cluster: FakeCluster, code: int, message: str, name: str = "llama-preflight-1") -> None:
+    job = cluster.look(JOB)
+    terminated = {"exitCode": code, "message": message}
+    cluster.put(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": NAMESPACE,
+                "labels": job["spec"]["template"]["metadata"]["labels"],
+                "ownerReferences": [{"uid": job["metadata"]["uid"], "controller": True}],
+            },
+            "spec": job["spec"]["template"]["spec"],
+            "status": {"containerStatuses": [{"name": "preflight", "state": {"terminated": terminated}}]},
+        }
+    )
+
+
+def ended(code: int, message: str | dict[str, Any]) -> FakeCluster:
+    """Return a cluster in which the Job of a new tier has ended like this, and was looked at."""
+    cluster = started()
+    ends(cluster, code, message if isinstance(message, str) else json.dumps(message))
+    run(cluster)
+    return cluster
+
+
+def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() -> None:
+    cluster = started()
+    assert JOB in cluster.existing()
+    assert SERVICE in cluster.existing()
+    assert DEPLOYMENT not in cluster.existing()
+    assert condition(cluster, "StorageChecked")["reason"] == "PreflightRunning"
+    assert condition(cluster, "Reconciling")["status"] == "True"
+    ends(cluster, 0, json.dumps(GOOD))
+    assert DEPLOYMENT in run(cluster).written
+    assert condition(cluster, "StorageChecked")["status"] == "True"
+    assert "read 2 GiB/s" in condition(cluster, "StorageChecked")["message"]
+    message = condition(cluster, "StorageChecked")["message"]
+    assert message.startswith("NFS: engines can use the volume")
+    assert "reads go past the page cache" in message
+    assert "mount with nconnect=8" in message
+    storage = fake_cluster.status(cluster)["storage"]
+    assert (storage["fileSystem"], storage["roundTripMicroseconds"]) == ("NFS", 900)
+    assert (storage["readBytesPerSecond"], storage["directIo"], storage["statMicroseconds"]) == (2 << 30, True, 400)
+
+
+def test_a_volume_that_cannot_be_used_is_told_and_one_found_good_is_not_looked_at_again() -> None:
+    cluster = ended(0, GOOD)
+    cluster.remove(JOB)
+    before = fake_cluster.status(cluster)
+    for _ in range(2):
+        assert run(cluster).written == ()
+    assert fake_cluster.status(cluster)["storage"] == before["storage"]
+    assert JOB not in cluster.existing()
+    cluster = ended(1, {**GOOD, "problem": "user 10001 may not write in /var/lib/kvtier: set fsGroup"})
+    assert DEPLOYMENT not in cluster.existing()
+    told = condition(cluster, "StorageChecked")
+    assert (told["status"], told["reason"]) == ("False", "PreflightFailed")
+    assert "set fsGroup" in told["message"]
+    assert condition(cluster, "Ready")["reason"] == "PreflightFailed"
+    assert condition(cluster, "Stalled")["status"] == "True"
+
+
+@pytest.mark.parametrize("has_a_new_job", [True, False])
+def test_a_failure_is_told_until_the_next_try_has_ended_and_then_engines_start(*, has_a_new_job: bool) -> None:
+    cluster = ended(1, "Traceback: boom")
+    if has_a_new_job:
+        cluster.remove(JOB)
+    run(cluster)
+    assert JOB in cluster.existing()
+    run(cluster)
+    assert condition(cluster, "StorageChecked")["reason"] == "PreflightFailed"
+    assert "boom" in condition(cluster, "StorageChecked")["message"]
+    ends(cluster, 0, json.dumps(GOOD), name="llama-preflight-2")
+    run(cluster)
+    assert DEPLOYMENT in cluster.existing()
+    assert "problem" not in fake_cluster.status(cluster)["storage"]
+
+
+SOME_NUMBERS = '{"problem": "", "read_bytes_per_second": 1048576, "free_bytes": true}'
+
+
+@pytest.mark.parametrize("message", ["", "nonsense", "[1]", '{"total_bytes": "many"}', SOME_NUMBERS])
+def test_a_result_is_taken_as_far_as_it_goes_and_lets_engines_start(message: str) -> None:
+    cluster = ended(0, message)
+    assert DEPLOYMENT in cluster.existing()
+    assert fake_cluster.status(cluster)["storage"].keys() == {
+        "key",
+        *(["readBytesPerSecond"] if message is SOME_NUMBERS else []),
+    }
+    assert ("read 1 MiB/s" in condition(cluster, "StorageChecked")["message"]) is (message is SOME_NUMBERS)
+
+
+def test_a_job_that_gave_up_is_told_and_another_claim_or_user_is_tried_anew() -> None:
+    cluster = started()
+    failed = {"type": "Failed", "status": "True", "message": "Job was active longer than specified deadline"}
+    cluster.edit(JOB, {"status": {"conditions": [failed]}})
+    run(cluster)
+    assert "longer than specified deadline" in condition(cluster, "StorageChecked")["message"]
+    cluster = started()
+    first = cluster.look(JOB)
+    edited(cluster, engine={"podTemplate": {"securityContext": {"fsGroup": 7}}})
+    run(cluster)
+    second = cluster.look(JOB)
+    assert first["metadata"]["annotations"] != second["metadata"]["annotations"]
+    assert second["spec"]["template"]["spec"]["securityContext"]["fsGroup"] == 7
+
+
+def test_where_pods_may_not_be_read_the_job_itself_tells_how_it_ended() -> None:
+    cluster = FakeCluster(tier(**ALWAYS))
+    cluster.broken["Pod"] = ({"list"}, ClusterForbidden("pods is forbidden"))
+    for _ in range(2):
+        run(cluster)
+    assert (JOB in cluster.existing(), DEPLOYMENT in cluster.existing()) == (True, False)
+    cluster.edit(JOB, {"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
+    run(cluster)
+    assert DEPLOYMENT in cluster.existing()
+    assert condition(cluster, "StorageChecked")["status"] == "True"
+    assert "pods is forbidden" in condition(cluster, "Ready")["message"]
+
+
+def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:
+    cluster = reconciled()
+    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
+    cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
+    assert DEPLOYMENT in edited(cluster, proof={"preflight": "Always"}, replicas=3).written
+    ends(cluster, 1, json.dumps({**GOOD, "problem": "only 3 MiB are free"}))
+    run(cluster)
+    assert condition(cluster, "StorageChecked")["status"] == "False"
+    assert condition(cluster, "Ready")["reason"] == "EnginesStarting"
+
+
+@pytest.mark.parametrize("change", [{"proof": {"preflight": "Never"}}, {"disk": {"mode": "Bypass"}}])
+def test_a_job_that_nobody_waits_for_is_deleted_once_and_never_made_without_need(change: dict[str, Any]) -> None:
+    for cluster in (started(), reconciled(**{**ALWAYS, **change})):
+        edited(cluster, **change)
+        assert JOB not in cluster.existing()
+        assert DEPLOYMENT in cluster.existing()
+        assert condition(cluster, "StorageChecked")["reason"] == "PreflightOff"
+        assert run(cluster).deleted == ()
+
+
+def test_a_paused_tier_keeps_its_job_until_it_goes_on() -> None:
+    cluster = started()
+    cluster.edit(TIER_KEY, {"spec": {"paused": True, "proof": {"preflight": "Never"}}})
+    for _ in range(2):
+        run(cluster)
+        assert JOB in cluster.existing()
+    edited(cluster, paused=False)
+    assert JOB not in cluster.existing()
+
+
+def test_a_failure_at_any_call_is_repaired_by_the_next_pass() -> None:
+    healthy = started()
+    for number in range(1, 40):
+        making, deleting = FakeCluster(tier(**ALWAYS)), started()
+        deleting.edit(TIER_KEY, {"spec": {"proof": {"preflight": "Never"}}})
+        for cluster, attempt in ((making, 1), (deleting, PATIENCE)):
+            cluster.fail = (number, ClusterUnavailable("500"))
+            run(cluster, attempt=attempt)
+            cluster.fail = None
+            run(cluster)
+        assert JOB not in deleting.existing()
+        run(making)
+        assert making.existing() == healthy.existing()
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"), [({}, "spec.proof.preflight"), (ALWAYS, "does not belong to this tier")], ids=["never", "always"]
+)
+def test_a_job_of_somebody_else_is_left(spec: dict[str, Any], told: str) -> None:
+    cluster = FakeCluster(tier(**spec), of_somebody(JOB))
+    before = cluster.look(JOB)
+    for _ in range(2):
+        run(cluster)
+    assert cluster.look(JOB) == before
+    assert told in condition(cluster, "StorageChecked")["message"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_job_is_what_kubernetes_knows_and_goes_where_engines_may_go_without_a_device(version: str) -> None:
+    placed: dict[str, Any] = {
+        "nodeSelector": {"zone": "b"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"x": {}}, "podAntiAffinity": {"y": {}}},
+    }
+    plain, cluster = started().look(JOB), reconciled(engine={"podTemplate": placed}, **ALWAYS)
+    kubernetes_schemas.validate({field: plain[field] for field in plain if field != "status"}, version, strict=False)
+    assert names.selector(names.tier_ref(tier())).items() - plain["spec"]["template"]["metadata"]["labels"].items()
+    run(cluster)
+    pod = cluster.look(JOB)["spec"]["template"]["spec"]
+    # As the restricted standard allows.
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    of_devices = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert pod["nodeSelector"] == placed["nodeSelector"]
+    assert pod["tolerations"] == [*placed["tolerations"], of_devices]
+    assert pod["affinity"] == {"nodeAffinity": {"x": {}}}
+    assert "nvidia.com/gpu" not in str(pod["containers"][0]["resources"])
+
+
+@pytest.mark.parametrize(("phase", "asks"), [("Pending", True), ("Bound", False)])
+def test_a_volume_of_one_node_is_made_where_an_engine_has_room(phase: str, asks: bool) -> None:
+    volume = {"claim": {"accessModes": ["ReadWriteOnce"], "size": "10Gi"}}
+    cluster = reconciled(replicas=1, volume=volume, **ALWAYS)
+    cluster.edit(CLAIM, {"status": {"phase": phase}})
+    run(cluster)
+    job = cluster.look(JOB)
+    requests = job["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert ("nvidia.com/gpu" in requests, requests["memory"] == "84736Mi") == (asks, asks)
+
+
+@pytest.mark.parametrize("mode", ["ReadOnly", "Bypass"])
+def test_a_volume_that_is_not_written_is_not_tried_and_holds_up_no_engine(mode: str) -> None:
+    cluster = reconciled(disk={"mode": mode}, **ALWAYS)
+    run(cluster)
+    assert JOB not in cluster.existing()
+    assert DEPLOYMENT in cluster.existing()
+    assert f"spec.disk.mode is {mode}" in condition(cluster, "StorageChecked")["message"]
+    edited(cluster, disk={"mode": "ReadWrite"})
+    assert JOB in cluster.existing()

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from healthy_tier import READY_POD, REF, UNREADY_POD, VIEW, changed, check_verdict, conditions, varied
 from test_reconcile import of_somebody
@@ -21,6 +23,8 @@ from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts.connectors import stores
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.snapshot import ContainerStatus, Engines, Pod
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 POOL = ObjectKey(api_version=names.INFERENCE_POOL, kind=names.POOL_KIND, name="llama-engine")
 ENGINE_SERVICE = ObjectKey(api_version="v1", kind="Service", name=names.engine(REF))
@@ -67,18 +71,7 @@ def test_a_router_runs_as_the_pod_template_says() -> None:
     assert len(found) == 3
 
 
-@pytest.mark.parametrize(
-    ("routing", "field", "words"),
-    [
-        ({"router": {}}, "spec.routing.router", "no request would go through: set spec.routing.type to Router"),
-        ({"type": "Router", "clientIP": {}}, "spec.routing.clientIP", "set spec.routing.type to ClientIP"),
-        ({"type": "Router", "router": {"args": ["--policy=random"]}}, "args", "set spec.routing.router.policy"),
-        ({"type": "Router", "router": {"args": ["--worker-url", "http://x"]}}, "args", "by their labels"),
-        ({"type": "Sticky"}, "spec.routing.type", "Router"),
-        ({"type": "Router", "router": {"image": ""}}, "spec.routing.router.image", "at least 1 character"),
-        ({"inferencePool": {}}, "spec.routing.inferencePool.endpointPicker", "required"),
-    ],
-)
+@pytest.mark.parametrize(("routing", "field", "words"), TABLES["refused"])
 def test_what_cannot_be_routed_is_refused_by_name(routing: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(SpecInvalid, match=words) as refused:
         parse(tier(routing=routing))
@@ -148,9 +141,7 @@ def test_an_inference_pool_is_made_on_request_and_goes_with_it() -> None:
         (KindMissing("cannot apply InferencePool/llama-engine: 404"), "PoolKindMissing", 5),
     ],
 )
-def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
-    why: ClusterError, reason: str, seconds: float
-) -> None:
+def test_an_inference_pool_that_cannot_be_made_is_tried_again(why: ClusterError, reason: str, seconds: float) -> None:
     cluster = FakeCluster(tier(routing=WITH_POOL))
     cluster.broken[names.POOL_KIND] = ({"apply"}, why)
     outcome = run(cluster)
@@ -166,15 +157,12 @@ def test_an_inference_pool_that_cannot_be_made_is_tried_again_soon(
     assert cluster.look(POOL) is not None
 
 
-def test_an_error_of_the_pool_that_says_something_else_each_time_is_told_once() -> None:
+def test_an_inference_pool_of_somebody_else_is_left_and_errors_of_ours_are_told_once() -> None:
     cluster, told = FakeCluster(tier(routing=WITH_POOL)), []
     for why in ("cannot apply: read tcp 10.0.0.1:40001: connection reset", "cannot apply: 504"):
         cluster.broken[names.POOL_KIND] = ({"apply"}, ClusterUnavailable(why))
         told.append(routed_by(cluster))
     assert told[0] == told[1]  # each change of the status would wake the tier at once
-
-
-def test_an_inference_pool_of_somebody_else_is_left_as_it_is() -> None:
     cluster = FakeCluster(tier(routing=WITH_POOL), of_somebody(POOL))
     run(cluster)
     found = condition(cluster, "RoutingReady")
@@ -193,7 +181,7 @@ def pod_template(cluster: FakeCluster) -> Manifest:
     return dict(cluster.look(REDIS)["spec"]["template"])
 
 
-def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_for_another_one(
+def test_a_redis_that_runs_is_repaired_and_left_alone_by_another_release_until_the_spec_asks_for_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_this_release = stores.servers
@@ -207,6 +195,10 @@ def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_
 
     cluster = reconciled(connector=WITH_REDIS)
     before = pod_template(cluster)
+    cluster.edit(REDIS, {"spec": {"template": {"spec": {"containers": [{"name": "redis", "image": "theirs"}]}}}})
+    run(cluster)
+    assert pod_template(cluster)["spec"]["containers"][0]["image"] == before["spec"]["containers"][0]["image"]
+    before = pod_template(cluster)
     monkeypatch.setattr(stores, "servers", servers)
     edited(cluster, replicas=3)
     assert pod_template(cluster) == before
@@ -214,14 +206,6 @@ def test_a_redis_that_runs_is_left_alone_by_another_release_until_the_spec_asks_
     (container,) = pod_template(cluster)["spec"]["containers"]
     assert "--new" in container["args"]
     assert str(2 << 30) in container["args"]
-
-
-def test_a_redis_that_somebody_edits_is_repaired() -> None:
-    cluster = reconciled(connector=WITH_REDIS)
-    before = pod_template(cluster)
-    cluster.edit(REDIS, {"spec": {"template": {"spec": {"containers": [{"name": "redis", "image": "theirs"}]}}}})
-    run(cluster)
-    assert pod_template(cluster)["spec"]["containers"][0]["image"] == before["spec"]["containers"][0]["image"]
 
 
 @pytest.mark.parametrize(("connector", "name"), [(WITH_REDIS, "llama-redis"), (WITH_MASTER, "llama-mooncake")])
@@ -279,7 +263,7 @@ def test_a_tier_with_another_connector_keeps_its_claim_and_loses_its_janitor() -
 COUNTED = {"usedBytes": 1 << 30, "blocks": 9}
 
 
-def test_what_the_status_says_of_generations_follows_the_connector() -> None:
+def test_what_the_status_says_of_generations_follows_the_connector_and_who_counts_them() -> None:
     cluster = reconciled()
     bundled = generation(cluster)
     cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": bundled, "role": "Current", **COUNTED}]}})
@@ -291,20 +275,15 @@ def test_what_the_status_says_of_generations_follows_the_connector() -> None:
     assert told["generations"] == [{"digest": bundled, "role": "Previous", **COUNTED}]
     assert told["generation"]["root"].endswith(generation(cluster))
 
-    edited(cluster, connector={"type": "SimpleCPU"})
+    edited(cluster, janitor={"enabled": False})
+    assert "generations" not in cluster.look(TIER_KEY)["status"]
+    edited(cluster, janitor={"enabled": True}, connector={"type": "SimpleCPU"})
     told = cluster.look(TIER_KEY)["status"]
     assert "generations" not in told
     assert set(told["generation"]) == {"current"}  # its blocks are in no directory of the volume
 
 
-def test_generations_that_nobody_counts_any_more_are_not_told() -> None:
-    cluster = reconciled()
-    cluster.edit(TIER_KEY, {"status": {"generations": [{"digest": generation(cluster), **COUNTED}]}})
-    edited(cluster, janitor={"enabled": False})
-    assert "generations" not in cluster.look(TIER_KEY)["status"]
-
-
-def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
+def test_a_tier_without_a_volume_becomes_ready_and_vllms_own_files_get_a_janitor() -> None:
     cluster = reconciled(connector={"type": "VLLMOffloading"}, volume=None)
     assert CLAIM not in cluster.existing()
     serving(cluster)
@@ -312,9 +291,6 @@ def test_a_tier_without_a_volume_becomes_ready_when_its_engines_are() -> None:
     ready = condition(cluster, "Ready")
     assert (ready["status"], ready["reason"]) == ("True", "Ready")
     assert condition(cluster, "SharedCacheVerified")["reason"] == "NotApplicable"
-
-
-def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -> None:
     cluster = FakeCluster(tier(connector={"type": "LMCache", "lmcache": {"redis": {"trial": {}}}}, volume=None))
     outcome = run(cluster)
     assert outcome.written.index(REDIS) < outcome.written.index(DEPLOYMENT)
@@ -323,9 +299,6 @@ def test_a_small_redis_stands_before_the_engines_and_goes_with_the_connector() -
     # No pod mounts a volume then, so a claim that is not there is not missed.
     cluster = reconciled(connector={"type": "SimpleCPU"}, volume={"existingClaim": "kv", "claim": None})
     assert DEPLOYMENT in cluster.existing()
-
-
-def test_vllms_own_files_get_a_janitor_that_knows_them() -> None:
     cluster = reconciled(connector={"type": "VLLMTiering"})
     assert JANITOR in cluster.existing()
     assert '"layout": "vllm-fs"' in cluster.look(JANITOR_CONFIG)["data"]["janitor.json"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of vLLM, asked of its own parser: those of the operator, users and adapters, and those of a generation."""
+"""Quantities mean what they mean to the API server, and vLLM's flags what they mean to vLLM; owned ones are refused."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import ast
 import importlib.util
 import re
 import warnings
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from tiers import engine_pod, plan_of, tier
 
+from kvtier_operator import quantity
 from kvtier_operator.api import engine_spec, parse
 from kvtier_operator.api.parse import problems
 from kvtier_operator.api.reasons import Reason
@@ -22,6 +26,69 @@ from kvtier_operator.parts import engine
 from kvtier_operator.parts.crash_causes import explain
 from kvtier_operator.plan import TierPlan
 from kvtier_operator.plan.engine_args import IDENTITY, is_identity
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+NONE = TABLES["no_quantities"]
+
+
+@pytest.mark.parametrize(("text", "value"), TABLES["quantities"])
+def test_a_quantity_has_the_value_that_the_api_server_gives_it(text: str, value: str | int) -> None:
+    assert quantity.is_quantity(text)
+    assert quantity.parse_quantity(text) == Fraction(value)
+
+
+@pytest.mark.parametrize("text", NONE)
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    assert not quantity.is_quantity(text)
+    with pytest.raises(ValueError, match="is not a quantity"):
+        quantity.parse_quantity(text)
+
+
+@pytest.mark.parametrize(("text", "count"), [("100m", 1), ("1.0001Ki", 1025), ("64Gi", 64 << 30), ("1e3", 1000)])
+def test_bytes_are_rounded_up(text: str, count: int) -> None:
+    assert quantity.parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(("text", "count"), [("4", 4000), ("500m", 500), ("1.5", 1500), ("1u", 1)])
+def test_processors_are_counted_in_thousandths(text: str, count: int) -> None:
+    assert quantity.parse_millis(text) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (1, "1"), (1000, "1000"), (1024, "1Ki"), (64 << 30, "64Gi"), (3 << 29, "1536Mi")]
+)
+def test_bytes_are_written_in_the_largest_exact_unit(count: int, text: str) -> None:
+    assert quantity.format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("168h", 604800), ("7d", 604800), ("90m", 5400), ("1h30m", 5400), ("36h30m15s", 131415), ("0s", 0)],
+)
+def test_durations_are_counted_in_seconds(text: str, seconds: int) -> None:
+    assert quantity.parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7d12h", "1.5h", "30m1h", "h", "-1h", "1 h", "60"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        quantity.parse_seconds(text)
+
+
+@given(st.integers(min_value=0, max_value=quantity.LARGEST))
+def test_bytes_survive_a_round_trip(count: int) -> None:
+    assert quantity.parse_bytes(quantity.format_bytes(count)) == count
+
+
+@given(st.text(alphabet="0123456789.+-eEinumkKMGTP", max_size=12))
+def test_every_text_is_a_quantity_or_refused(text: str) -> None:
+    if quantity.is_quantity(text):
+        assert abs(quantity.parse_quantity(text)) <= quantity.LARGEST
+    else:
+        with pytest.raises(ValueError, match="is not a quantity"):
+            quantity.parse_quantity(text)
+
 
 with warnings.catch_warnings():
     # Importing torch and vLLM warns of their own deprecations.
@@ -61,11 +128,8 @@ def is_refused(template: dict[str, Any]) -> bool:
     return bool(problems({"spec": {**FULL["spec"], "engine": {"podTemplate": template}}}))
 
 
-def test_exactly_the_owned_flags_of_vllm_are_refused(vllm_flags: list[str]) -> None:
+def test_the_owned_flags_of_vllm_and_all_their_abbreviations_are_refused(vllm_flags: list[str]) -> None:
     assert {flag for flag in vllm_flags if not is_accepted(flag)} == OWNED
-
-
-def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vllm_flags: list[str]) -> None:
     for flag in OWNED:
         for length in range(3 if flag.startswith("--") else 2, len(flag)):
             meant = [known for known in vllm_flags if known.startswith(flag[:length])]
@@ -74,33 +138,32 @@ def test_every_abbreviation_that_vllm_would_take_for_an_owned_flag_is_refused(vl
                 assert not is_accepted(f"{flag[:length].replace('-', '_').replace('__', '--', 1)}=x"), flag[:length]
 
 
-def test_users_cannot_repeat_a_flag_that_the_operator_renders(template: dict[str, Any]) -> None:
+def test_users_cannot_take_flags_mounts_and_labels_and_read_where_downloads_go(template: dict[str, Any]) -> None:
     rendered = {word.partition("=")[0] for word in template["spec"]["containers"][0]["args"]}
     # The name that clients ask for is the user's business: the last one given wins.
     assert rendered - {"--served-model-name", *engine_spec.HARMLESS} <= OWNED
-
-
-def test_users_cannot_take_what_the_operator_mounts_or_its_labels(template: dict[str, Any]) -> None:
     for volume in template["spec"]["volumes"]:
         assert is_refused({"volumes": [{"name": volume["name"], "emptyDir": {}}]}), volume
     for mount in template["spec"]["containers"][0]["volumeMounts"]:
         assert is_refused({"volumeMounts": [{"name": "mine", "mountPath": mount["mountPath"]}]}), mount
     for key, value in template["metadata"]["labels"].items():
         assert is_refused({"labels": {key: value}}), key
-
-
-def test_the_remedy_for_downloads_names_the_directory_that_the_operator_sets(template: dict[str, Any]) -> None:
     variables = {entry["name"]: entry.get("value") for entry in template["spec"]["containers"][0]["env"]}
     directory = re.search(r"points it at (\S+);", engine_spec.ENV["HF_HOME"])
     assert directory[1] == variables["HF_HOME"]
     assert set(engine_spec.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_is_wrong_is_told_at_once_and_every_flag_was_looked_at() -> None:
     body = tier(modelName="x", cpu={"size": "64GB"}, engine={"nodeSelector": {}})
     found = {each.field: each.message for each in problems(body)}
     assert set(found) == {"spec.modelName", "spec.cpu.size", "spec.engine.nodeSelector"}
     assert 'or "64G" for what is sold as 64GB' in found["spec.cpu.size"]
+    assert len(NEUTRAL) == len(set(NEUTRAL))
+    assert not IDENTITY & set(NEUTRAL)
+    known = IDENTITY | set(NEUTRAL)
+    assert flags_of_vllm() - known == set(), f"say in IDENTITY or {FILE.name} whether a block depends on it"
+    assert known - flags_of_vllm() <= SINCE_0_33, "vLLM has no such flag"
 
 
 @pytest.mark.parametrize(
@@ -154,14 +217,6 @@ def flags_of_vllm() -> set[str]:
     return {each.id.strip("_").replace("_", "-") for each in fields if isinstance(each, ast.Name)}
 
 
-def test_every_flag_of_the_engine_was_looked_at() -> None:
-    assert len(NEUTRAL) == len(set(NEUTRAL))
-    assert not IDENTITY & set(NEUTRAL)
-    known = IDENTITY | set(NEUTRAL)
-    assert flags_of_vllm() - known == set(), f"say in IDENTITY or {FILE.name} whether a block depends on it"
-    assert known - flags_of_vllm() <= SINCE_0_33, "vLLM has no such flag"
-
-
 @pytest.mark.parametrize(
     "flag", ["video-pruning-rate", "video-prun", "no-disable-sliding-window", "mm-hasher-algorithm"]
 )
@@ -184,7 +239,7 @@ def args_of(plan: TierPlan) -> list[str]:
     return list(engine_pod(plan)["containers"][0]["args"])
 
 
-def test_vllm_reads_the_adapters_that_were_declared() -> None:
+def test_vllm_reads_the_adapters_that_were_declared_and_one_it_refuses_is_told_with_the_remedy() -> None:
     args = args_of(planned(SQL, CHAT, ROOT, args=("--max-model-len", "8192"), maxLoraRank=64))
     read = make_arg_parser(FlexibleArgumentParser()).parse_args(args)
 
@@ -197,24 +252,6 @@ def test_vllm_reads_the_adapters_that_were_declared() -> None:
     assert read.max_model_len == 8192
     made = EngineArgs.from_cli_args(read)
     assert (made.enable_lora, made.max_lora_rank, made.max_loras) == (True, 64, 3)
-
-
-def test_adapters_change_no_block_of_the_model_and_so_no_generation() -> None:
-    assert planned(SQL).generation.digest == planned().generation.digest
-
-
-def test_at_most_eight_adapters_are_computed_together_unless_more_are_asked_for() -> None:
-    many = [{**SQL, "name": f"a{number}"} for number in range(20)]
-    assert "--max-loras=8" in args_of(planned(*many))
-    assert "--max-loras=20" in args_of(planned(*many, maxLorasAtOnce=20))
-
-
-def test_two_adapters_of_one_name_are_refused() -> None:
-    with pytest.raises(SpecInvalid, match="given twice"):
-        parse(tier(model={"name": "m", "loras": [SQL, SQL]}))
-
-
-def test_an_adapter_that_vllm_refuses_is_told_with_the_remedy() -> None:
     helper = PEFTHelper.from_dict({"r": 64, "lora_alpha": 16, "target_modules": ["q_proj"]})
     with pytest.raises(ValueError, match="rank") as refused:
         helper.validate_legal(LoRAConfig(max_lora_rank=16))
@@ -223,3 +260,12 @@ def test_an_adapter_that_vllm_refuses_is_told_with_the_remedy() -> None:
         found = explain(f"Traceback\nValueError: {error}", 1)
         assert found.reason is Reason.ADAPTER_REFUSED
         assert field in found.remedy
+
+
+def test_adapters_start_no_generation_two_of_one_name_are_refused_and_eight_are_computed_together() -> None:
+    assert planned(SQL).generation.digest == planned().generation.digest
+    many = [{**SQL, "name": f"a{number}"} for number in range(20)]
+    assert "--max-loras=8" in args_of(planned(*many))
+    assert "--max-loras=20" in args_of(planned(*many, maxLorasAtOnce=20))
+    with pytest.raises(SpecInvalid, match="given twice"):
+        parse(tier(model={"name": "m", "loras": [SQL, SQL]}))

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier says about itself, for every situation that a user meets."""
+"""What a tier says about itself, for every situation that a user meets, and which cause an engine's last words have."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from healthy_tier import (
     HEALTHY,
     LATER,
@@ -33,9 +36,10 @@ from tiers import tier
 
 from kvtier_operator import names, status
 from kvtier_operator.api import parse
-from kvtier_operator.api.reasons import Reason
+from kvtier_operator.api.reasons import CONDITIONS, Reason
 from kvtier_operator.conditions import Progress
 from kvtier_operator.errors import ClusterForbidden, ClusterUnavailable, SpecInvalid
+from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import Refusal
 from kvtier_operator.snapshot import ContainerStatus, Engines, Live, LiveJanitor, Pod
 
@@ -55,27 +59,10 @@ def with_seeds(*seeds: str | None) -> Progress:
 
 def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
     found = conditions(VIEW)
-    assert {kind: each["status"] for kind, each in found.items()} == {
-        "Ready": "True",
-        "Available": "True",
-        "VolumeBound": "True",
-        "SizingFits": "True",
-        "EnginesReady": "True",
-        "HashSeedConsistent": "True",
-        "StorageChecked": "Unknown",
-        "DiskWithinBudget": "True",
-        "DiskHealthy": "True",
-        "JanitorHealthy": "True",
-        "RoutingReady": "True",
-        "StoreReady": "Unknown",
-        "SharedCacheVerified": "Unknown",
-        "DiskEffective": "Unknown",
-        "UpToDate": "True",
-        "ClaimShared": "False",
-        "Paused": "False",
-        "Reconciling": "False",
-        "Stalled": "False",
-    }
+    no = ("ClaimShared", "Paused", "Reconciling", "Stalled")
+    unknown = ("StorageChecked", "StoreReady", "SharedCacheVerified", "DiskEffective")
+    told = {**dict.fromkeys(CONDITIONS, "True"), **dict.fromkeys(no, "False"), **dict.fromkeys(unknown, "Unknown")}
+    assert {kind: each["status"] for kind, each in found.items()} == told
     assert {each["observedGeneration"] for each in found.values()} == {3}
 
 
@@ -144,9 +131,7 @@ PROBLEMS: dict[str, list[tuple[Progress, Reason, str]]] = {
 @pytest.mark.parametrize(
     ("condition", "view", "reason", "words"), [(kind, *row) for kind, rows in PROBLEMS.items() for row in rows]
 )
-def test_a_problem_is_told_in_its_condition_and_in_ready(
-    condition: str, view: Progress, reason: Reason, words: str
-) -> None:
+def test_a_problem_shows_in_its_condition_and_ready(condition: str, view: Progress, reason: Reason, words: str) -> None:
     check_problem(view, condition, reason, words)
 
 
@@ -195,7 +180,7 @@ def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None
     assert passing["Ready"]["reason"] == lasting["Ready"]["reason"] == "ApplyFailed"
 
 
-def test_a_time_moves_only_when_the_status_flips() -> None:
+def test_only_what_changed_is_written_and_a_time_moves_only_when_the_status_flips() -> None:
     first = status.report(with_pod(), {}, now=NOON)
     other_reason = with_container(waiting_reason="CrashLoopBackOff", exit_code=1)
     second = status.report(other_reason, first, now=LATER)
@@ -205,9 +190,6 @@ def test_a_time_moves_only_when_the_status_flips() -> None:
         for report in (first, second, third)
     ]
     assert times == [NOON, NOON, LATER]
-
-
-def test_only_what_changed_is_written_and_a_field_that_is_gone_is_removed() -> None:
     first = status.report(VIEW, {}, now=NOON)
     assert status.changes(first, status.report(VIEW, first, now=LATER)) == {}
     assert status.transitions(first, status.report(VIEW, first, now=LATER)) == []
@@ -223,21 +205,19 @@ def test_events_tell_transitions_once_and_only_problems_are_warnings() -> None:
     paused = status.report(varied(VIEW, spec=parse(tier(paused=True))), ready, now=NOON)
     steps = [({}, starting), (starting, crashed), (crashed, crashed), (crashed, ready), (ready, paused)]
     told = [[(each.level, each.reason) for each in status.transitions(before, after)] for before, after in steps]
-    assert told == [
-        [("Normal", "EnginesStarting")],
-        [("Warning", "EngineCrashed")],
-        [],
-        [("Normal", "Ready")],
-        [("Normal", "Paused")],
-    ]
+    normal, warning = [("Normal", "EnginesStarting")], [("Warning", "EngineCrashed")]
+    assert told == [normal, warning, [], [("Normal", "Ready")], [("Normal", "Paused")]]
+    lost = {(each.level, each.reason) for each in status.transitions(ready, crashed)}
+    assert ("Warning", "Unavailable") in lost
 
 
-def test_what_an_invalid_spec_cannot_tell_stays_as_it_was() -> None:
+def test_what_a_spec_that_cannot_be_read_does_not_tell_stays_as_it_was() -> None:
     before = status.report(VIEW, {}, now=NOON)
-    view = Progress(generation=4, tier=REF, invalid=SpecInvalid("spec", "is wrong"))
-    after = status.report(view, before, now=LATER)
+    after = status.report(INVALID, before, now=LATER)
     assert (after["sizing"], after["generation"]) == (before["sizing"], before["generation"])
     assert after["observedGeneration"] == 4
+    assert told(INVALID, "Available", before)[:2] == ("True", "Serving")
+    assert told(INVALID, "Available")[:2] == ("Unknown", "NotChecked")
 
 
 GROWS = with_claim(capacity_bytes=1 << 40)
@@ -280,19 +260,6 @@ def test_a_tier_is_available_while_one_engine_serves(view: Progress, verdict: st
     check_verdict(view, "Available", verdict, reason, words)
 
 
-def test_a_spec_that_cannot_be_read_takes_no_engine_away() -> None:
-    before = status.report(VIEW, {}, now=NOON)
-    assert told(INVALID, "Available", before)[:2] == ("True", "Serving")
-    assert told(INVALID, "Available")[:2] == ("Unknown", "NotChecked")
-
-
-def test_losing_the_last_engine_is_an_event() -> None:
-    before = status.report(VIEW, {}, now=NOON)
-    after = status.report(with_container(waiting_reason="CrashLoopBackOff", exit_code=1), before, now=LATER)
-    events = {(each.level, each.reason) for each in status.transitions(before, after)}
-    assert ("Warning", "Unavailable") in events
-
-
 NEW_POD = replace(
     UNREADY_POD, name="llama-engine-2", containers=(ContainerStatus(name="engine", image="vllm", is_started=False),)
 )
@@ -315,9 +282,7 @@ def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:
 
 
 @pytest.mark.parametrize(("made_by", "verdict"), [("c:2", "True"), ("", "False")], ids=["scaled", "edited"])
-def test_a_change_that_no_controller_has_seen_yet_takes_ready_away_only_where_pods_are_replaced(
-    made_by: str, verdict: str
-) -> None:
+def test_a_change_that_nobody_has_seen_takes_ready_away_only_where_pods_change(made_by: str, verdict: str) -> None:
     before = status.report(VIEW, {}, now=NOON)
     unseen = changed(engines=replace(READY, generation=2))
     view = varied(unseen, spec=parse(tier(replicas=3)), made_by=made_by)
@@ -407,9 +372,7 @@ REFUSED_BY_QUOTA = {
         (spec_view(janitor={"enabled": False}), "Unknown", "JanitorDisabled", "nothing is removed"),
     ],
 )
-def test_a_janitor_that_does_not_work_is_told_with_its_remedy(
-    view: Progress, verdict: str, reason: str, words: str
-) -> None:
+def test_a_janitor_that_fails_is_told_with_remedy(view: Progress, verdict: str, reason: str, words: str) -> None:
     found = check_verdict(view, "JanitorHealthy", verdict, reason, words)
     assert found["Available"]["status"] == "True"
     assert found["Ready"]["status"] == ("False" if verdict == "False" else "True")
@@ -445,33 +408,64 @@ def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
         (with_engines(READY, updated=1), "Unknown", "EnginesReplaced", "1 of 2 engines are to be replaced"),
     ],
 )
-def test_engines_are_up_to_date_or_the_message_has_the_command(
-    view: Progress, verdict: str, reason: str, words: str
-) -> None:
+def test_engines_are_up_to_date_or_the_command_is_told(view: Progress, verdict: str, reason: str, words: str) -> None:
     found = check_verdict(view, "UpToDate", verdict, reason, words)
     assert found["Ready"]["status"] == ("False" if reason == "EnginesReplaced" else "True")
 
 
 @pytest.mark.parametrize(
-    ("view", "message"),
+    ("kind", "view", "message"),
     [
-        (with_engines(READY, replicas=3), "1 more than 2 are yet to end"),
-        (with_engines(STARTING), "0 of 2 engines are ready"),
-        (with_engines(READY, observed_generation=0), "the latest change is yet to reach the pods"),
+        ("EnginesReady", with_engines(READY, replicas=3), "1 more than 2 are yet to end"),
+        ("EnginesReady", with_engines(STARTING), "0 of 2 engines are ready"),
+        ("EnginesReady", with_engines(READY, observed_generation=0), "the latest change is yet to reach the pods"),
+        ("Reconciling", VIEW, "nothing is left to do for this spec"),
+        ("Reconciling", with_engines(STARTING, is_stalled=True), "nothing goes on until a person acts: see Stalled"),
+        ("Reconciling", spec_view(paused=True), "nothing goes on while the tier is paused"),
     ],
 )
-def test_a_message_counts_what_is_awaited_and_nothing_else(view: Progress, message: str) -> None:
-    assert told(view, "EnginesReady")[2] == message
+def test_a_message_says_what_is_awaited_and_nothing_else(kind: str, view: Progress, message: str) -> None:
+    assert told(view, kind)[2] == message
+    assert kind != "Reconciling" or told(view, kind)[:2] == ("False", "Idle")
+
+
+LINES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["crash_causes"]
+
+
+@pytest.mark.parametrize(("line", "reason"), [(line, reason) for reason, lines in LINES.items() for line in lines])
+def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, reason: str) -> None:
+    message = f"INFO 01-01 12:00:00 starting\n{line}\nEngine core initialization failed. See root cause above."
+    found = crash_causes.explain(message, 1)
+    assert found.reason is Reason(reason)
+    assert found.quote in line
+    assert found.remedy
+
+
+def what_vllm_says_of_encoder_decoder_models() -> str:
+    source = Path(find_spec("vllm").origin).with_name("v1") / "core" / "sched" / "scheduler.py"
+    return next(line for line in source.read_text().splitlines() if "Encoder-decoder" in line).strip()
+
+
+UNDER_THE_CAUSE = "401 Client Error\nRepositoryNotFoundError: 404 Client Error\nunrecognized arguments"
 
 
 @pytest.mark.parametrize(
-    ("view", "words"),
+    ("message", "code", "reason"),
     [
-        (VIEW, "nothing is left to do for this spec"),
-        (with_engines(STARTING, is_stalled=True), "nothing goes on until a person acts: see Stalled"),
-        (spec_view(paused=True), "nothing goes on while the tier is paused"),
+        # A page of shared memory that is not there.
+        ("", 135, Reason.SHM_TOO_SMALL),
+        # The cause, and not what followed from it.
+        (UNDER_THE_CAUSE, 1, Reason.TOKEN_REFUSED),
+        (f"AssertionError: {what_vllm_says_of_encoder_decoder_models()}", 1, Reason.MODEL_UNSUPPORTED),
+        *((text, 1, None) for text in ("", "Traceback (most recent call last):\nKeyError: 'x'", "\n\n")),
     ],
-    ids=["done", "stalled", "paused"],
 )
-def test_who_does_not_go_on_says_why(view: Progress, words: str) -> None:
-    assert told(view, "Reconciling") == ("False", "Idle", words)
+def test_the_cause_is_found_and_unknown_words_explain_nothing(message: str, code: int, reason: Reason | None) -> None:
+    found = crash_causes.explain(message, code)
+    assert (found and found.reason) is reason
+
+
+def test_a_long_line_is_quoted_by_its_end() -> None:
+    found = crash_causes.explain("x" * 5000 + " CUDA out of memory", 1)
+    assert len(found.quote) <= 200
+    assert found.quote.endswith("CUDA out of memory")

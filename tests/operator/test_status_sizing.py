@@ -44,13 +44,8 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
     # The pages of plans/ have the numbers of the others.
     found = status.report(VIEW, {}, now=NOON)
     sizing = found["sizing"]
-    assert [sizing[f"{term}Bytes"] >> 20 for term in ("shm", "engineMemory", "ioWorker", "memory", "ephemeral")] == [
-        65 << 10,
-        16 << 10,
-        1792,
-        84736,
-        17 << 10,
-    ]
+    terms = ("shm", "engineMemory", "ioWorker", "memory", "ephemeral")
+    assert [sizing[f"{term}Bytes"] >> 20 for term in terms] == [65 << 10, 16 << 10, 1792, 84736, 17 << 10]
     assert [sizing[f"startup{part}Seconds"] for part in ("Base", "Pin", "Load", "")] == [300, 32, 30, 362]
     assert (sizing["cpuSize"], sizing["weightBytes"], sizing["kvGroups"]) == ("64Gi", 16100000000, 1)
     assert found["generation"]["root"].endswith(f"/serving.llama/{found['generation']['current']}")
@@ -138,31 +133,24 @@ def sized(cpu: int, memory: int = GIB, engines: int = 1, *, ranks: int = 1) -> P
         (["--data-parallel-size", "9" * 30], 1),
     ],
 )
-def test_data_parallel_engines_are_counted_in_every_spelling(args: list[str], engines: int) -> None:
+def test_data_parallel_engines_and_flags_are_read_alike_in_every_spelling(args: list[str], engines: int) -> None:
     assert engine_args.read(args).engines_per_pod == engines
+    spelled = ["--dtype", "bfloat16", "--kv_cache_dtype=fp8", "--hf-overrides.rope_theta", "5e5", "-q", "awq"]
+    found = engine_args.read([*spelled, "--enforce-eager", "--seed", "-1"]).words
+    assert found == {
+        "dtype": ("bfloat16",),
+        "kv-cache-dtype": ("fp8",),
+        "hf-overrides": (".rope_theta", "5e5"),
+        "quantization": ("awq",),
+        "enforce-eager": (),
+        "seed": ("-1",),
+    }
 
 
-@pytest.mark.parametrize(
-    ("args", "found"),
-    [
-        (["--dtype", "bfloat16"], {"dtype": ("bfloat16",)}),
-        (["--kv_cache_dtype=fp8"], {"kv-cache-dtype": ("fp8",)}),
-        (["--hf-overrides.rope_theta", "5e5"], {"hf-overrides": (".rope_theta", "5e5")}),
-        (["--enforce-eager", "--seed", "-1"], {"enforce-eager": (), "seed": ("-1",)}),
-        (["-q", "awq"], {"quantization": ("awq",)}),
-    ],
-)
-def test_a_flag_is_read_alike_in_every_spelling(args: list[str], found: dict[str, tuple[str, ...]]) -> None:
-    assert engine_args.read(args).words == found
-
-
-def test_no_term_is_larger_than_a_status_can_hold() -> None:
+def test_every_term_fits_a_status_and_page_tables_count_for_each_process_that_maps_the_tier() -> None:
     sizing = sized(1 << 62, 1 << 62, 9999)
     found = report.terms(sizing, None, node_bytes=None)
     assert found["shmBytes"] == found["memoryBytes"] == 2**63 - 1
-
-
-def test_page_tables_of_a_cpu_tier_of_a_tebibyte_are_counted_for_each_process_that_maps_it() -> None:
     one, eight = (sized(1 << 40, ranks=ranks) for ranks in (1, 8))
     assert eight.io_worker_bytes - one.io_worker_bytes == 7 * 2 * GIB
     assert eight.io_worker_bytes >= 9 * 2 * GIB
@@ -184,6 +172,7 @@ def reported(*reports: EngineReport | None, runs: dict[str, Any] | None = None, 
 
 
 def test_sizes_that_the_config_does_not_tell_are_those_that_the_engines_reported() -> None:
+    assert reported(REPORT)["kvBytesPerToken"] == 131072
     assert "kvBytesPerToken" not in reported(None, **UNKNOWN_MODEL)
     sizing = reported(None, REPORT, REPORT, **UNKNOWN_MODEL)
     assert (sizing["kvBytesPerToken"], sizing["chunkBytes"]) == (14336, 1835008)
@@ -197,10 +186,6 @@ def test_sizes_that_the_config_does_not_tell_are_those_that_the_engines_reported
 def test_engines_of_an_earlier_model_do_not_tell_the_sizes_of_another(*, is_paused: bool) -> None:
     earlier = {"model": {"name": "org/earlier-architecture"}}
     assert "kvBytesPerToken" not in reported(REPORT, runs=earlier, **UNKNOWN_MODEL, paused=is_paused)
-
-
-def test_what_the_config_tells_is_not_replaced_by_a_report() -> None:
-    assert reported(REPORT)["kvBytesPerToken"] == 131072
 
 
 LIMITED = parse(tier(disk={"budget": {"maxBytes": "1Ti"}}))
@@ -284,9 +269,7 @@ WITHOUT = "pod llama-engine-1 serves without the volume"
     ],
     ids=str,
 )
-def test_an_engine_that_does_without_the_volume_is_named_with_the_reason(
-    report: EngineReport, reason: str, words: str
-) -> None:
+def test_an_engine_without_the_volume_is_named_with_the_reason(report: EngineReport, reason: str, words: str) -> None:
     pods = (replace(READY_POD, report=EngineReport()), replace(READY_POD, name="llama-engine-1", report=report))
     check_verdict(varied(changed(pods=pods), spec=ENCRYPTED), "DiskHealthy", "False", reason, words)
 
@@ -314,20 +297,24 @@ def test_without_a_report_nothing_is_known_and_the_engines_are_ready_all_the_sam
     assert check_verdict(seen, condition, "Unknown", reason, words)["Ready"]["status"] == "True"
 
 
-def test_the_budget_is_judged_when_everything_was_counted() -> None:
-    seen = view(usage(is_counted=False, used_bytes=1 << 50))
-    assert check_verdict(seen, "DiskWithinBudget", "Unknown", "Counting", "")["DiskHealthy"]["status"] == "True"
+WITHOUT_BUDGET = view(usage(used_bytes=1 << 50, volume_bytes=1 << 51, volume_free_bytes=1 << 50), spec=VIEW.spec)
 
 
-def test_what_engines_had_begun_to_write_is_not_over_the_budget() -> None:
-    found = conditions(view(usage(used_bytes=int((1 << 40) * 1.01))))
-    assert found["DiskWithinBudget"]["status"] == "True"
-
-
-def test_without_a_budget_the_volume_is_the_measure() -> None:
-    seen = view(usage(used_bytes=1 << 50, volume_bytes=1 << 51, volume_free_bytes=1 << 50), spec=VIEW.spec)
-    assert conditions(seen)["DiskWithinBudget"]["status"] == "True"
-    assert told(seen)["tiers"][1]["used"] == "50%"
+@pytest.mark.parametrize(
+    ("seen", "verdict"),
+    [
+        (view(usage(is_counted=False, used_bytes=1 << 50)), "Unknown"),
+        # What engines had begun to write.
+        (view(usage(used_bytes=int((1 << 40) * 1.01))), "True"),
+        (WITHOUT_BUDGET, "True"),
+    ],
+)
+def test_the_budget_is_judged_when_everything_was_counted_and_without_one_the_volume_is_the_measure(
+    seen: Progress, verdict: str
+) -> None:
+    reason = "Counting" if verdict == "Unknown" else conditions(seen)["DiskWithinBudget"]["reason"]
+    assert check_verdict(seen, "DiskWithinBudget", verdict, reason, "")["DiskHealthy"]["status"] == "True"
+    assert told(WITHOUT_BUDGET)["tiers"][1]["used"] == "50%"
 
 
 GENERATIONS = (
@@ -337,45 +324,31 @@ GENERATIONS = (
 )
 
 
-def test_generations_are_shown_the_current_one_first_and_the_others_as_they_were_used() -> None:
+def test_generations_are_shown_the_current_one_first_and_those_of_one_engine_alone_as_unshared() -> None:
     found = told(view(usage(generations=GENERATIONS)))["generations"]
-    assert [(each["digest"], each["role"], each["usedBytes"]) for each in found] == [
-        (CURRENT, "Current", 30),
-        ("bbbb", "Previous", 20),
-        ("aaaa", "Previous", 10),
-    ]
+    shown = [(each["digest"], each["role"], each["usedBytes"]) for each in found]
+    assert shown == [(CURRENT, "Current", 30), ("bbbb", "Previous", 20), ("aaaa", "Previous", 10)]
     assert (found[2]["created"], found[2]["lastUsed"]) == ("1970-01-02T00:00:00Z", "1970-01-03T00:00:00Z")
     assert "lastUsed" not in found[0]
+    updated = replace(GENERATIONS[0], digest="aaaa.p0123456789abcdef")
+    roles = {
+        each["digest"]: each["role"] for each in told(view(usage(generations=(*GENERATIONS, updated))))["generations"]
+    }
+    assert (roles[updated.digest], roles["aaaa"]) == ("Unshared", "Previous")
 
 
-def test_the_use_of_each_tier_is_shown() -> None:
+def test_the_use_of_each_tier_is_shown_stays_and_is_written_once() -> None:
     assert told(view(usage(used_bytes=1 << 39, blocks=9)))["tiers"] == [
         {"name": "cpu", "capacityBytes": 64 << 30},
         {"name": "disk", "capacityBytes": 1 << 40, "usedBytes": 1 << 39, "blocks": 9, "used": "50%"},
     ]
-
-
-def test_what_was_counted_last_stays_while_the_janitor_is_away() -> None:
     before = told(view(usage(generations=GENERATIONS)))
     after = told(view(None, silence="refused"), before)
     assert (after["tiers"], after["generations"]) == (before["tiers"], before["generations"])
     assert told(view(usage(is_counted=False, used_bytes=1)), before)["tiers"] == before["tiers"]
-
-
-def test_the_same_report_fits_the_schema_and_changes_nothing() -> None:
     before = told(view(usage(generations=GENERATIONS)))
     assert TierStatus.model_validate(before).tiers[1]["used"] == "100%"
     assert status.changes(before, told(view(usage(generations=GENERATIONS)), before)) == {}
-
-
-def test_blocks_of_one_engine_alone_are_no_generation_to_roll_back_to() -> None:
-    current = GENERATIONS[0]
-    updated = replace(current, digest=f"{current.digest}.p0123456789abcdef")
-    roles = {
-        each["digest"]: each["role"] for each in told(view(usage(generations=(*GENERATIONS, updated))))["generations"]
-    }
-    assert roles[updated.digest] == "Unshared"
-    assert "Previous" in roles.values()
 
 
 def test_a_missing_secret_of_the_keys_is_named_with_the_command_that_makes_it() -> None:

@@ -2,7 +2,7 @@
 """The connector that vLLM loads by name (``kv_connector_module_path``), or one that does nothing.
 
 The connector derives from classes of vLLM that have no stable interface, so kvtier supports an exact list of releases.
-The tests of the surface (tests/connector/tier/test_surface.py) hold every name and parameter that it uses against each.
+The tests of the surface (tests/connector/tier/test_spec.py) hold every name and parameter that it uses against each.
 Any other release serves without kvtier, with a connector that uses vLLM's public interface only. This module imports
 nothing else of vLLM before the check. The scheduler, every worker and the API server import it and must choose alike,
 so the choice depends on nothing but vLLM.

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from clocks import Clock
 from pools import (
     PATIENCE_SECONDS,
     ROW_BYTES,
@@ -29,6 +28,7 @@ from pools import (
     shut,
     wait_until,
 )
+from waiting import Clock
 
 from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers import supervisor as supervisor_module
@@ -36,10 +36,7 @@ from kvtier_connector.io_workers import worker as worker_module
 from kvtier_connector.io_workers.pool import workers_for
 from kvtier_connector.io_workers.supervisor import Supervisor
 from kvtier_connector.io_workers.task_table import ENTRIES
-from kvtier_connector.io_workers.tasks import (
-    Ending,
-    Lane,
-)
+from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
@@ -231,9 +228,7 @@ class TurnstileFs(FileSystem):
         return super().preadv(fd, buffers, offset)
 
 
-def test_what_waits_in_line_behind_a_volume_that_answers_is_not_late(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_behind_a_volume_that_answers_is_not_late(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, fs = Clock(100.0), TurnstileFs()
     for module in (pool_module, worker_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
@@ -282,9 +277,7 @@ def test_a_breaker_that_opens_refuses_what_waits_in_line(pools: Pools) -> None:
     assert {done.outcome for done in pool.ended.values()} == {("breaker",)}
 
 
-def test_closing_ends_idle_workers_and_those_that_hang_and_every_task(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_idle_and_hanging_workers_and_every_task(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "_KILLED_SECONDS", PATIENCE_SECONDS)
     idle, (hanging, _) = pools.make(workers=2), reading(pools, 1)
     assert idle.workers.close(PATIENCE_SECONDS)

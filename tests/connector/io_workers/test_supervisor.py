@@ -50,7 +50,7 @@ def step_until(pool: PoolUnderTest, has_processes: bool) -> None:
     wait_until(lambda: pool.step() or pool.has_processes == has_processes, what)
 
 
-def test_workers_given_up_are_tried_until_they_work_and_that_is_said_once(
+def test_workers_given_up_are_tried_until_they_work_and_told_once(
     pools: Pools, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = shut(pools)

@@ -242,7 +242,7 @@ def samples_of(report: JanitorReport, name: str) -> dict[str, float]:
     }
 
 
-def test_the_largest_tenants_have_a_sample_each_and_the_others_one_together() -> None:
+def test_the_largest_tenants_have_a_sample_each_and_are_those_of_the_document() -> None:
     report = report_on(3000)
     samples = samples_of(report, "kvtier_janitor_tenant_used_bytes")
     assert len(samples) == MOST_TENANTS + 1
@@ -250,9 +250,6 @@ def test_the_largest_tenants_have_a_sample_each_and_the_others_one_together() ->
     assert {"t2999", "t2900"} <= samples.keys()
     assert sum(samples.values()) == report.usage.used_bytes
     assert samples_of(report, "kvtier_janitor_tenants") == {"": 3000}
-
-
-def test_the_document_lists_the_largest_tenants() -> None:
     report = report_on(3000)
     document = json.loads(encode(report.usage))
     assert (len(document["tenants"]), document["tenants"][0]["tenant"]) == (1000, "t2999")
@@ -288,12 +285,9 @@ def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig, engine: Engine) -
     assert any(rig.sweep(sweeper).blocks == 0 for _ in range(5))
 
 
-def test_links_in_a_circle_are_no_links() -> None:
+def test_links_in_a_circle_are_none_and_many_blocks_are_all_found_again() -> None:
     name = np.array([1, 2], np.uint64)
     assert link(name, np.array([2, 1], np.uint64), np.array([5, 5], np.int64)).tolist() == [-1, -1]
-
-
-def test_many_blocks_are_all_found_again() -> None:
     catalog = Catalog()
     count = 70_000
     for number in range(count):

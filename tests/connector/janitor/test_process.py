@@ -70,10 +70,7 @@ def test_it_runs_with_the_packages_of_its_lock_and_ends_when_told(rig: Rig, engi
             [sys.executable, "-c", script], stdout=sink, stderr=sink, env={"HOME": str(tmp_path)}
         )
     try:
-        until(
-            lambda: "serving on port" in log.read_text() or process.poll() is not None,
-            log.read_text,
-        )
+        until(lambda: "serving on port" in log.read_text() or process.poll() is not None, log.read_text)
         found = re.search(r"serving on port (\d+)", log.read_text())
         assert found is not None, log.read_text()
         base = f"http://127.0.0.1:{found[1]}"

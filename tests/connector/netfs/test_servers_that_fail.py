@@ -62,9 +62,7 @@ def pool_of_b(nodes: Nodes) -> Iterator[PoolUnderTest]:
     remove_what_dead_writers_left(nodes)
 
 
-def test_servers_that_stop_for_a_while_cost_late_reads_and_are_used_again(
-    nodes: Nodes, pool_of_b: PoolUnderTest
-) -> None:
+def test_servers_that_stop_for_a_while_cost_late_reads_and_come_back(nodes: Nodes, pool_of_b: PoolUnderTest) -> None:
     if not nodes.volume.serving:
         pytest.skip(f"{nodes.volume.name} has no servers")
     pool, rows, servers = pool_of_b, ROWS // 2, nodes.volume.servers

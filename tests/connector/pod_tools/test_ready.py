@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The startup probe of an engine: what lets it pass, what holds it back, and what it says then."""
+"""The startup probe of an engine, and the shared memory that it finds: files of dead engines go, those in use stay."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import functools
 import json
+import os
 import socket
 import socketserver
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 import kvtier_connector
-from kvtier_connector.pod_tools import ready, redis_check
+from kvtier_connector.pod_tools import ready, redis_check, shm
 from kvtier_connector.pod_tools.ready import Phase, StartupReport
+from kvtier_connector.pod_tools.shm import clear_stale_regions
 
 PACKAGES = Path(kvtier_connector.__path__[0]).parent
 
@@ -216,17 +223,200 @@ def test_the_password_is_given_and_its_lack_is_told(server: socketserver.Threadi
     assert redis_check.why_not(url(server), "blau", patience=0) == "WRONGPASS invalid password"
 
 
-def test_one_that_is_not_there_is_told_and_holds_up_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["", "redis://redis:70000", "redis://redis..cache:6379", "redis://[redis:6379"])
+def test_one_that_is_not_there_or_cannot_be_is_told_and_stops_no_pod(address: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
+        unused = f"redis://127.0.0.1:{taken.getsockname()[1]}"
     result = tmp_path / "result"
-    assert redis_check.main([f"--url={address}", f"--result={result}", "--patience=0"]) == 0
-    assert json.loads(result.read_text()) == {"problem": "Connection refused"}
+    assert redis_check.main([f"--url={address or unused}", f"--result={result}", "--patience=0"]) == 0
+    problem = json.loads(result.read_text())["problem"]
+    assert problem == "Connection refused" if not address else problem
 
 
-@pytest.mark.parametrize("address", ["redis://redis:70000", "redis://redis..cache:6379", "redis://[redis:6379"])
-def test_an_address_that_cannot_be_is_told_and_stops_no_pod(address: str, tmp_path: Path) -> None:
-    result = tmp_path / "result"
-    assert redis_check.main([f"--url={address}", f"--result={result}", "--patience=0"]) == 0
-    assert json.loads(result.read_text())["problem"]
+CONNECTOR = Path(shm.__file__ or "").parents[2]
+SOMEBODY, SOMEBODY_ELSE = 12345, 12346
+
+HOLDER = """
+import mmap, os, sys
+how, path = sys.argv[1:]
+fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+if how != "open":
+    os.ftruncate(fd, 4096)
+    mapping = mmap.mmap(os.dup(fd), 4096)
+    if how == "mapped":
+        os.close(fd)
+        os.closerange(3, 64)  # mmap keeps a duplicate: the mapping alone must be enough
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(path: Path, how: str, user: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable if user is None else anyones_python(), "-c", HOLDER, how, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        user=user,
+    )
+    try:
+        assert process.stdout.readline() == "holding\n"
+        yield process
+    finally:
+        process.communicate()
+
+
+def region(directory: Path, name: str = "dead") -> Path:
+    path = directory / f"vllm_offload_{name}.mmap"
+    path.write_bytes(bytes(4096))
+    path.chmod(0o600)
+    return path
+
+
+def test_a_region_that_nobody_holds_is_removed_and_other_files_stay(directory: Path) -> None:
+    paths = [region(directory, "one"), region(directory, "two")]
+    for name in ("nccl-abc", "my_vllm_offload_x.mmap"):
+        (directory / name).write_bytes(b"")
+    (directory / "vllm_offload_directory").mkdir()
+    (directory / "vllm_offload_link").symlink_to("nccl-abc")
+    assert clear_stale_regions(directory) == [str(path) for path in paths]
+    assert clear_stale_regions(str(directory)) == []
+    assert len(list(directory.iterdir())) == 4
+
+
+def test_a_region_of_an_engine_that_was_killed_is_removed(directory: Path) -> None:
+    path = directory / "vllm_offload_killed.mmap"
+    with holding(path, "open and mapped") as process:
+        process.kill()
+        process.wait()
+        assert clear_stale_regions(directory) == [str(path)]
+
+
+def test_a_new_file_under_the_name_of_one_that_is_held_is_removed(directory: Path) -> None:
+    path = region(directory)
+    with holding(path, "open"):
+        path.unlink()
+        (directory / "takes the next inode number").write_bytes(b"")
+        region(directory)
+        assert clear_stale_regions(directory) == [str(path)]
+
+
+CLEARING = (
+    "import sys; sys.path.insert(0, sys.argv[2]); "
+    "from kvtier_connector.pod_tools.shm import clear_stale_regions; "
+    "print(*clear_stale_regions(sys.argv[1]), sep='\\n')"
+)
+
+
+def clear_in_another_container(directory: Path) -> list[str]:
+    """Clear in a container that shares the memory and none of the processes."""
+    container = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command = [*container, sys.executable, "-c", CLEARING, str(directory), str(CONNECTOR)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize("how", ["open", "mapped", "open and mapped"])
+@pytest.mark.parametrize(
+    "clear",
+    [
+        clear_stale_regions,
+        pytest.param(
+            clear_in_another_container,
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a container here"),
+        ),
+    ],
+)
+def test_a_region_that_a_process_holds_stays_until_the_process_ends(
+    directory: Path, how: str, clear: Callable[[Path], list[str]]
+) -> None:
+    dead, held = region(directory), directory / "vllm_offload_alive.mmap"
+    with holding(held, how):
+        assert clear(directory) == [str(dead)]
+        assert held.exists()
+    assert clear(directory) == [str(held)]
+
+
+def test_who_opens_a_region_while_it_is_removed_ends_nobody() -> None:
+    program = """
+import os, sys, threading
+sys.path.insert(0, sys.argv[2])
+from kvtier_connector.pod_tools import shm
+unlink = shm.Path.unlink
+def unlink_while_somebody_opens(path):
+    opener = threading.Thread(target=lambda: os.close(os.open(path, os.O_RDWR)))
+    opener.start()
+    opener.join(0.2)
+    assert opener.is_alive()
+    unlink(path)
+shm.Path.unlink = unlink_while_somebody_opens
+print(*shm.clear_stale_regions(sys.argv[1]), sep="\\n")
+"""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        path = region(Path(made))
+        command = [sys.executable, "-c", program, made, str(CONNECTOR)]
+        completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert completed.stdout.split() == [str(path)]
+
+
+def test_without_leases_every_region_stays_and_the_log_says_why(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    path = region(directory)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    assert clear_stale_regions(directory) == []
+    assert path.exists()
+    assert "cannot be opened, leased or removed" in caplog.text
+
+
+@functools.cache
+def anyones_python() -> str:
+    """Return a Python that other users can run and that can read this package."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        command = [
+            python,
+            "-c",
+            "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.pod_tools.shm",
+            str(CONNECTOR),
+        ]
+        try:
+            subprocess.run(command, user=SOMEBODY, check=True, stderr=subprocess.DEVNULL)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return python
+    pytest.skip("other users have no Python here")
+
+
+def clear_as(user: int, directory: Path, program: str = CLEARING) -> list[str]:
+    completed = subprocess.run(
+        [anyones_python(), "-c", program, str(directory), str(CONNECTOR)],
+        user=user,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return completed.stdout.split()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
+class TestWithoutPrivileges:
+    """A process that may not look into others' still removes its own regions, and spares what others may hold."""
+
+    @pytest.fixture
+    def everybodys(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+            Path(made).chmod(0o777)
+            yield Path(made)
+
+    @pytest.mark.parametrize("mode", [0o600, 0o666])
+    def test_its_own_region_goes_and_another_users_stays(self, everybodys: Path, mode: int) -> None:
+        own, others = region(everybodys, "own"), region(everybodys, "others")
+        os.chown(own, SOMEBODY, SOMEBODY)
+        os.chown(others, SOMEBODY_ELSE, SOMEBODY_ELSE)
+        others.chmod(mode)
+        assert clear_as(SOMEBODY, everybodys) == [str(own)]
+        assert others.exists()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block store on the file systems at hand, and what it does when the volume fails."""
+"""The block store on the file systems at hand, when the volume fails, and when a directory is another model's."""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import shutil
 import stat
@@ -12,19 +13,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checks import check
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, NOW_NS, BlockStoreContract, key, pages, payload, read, stream, whole_file
-from store_faults import KINDS, FailingFs, HookedFs, NthCallFails, ShortFs, WatchedFs, plant
+from store_faults import KINDS, TOO_DEEP, FailingFs, HookedFs, NthCallFails, ShortFs, WatchedFs, plant
 
+from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.io_workers.worker import WorkerFileSystem
+from kvtier_connector.store import identity as identities
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Stored, StoreFault
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
-from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, block_path
+from kvtier_connector.store.identity import RootClaim, RootState, claim
+from kvtier_connector.store.layout import PURGES_FILE, QUARANTINE, TIER_FILE, block_path
 
 CONNECTOR = Path(sys.modules["kvtier_connector.store.blockstore"].__file__ or "").parents[2]
 KIT = Path(__file__).parents[2] / "kit"
@@ -71,25 +77,22 @@ class TestStoreWhoseTransfersStopAnywhere(BlockStoreContract):
         return BlockStore(root, fs=ShortFs(3001), direct=direct, clock=lambda: NOW_NS)
 
 
-@pytest.mark.parametrize(
-    ("number", "fault"),
-    [
-        (errno.ENOSPC, StoreFault.NO_SPACE),
-        (errno.EDQUOT, StoreFault.NO_SPACE),
-        (errno.EROFS, StoreFault.READ_ONLY),
-        (errno.EACCES, StoreFault.DENIED),
-        (errno.EPERM, StoreFault.DENIED),
-        (errno.EMFILE, StoreFault.RESOURCES),
-        (errno.ENOMEM, StoreFault.RESOURCES),
-        (errno.EIO, StoreFault.IO),
-        (errno.ESTALE, StoreFault.IO),
-    ],
-)
+REFUSALS = {
+    "NO_SPACE": ["ENOSPC", "EDQUOT"],
+    "READ_ONLY": ["EROFS"],
+    "DENIED": ["EACCES", "EPERM"],
+    "RESOURCES": ["EMFILE", "ENOMEM"],
+    "IO": ["EIO", "ESTALE"],
+}
+
+
+@pytest.mark.parametrize(("name", "fault"), [(each, fault) for fault, found in REFUSALS.items() for each in found])
 @pytest.mark.parametrize("call", ["mkdir", "open", "pwritev", "close", "rename"])
-def test_a_refused_write_is_a_value_and_leaves_nothing(root: Path, call: str, number: int, fault: StoreFault) -> None:
-    fs = FailingFs(OSError(number, os.strerror(number)), when=lambda name, path: name == call)
+def test_a_refused_write_is_a_value_and_leaves_nothing(root: Path, call: str, name: str, fault: str) -> None:
+    number = getattr(errno, name)
+    fs = FailingFs(OSError(number, os.strerror(number)), when=lambda called, _: called == call)
     store = BlockStore(root, fs=fs, direct=False)
-    assert store.put(key(1), payload(1)) is fault
+    assert store.put(key(1), payload(1)) is StoreFault[fault]
     assert not [path for path in root.rglob("*") if path.is_file() and path.name not in {"tier.json", PURGES_FILE}]
     assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
 
@@ -165,9 +168,7 @@ def test_a_good_block_that_replaces_a_damaged_one_before_or_after_the_look_at_it
     ("number", "calls", "is_removed"),
     [(errno.ENOSPC, {"rename", "mkdir"}, True), (errno.EROFS, {"rename", "mkdir", "unlink"}, False)],
 )
-def test_damaged_blocks_that_cannot_be_moved_are_removed(
-    root: Path, number: int, calls: set[str], is_removed: bool
-) -> None:
+def test_damaged_blocks_that_cannot_move_are_gone(root: Path, number: int, calls: set[str], is_removed: bool) -> None:
     BlockStore(root).put(key(1), payload(1))
     path = root / block_path(key(1))
     path.write_bytes(b"damaged")
@@ -363,3 +364,172 @@ def test_a_write_into_what_was_replaced_on_the_server_is_made_again(root: Path, 
         assert not fs.left
     assert engine.get(key(9), pages()) == Hit(BLOCK_BYTES)
     assert list(root.rglob("*-partial")) == []
+
+
+IDENTITY = {"model": "llama", "dtype": "bfloat16", "groups": [[1, 2], [3]]}
+
+
+def test_the_first_claim_makes_directory_and_file_and_another_changes_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b" / "d1gest"
+    claim(root, IDENTITY, "d1gest")
+    assert json.loads((root / TIER_FILE).read_text()) == {"digest": "d1gest", "format": 4, "identity": IDENTITY}
+    assert [path.name for path in root.iterdir()] == [TIER_FILE]
+    assert check(root, partial_age_seconds=0) == []
+    before = (root / TIER_FILE).stat()
+    claim(root, {"groups": ((1, 2), (3,)), "dtype": "bfloat16", "model": "llama"}, "d1gest")
+    after = (root / TIER_FILE).stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+class HalfMadeFs(WatchedFs):
+    """Another client is making the directory above: for some calls it is there, and nothing can be made in it."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def before(self, call: str, path: str | None) -> None:
+        if call == "mkdir" and path is not None and path.endswith("d1gest") and self.left:
+            self.left -= 1
+            raise FileNotFoundError(errno.ENOENT, "no such directory", path)
+
+
+def test_a_directory_that_another_client_is_making_is_waited_for_but_not_for_ever(tmp_path: Path) -> None:
+    claim(tmp_path / "a" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(4))
+    assert (tmp_path / "a" / "d1gest" / TIER_FILE).exists()
+    with pytest.raises(StoreUnavailable, match="cannot be claimed"):
+        claim(tmp_path / "b" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(1000))
+
+
+@pytest.mark.parametrize(
+    ("identity", "digest", "expected"),
+    [
+        ({**IDENTITY, "dtype": "float16"}, "other", "identity.dtype is 'bfloat16' there and 'float16' here"),
+        ({**IDENTITY, "model": "x", "dtype": "float16"}, "d1gest", "identity.dtype is"),
+        (
+            {"model": "llama", "dtype": "bfloat16"},
+            "d1gest",
+            r"identity.groups is \[\[1, 2\], \[3\]\] there and '\(absent\)",
+        ),
+        ({**IDENTITY, "rope": {"theta": 1}}, "d1gest", r"identity.rope is '\(absent\)' there and {'theta': 1} here"),
+        (IDENTITY, "other", "digest is 'd1gest' there and 'other' here"),
+    ],
+)
+def test_strangers_are_refused_by_reason(tmp_path: Path, identity: dict[str, Any], digest: str, expected: str) -> None:
+    claim(tmp_path, IDENTITY, "d1gest")
+    before = (tmp_path / TIER_FILE).read_bytes()
+    with pytest.raises(
+        IdentityMismatch, match=rf"^{tmp_path}/tier.json: .*{expected}.*volume.path.*remove the directory"
+    ):
+        claim(tmp_path, identity, digest)
+    assert (tmp_path / TIER_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", '{"identity": 1}', "\xff", TOO_DEEP.decode()),
+        json.dumps({"digest": "d1gest", "format": 5, "identity": IDENTITY}),
+    ],
+)
+def test_a_damaged_file_and_one_of_another_format_are_refused_and_kept(tmp_path: Path, text: str) -> None:
+    (tmp_path / TIER_FILE).write_bytes(text.encode("latin-1"))
+    with pytest.raises(IdentityMismatch, match="format is 5 there and 4 here" if "5" in text else "restore the file"):
+        claim(tmp_path, IDENTITY, "d1gest")
+    assert (tmp_path / TIER_FILE).read_bytes() == text.encode("latin-1")
+    assert [problem.kind for problem in check(tmp_path)] == ["identity"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("call", ["mkdir", "open", "pwritev", "fsync", "close", "link"])
+def test_a_volume_that_fails_is_unavailable_and_says_why(tmp_path: Path, call: str, number: int) -> None:
+    root = tmp_path / "d1gest"
+    # Without the directory the first open is a plain "no such file": let only later ones fail.
+    error = OSError(number, "as the system says")
+    fs = FailingFs(error, when=lambda name, path: name == call and (name != "open" or "partial" in str(path)))
+    if call == "close":
+        fs = FailingFs(error, when=lambda name, path: name == call)
+    with pytest.raises(StoreUnavailable, match="as the system says") as caught:
+        claim(root, IDENTITY, "d1gest", fs=fs)
+    assert caught.value.__cause__ is error
+    assert not root.exists() or list(root.iterdir()) == []
+    claim(root, IDENTITY, "d1gest")
+
+
+@pytest.mark.parametrize("call", ["preadv", "stat"])
+def test_a_volume_that_cannot_be_looked_at_says_nothing_of_a_claim(tmp_path: Path, call: str) -> None:
+    claim(tmp_path, IDENTITY, "d1gest")
+    fs = FailingFs(OSError(errno.ESTALE, "it fails"), when=lambda name, path: name == call)
+    ours = RootClaim(tmp_path, IDENTITY, "d1gest", fs=fs)
+    with pytest.raises(StoreUnavailable, match="it fails"):
+        ours.look(may_write=True) if call == "stat" else ours.renew()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_volume_without_hard_links_can_be_claimed(tmp_path: Path, number: int) -> None:
+    root = tmp_path / "d1gest"
+    fs = FailingFs(OSError(number, "no links"), when=lambda name, path: name == "link")
+    claim(root, IDENTITY, "d1gest", fs=fs)
+    claim(root, IDENTITY, "d1gest", fs=fs)
+    assert check(root, partial_age_seconds=0) == []
+
+
+def test_who_comes_second_by_a_hair_keeps_the_first_ones_file(tmp_path: Path) -> None:
+    fs = HookedFs(lambda call, _: call == "link" and claim(tmp_path, {"model": "faster"}, "d1gest"))
+    with pytest.raises(IdentityMismatch, match="'faster'"):
+        claim(tmp_path, {"model": "slower"}, "d1gest", fs=fs)
+    assert [path.name for path in tmp_path.iterdir()] == [TIER_FILE]
+
+
+def test_many_threads_and_processes_may_claim_at_once(tmp_path: Path) -> None:
+    root = tmp_path / "d1gest"
+    program = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); "
+        "from kvtier_connector.store.identity import claim; claim(Path(sys.argv[1]), {'model': 'test'}, 'd1gest')"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", program, str(root), str(CONNECTOR)]) for _ in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: claim(root, {"model": "test"}, "d1gest"), range(16)))
+    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
+    assert [path.name for path in root.iterdir()] == [TIER_FILE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_in_the_place_of_a_description_makes_it_unusable(tmp_path: Path, kind: str) -> None:
+    plant(kind, tmp_path / TIER_FILE)
+    with pytest.raises(StoreUnavailable, match="cannot be claimed"):
+        claim(tmp_path, IDENTITY, "d1gest")
+
+
+def test_a_claim_is_renewed_where_the_description_is_another_or_is_gone(tmp_path: Path) -> None:
+    root = tmp_path / "d1gest"
+    ours = RootClaim(root, IDENTITY, "d1gest")
+    ours.renew()
+    assert ours.look(may_write=True) is RootState.SAME
+    (root / TIER_FILE).unlink()
+    assert ours.look(may_write=False) is RootState.GONE
+    assert ours.look(may_write=True) is RootState.OTHER
+    ours.renew()
+    assert identities.read(root) is not None
+    assert ours.look(may_write=True) is RootState.SAME
+    shutil.rmtree(root)
+    # There is nothing that somebody else could take for theirs.
+    assert ours.look(may_write=True) is RootState.GONE
+    claim(root, {**IDENTITY, "dtype": "float16"}, "d1gest")
+    assert ours.look(may_write=False) is RootState.OTHER
+    with pytest.raises(IdentityMismatch, match="dtype"):
+        ours.renew()
+
+
+def test_a_description_that_has_another_file_number_but_was_not_written_is_no_news(tmp_path: Path) -> None:
+    ours = RootClaim(tmp_path, IDENTITY, "d1gest")
+    assert ours.renew()
+    # Longer ago than any volume's clock is coarse.
+    os.utime(tmp_path / TIER_FILE, (1, 1))
+    assert ours.renew()
+    shutil.copy2(tmp_path / TIER_FILE, tmp_path / "copy")
+    (tmp_path / "copy").rename(tmp_path / TIER_FILE)
+    assert ours.look(may_write=True) is RootState.OTHER
+    assert not ours.renew()
+    assert ours.look(may_write=True) is RootState.SAME
+    (tmp_path / TIER_FILE).unlink()
+    assert ours.renew()

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many calls on the volume a block costs: on a network file system each is a round trip."""
+"""How many calls on the volume a block costs, what a mount is called, and what is said of its options."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from store_contract import BLOCK_BYTES, key, pages, payload, remove, writes
+import yaml
+from store_contract import BLOCK_BYTES, key, pages, payload, read, remove, writes
 from store_faults import NotingFs, ShortFs
 
 from kvtier_connector.io_workers.worker import WorkerFileSystem
-from kvtier_connector.store.blockstore import BlockStore, Hit, Outcome, Present, Stored
+from kvtier_connector.store import reading
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Outcome, Present, Stored
 from kvtier_connector.store.fs import ALIGNMENT, LOCAL, DirectIo, FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
 from kvtier_connector.store.identity import RootClaim, RootState, claim
 from kvtier_connector.store.layout import BlockKey, block_path
-from kvtier_connector.store.mounts import Mount
+from kvtier_connector.store.mounts import UNKNOWN, Mount, advice, mount_of
 from kvtier_connector.store.reading import PIECE_BYTES
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def hashed(number: int) -> BlockKey:
@@ -41,13 +46,21 @@ def store(tmp_path: Path, fs: NotingFs) -> BlockStore:
 LOOK = ["open", "fstat", "close"]
 
 
-def test_a_store_of_a_block_costs_eight_calls(tmp_path: Path, store: BlockStore, fs: NotingFs) -> None:
+def test_a_store_costs_eight_calls_a_load_four_and_a_block_that_is_there_four_and_no_write(
+    tmp_path: Path, store: BlockStore, fs: NotingFs
+) -> None:
     # Its directories are there now.
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     remove(tmp_path, key(1))
     fs.calls.clear()
     assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
     assert fs.calls == ["open", "open", *writes(tmp_path), "close", *LOOK, "rename"]
+    fs.calls.clear()
+    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
+    assert fs.calls == ["open", "preadv", "fstat", "close"]
+    fs.calls.clear()
+    assert store.put(key(1), payload(1)) == Present()
+    assert fs.calls == ["open", "fstat", "preadv", "close"]
 
 
 def test_the_first_block_of_a_directory_costs_little_more(tmp_path: Path, store: BlockStore, fs: NotingFs) -> None:
@@ -98,20 +111,6 @@ def test_directories_belong_to_their_group_below_one_that_was_copied_without_its
     assert {stat.S_IMODE(each.stat().st_mode) for each in blocks.rglob("*") if each.is_dir()} == {0o2770}
 
 
-def test_a_load_of_a_block_costs_four_calls(store: BlockStore, fs: NotingFs) -> None:
-    store.put(key(1), payload(1))
-    fs.calls.clear()
-    assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
-    assert fs.calls == ["open", "preadv", "fstat", "close"]
-
-
-def test_a_block_that_is_there_costs_four_calls_and_no_write(store: BlockStore, fs: NotingFs) -> None:
-    store.put(key(1), payload(1))
-    fs.calls.clear()
-    assert store.put(key(1), payload(1)) == Present()
-    assert fs.calls == ["open", "fstat", "preadv", "close"]
-
-
 def test_looking_after_a_claim_costs_one_call(tmp_path: Path, fs: NotingFs) -> None:
     ours = RootClaim(tmp_path, {}, "d1gest", fs=fs)
     ours.renew()
@@ -156,9 +155,7 @@ def test_large_blocks_are_read_in_pieces_through_page_cache_only(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "fs",
-    [LOCAL, ShortFs(3001), ShortFs(300_000), WorkerFileSystem()],
-    ids=["whole", "tiny", "short", "mapped"],
+    "fs", [LOCAL, ShortFs(3001), ShortFs(300_000), WorkerFileSystem()], ids=["whole", "tiny", "short", "mapped"]
 )
 def test_the_pieces_make_up_the_block(tmp_path: Path, fs: FileSystem) -> None:
     BlockStore(tmp_path, direct=False).put(key(1), payload(1, SIZE))
@@ -192,3 +189,104 @@ def test_a_block_whose_header_is_wrong_is_not_read_to_its_end(tmp_path: Path) ->
     fs = NotingFs()
     assert stream(tmp_path, key(1), Taker(), fs=fs) is Fault.MAGIC
     assert fs.calls.count("preadv") == 1
+
+
+TABLE = TABLES["mounts"]
+
+
+@pytest.mark.parametrize(("path", "name"), TABLES["types"])
+def test_a_file_system_is_called_by_its_name(path: str, name: str) -> None:
+    assert mount_of(path, table=TABLE).name == name
+
+
+def test_a_system_that_does_not_tell_has_an_unknown_file_system_and_this_one_tells() -> None:
+    assert mount_of("/mnt", table="") == UNKNOWN
+    assert advice(UNKNOWN) == []
+    assert mount_of("/proc/self").type == "proc"
+
+
+@pytest.mark.parametrize(("type_", "options", "words"), TABLES["options"])
+def test_an_option_that_costs_speed_or_safety_is_named(type_: str, options: str, words: list[str]) -> None:
+    found = advice(Mount(type_, "x", dict(part.partition("=")[::2] for part in options.split(","))))
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+class NfsClient(FileSystem):
+    """Says of a name that was looked for in vain that it is not there, until the directory above is opened."""
+
+    def __init__(self) -> None:
+        self._absent: set[Path] = set()
+        self.opened = 0
+
+    def open(self, path: str, flags: int) -> int:
+        self.opened += 1
+        for each in (*reversed(Path(path).parents), Path(path)):
+            if each in self._absent:
+                raise FileNotFoundError(errno.ENOENT, "as last time", path)
+            if not each.exists() and not flags & os.O_CREAT:
+                self._absent.add(each)
+                raise FileNotFoundError(errno.ENOENT, "no such file", path)
+        if Path(path).is_dir():
+            self._absent = {each for each in self._absent if each.parent != Path(path)}
+        return super().open(path, flags)
+
+
+class FuseClient(FileSystem):
+    """Opens the file that it has in mind, which the server has replaced, until it is asked anew about the name."""
+
+    def __init__(self) -> None:
+        self.is_stale = True
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.is_stale:
+            raise OSError(errno.ESTALE, "stale")
+        return super().preadv(fd, buffers, offset)
+
+    def look_again(self, path: str) -> None:
+        super().look_again(path)
+        self.is_stale = False
+
+
+def of_type(name: str) -> object:
+    return lambda _: Mount(name, "server:/export", {})
+
+
+@pytest.mark.parametrize("first", [(), (2,)], ids=["no directory yet", "another block in the directory"])
+def test_a_block_that_was_looked_for_in_vain_is_read_once_another_node_has_stored_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Sequence[int]
+) -> None:
+    monkeypatch.setattr(reading, "mount_of", of_type("nfs4"))
+    reader, writer = BlockStore(tmp_path, fs=NfsClient()), BlockStore(tmp_path)
+    for number in first:
+        writer.put(key(number), payload(number))
+    assert reader.get(key(1), pages()) == Miss()
+    writer.put(key(1), payload(1))
+    assert read(reader, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
+
+
+def test_a_miss_costs_one_call_where_names_come_from_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for kind in ("fuse.glusterfs", "nfs4"):
+        monkeypatch.setattr(reading, "mount_of", of_type(kind))
+        fs = NfsClient()
+        reader = BlockStore(tmp_path, fs=fs, direct=False)
+        assert reader.get(key(1), pages()) == Miss()
+        counts.append(fs.opened)
+    assert counts[0] == 1 < counts[1]
+
+
+def test_a_file_that_was_replaced_on_the_server_is_asked_for_anew(tmp_path: Path) -> None:
+    fs = FuseClient()
+    BlockStore(tmp_path).put(key(1), payload(1))
+    assert read(BlockStore(tmp_path, fs=fs, direct=False), key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
+
+
+def test_to_look_again_changes_nothing_and_raises_nothing(tmp_path: Path) -> None:
+    fs = FileSystem()
+    BlockStore(tmp_path).put(key(1), payload(1))
+    path = tmp_path / block_path(key(1))
+    before = path.stat()
+    fs.look_again(str(path))
+    assert path.stat() == before
+    fs.look_again(str(tmp_path / "nothing"))

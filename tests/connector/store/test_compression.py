@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,8 @@ from kvtier_connector.store.header import (
 )
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 SIZE = PIECE_BYTES + 12288
 MIB = 1 << 20
@@ -103,12 +106,7 @@ READS: list[Reader] = [read, stream]
     ("direct", "fs"), [(False, LOCAL), (None, LOCAL), (False, WorkerFileSystem())], ids=["cached", "direct", "mapped"]
 )
 def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - what is combined
-    root: Path,
-    keys_dir: Path,
-    read: Reader,
-    is_encrypted: bool,
-    direct: bool | None,
-    fs: FileSystem,
+    root: Path, keys_dir: Path, read: Reader, is_encrypted: bool, direct: bool | None, fs: FileSystem
 ) -> None:
     keys = keys_dir if is_encrypted else None
     block = numbers(1)
@@ -258,22 +256,9 @@ def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: P
 
 @pytest.mark.parametrize(
     ("change", "is_worth_it"),
-    [
-        ({}, True),
-        ({"read_rate": 20e9}, False),
-        ({"write_rate": 20e9}, False),
-        ({"ratio": 0.95}, False),
-        ({"processors": 1}, True),
-        ({"unpack_rate": 0.2e9}, False),
-        ({"read_rate": 0}, False),
-        ({"write_rate": 0}, False),
-        ({"read_rate": 3e9, "write_rate": 2e9, "processors": 16}, True),
-        ({"read_rate": 3e9, "write_rate": 2e9, "processors": 2}, False),
-    ],
+    TABLES["worth"],
 )
-def test_blocks_are_compressed_where_loads_gain_and_stores_do_not_lose(
-    change: dict[str, float], is_worth_it: bool
-) -> None:
+def test_blocks_are_compressed_where_loads_gain_and_no_store_loses(change: dict[str, float], is_worth_it: bool) -> None:
     rates = {
         "ratio": 0.7, "pack_rate": 1e9, "unpack_rate": 1.5e9, "read_rate": 0.5e9, "write_rate": 0.3e9, "processors": 4,
     } | change  # fmt: skip

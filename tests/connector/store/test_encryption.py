@@ -13,18 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_contract import (
-    BLOCK_BYTES,
-    HOME,
-    NOW_NS,
-    BlockStoreContract,
-    key,
-    pages,
-    payload,
-    read,
-    stream,
-    whole_file,
-)
+from store_contract import BLOCK_BYTES, HOME, NOW_NS, BlockStoreContract, key, pages, payload, read, stream, whole_file
 from store_faults import KubeletMount, flip
 
 from kvtier_connector.janitor import commands

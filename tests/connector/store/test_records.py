@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes and names of journals: round trips, and every kind of damage."""
+"""Journals: their bytes and names, and what one process notes and another reads; damage loses news and nothing else."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import zlib
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from store_contract import NOW_NS
+from store_contract import NOW_NS, key
+from store_faults import CrashingFs, FailingFs, ShortFs
+from waiting import Clock
 
 from kvtier_connector.contract.engine import TENANT_PATTERN
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import (
     MAX_PAYLOAD_BYTES,
     MAX_TIME_NS,
     RECORD_BYTES,
+    JournalLimits,
+    JournalWriter,
+    Op,
     Record,
     decode_record,
     encode_head,
@@ -38,6 +48,8 @@ from kvtier_connector.store.layout import (
     partial_path,
     quarantine_path,
 )
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
 WRITER = "0123456789abcdef" * 2
@@ -120,9 +132,14 @@ def test_a_number_out_of_its_range_makes_a_record_unreadable(offset: int, size: 
         assert (decode_record(with_checksum(fields)) is not None) == is_read
 
 
-def test_zeros_are_no_record_and_no_head() -> None:
+def test_zeros_are_no_record_and_a_path_is_as_documented() -> None:
     assert decode_record(bytes(RECORD_BYTES)) is None
     assert not is_head(bytes(RECORD_BYTES))
+    key = BlockKey(bytes.fromhex("abcdef0123456789"), 12)
+    assert block_path(key) == "blocks/abc/abcdef0123456789_g12.kvb"
+    assert block_path(key._replace(tenant="acme")) == "tenants/acme/blocks/abc/abcdef0123456789_g12.kvb"
+    moved = quarantine_path(key._replace(tenant="acme"), "checksum", TOKEN)
+    assert moved == f"tenants/acme/quarantine/abcdef0123456789_g12.kvb.checksum.{TOKEN}"
 
 
 @pytest.mark.parametrize("offset", [0, 4, 8, 12])
@@ -182,37 +199,7 @@ def test_only_paths_that_are_made_are_understood(path: str) -> None:
     assert key is None or block_path(key) == path
 
 
-def test_a_path_is_as_documented() -> None:
-    key = BlockKey(bytes.fromhex("abcdef0123456789"), 12)
-    assert block_path(key) == "blocks/abc/abcdef0123456789_g12.kvb"
-    assert block_path(key._replace(tenant="acme")) == "tenants/acme/blocks/abc/abcdef0123456789_g12.kvb"
-    moved = quarantine_path(key._replace(tenant="acme"), "checksum", TOKEN)
-    assert moved == f"tenants/acme/quarantine/abcdef0123456789_g12.kvb.checksum.{TOKEN}"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "blocks/abc/abcdef0123456789_g12.kvb.old",
-        "blocks/abc/df/abcdef0123456789_g12.kvb",
-        "blocks/abd/de/abcdef0123456789_g12.kvb",
-        "blocks/abc/abcdef012345678_g12.kvb",
-        "blocks/abc/de/ABCDEF0123456789_g12.kvb",
-        "blocks/abc/abcdef0123456789_g012.kvb",
-        "blocks/abc/abcdef0123456789_g4294967296.kvb",
-        "blocks/abc/abcdef0123456789_g-1.kvb",
-        "blocks/abc/abcdef0123456789_g12.kvb\n",
-        "blocks/abc/abcdef0123456789_g\u0661.kvb",
-        "blocks/abc/de/" + "abcde" + "0" * 61 + "_g0.kvb",
-        "abc/de/abcdef0123456789_g12.kvb",
-        "tenants//blocks/abc/de/abcdef0123456789_g12.kvb",
-        "tenants/../blocks/abc/de/abcdef0123456789_g12.kvb",
-        "tenants/A/blocks/abc/de/abcdef0123456789_g12.kvb",
-        "tenants/a/b/blocks/abc/de/abcdef0123456789_g12.kvb",
-        "/blocks/abc/de/abcdef0123456789_g12.kvb",
-        "",
-    ],
-)
+@pytest.mark.parametrize("path", TABLES["no_blocks"])
 def test_a_path_that_is_almost_right_is_not_a_block(path: str) -> None:
     assert parse_block_path(path) is None
 
@@ -252,3 +239,164 @@ def test_a_partial_name_leads_glusterfs_to_the_server_of_the_final_name() -> Non
 )
 def test_other_names_are_not_partial(name: str) -> None:
     assert not is_partial(name)
+
+
+def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> JournalWriter:
+    return JournalWriter(
+        root, fs=fs or FileSystem(), limits=JournalLimits(**limits), clock=lambda: NOW_NS, now=Clock(1000.0)
+    )
+
+
+def note(writer: JournalWriter, *numbers: int, op: Op = Op.STORED) -> None:
+    for number in numbers:
+        writer.append(op, key(number), 4096)
+
+
+def records_of(root: Path) -> list[Record]:
+    found = []
+    for path in sorted((root / "journal").glob("*.kvj")):
+        content = path.read_bytes()
+        for at in range(RECORD_BYTES, len(content), RECORD_BYTES):
+            record = decode_record(content[at : at + RECORD_BYTES])
+            assert record is not None
+            found.append(record)
+    return found
+
+
+def numbers_of(found: list[Record]) -> list[int]:
+    return [int.from_bytes(record.key.hash[:4], "little") for record in found]
+
+
+def only_file(root: Path) -> Path:
+    (path,) = (root / "journal").glob("*.kvj")
+    return path
+
+
+def test_a_retention_is_noted_with_its_end(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    note(writer, 1, op=Op.USED)
+    writer.append(Op.RETAINED, key(1), 4096, ahead_seconds=60)
+    writer.flush()
+    found = records_of(tmp_path)
+    assert [record.op for record in found] == [Op.USED, Op.RETAINED]
+    assert [record.time_ns - NOW_NS for record in found] == [0, 60_000_000_000]
+
+
+def test_a_use_is_noted_once_in_a_window(tmp_path: Path) -> None:
+    clock = Clock(1000.0)
+    writer = JournalWriter(tmp_path, limits=JournalLimits(used_window_seconds=60), now=clock)
+    note(writer, 1, 1, 1, op=Op.USED)
+    assert writer.pending == 1
+    clock.seconds += 30
+    note(writer, 1, op=Op.USED)
+    assert writer.pending == 1
+    clock.seconds += 60
+    note(writer, 2, op=Op.USED)
+    clock.seconds += 60
+    note(writer, 1, op=Op.USED)
+    assert writer.pending == 3
+
+
+def test_a_block_that_was_stored_need_not_be_noted_as_used(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    note(writer, 1)
+    note(writer, 1, op=Op.USED)
+    assert writer.pending == 1
+    note(writer, 1)
+    note(writer, 1, op=Op.GONE)
+    assert writer.pending == 3
+
+
+def test_a_flush_costs_three_system_calls_and_a_hit_none(tmp_path: Path) -> None:
+    fs = CrashingFs(10**9)
+    writer = make_writer(tmp_path, fs)
+    note(writer, 0)
+    writer.flush()
+    fs.calls.clear()
+    note(writer, *range(1, 1000))
+    assert fs.calls == []
+    writer.flush()
+    assert fs.calls == ["open", "pwritev", "close"]
+    writer.flush()
+    assert fs.calls == ["open", "pwritev", "close"]
+
+
+def test_a_volume_that_takes_few_bytes_at_a_time_gets_all_of_them(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, ShortFs(50))
+    note(writer, *range(20))
+    writer.flush()
+    assert numbers_of(records_of(tmp_path)) == list(range(20))
+
+
+def test_what_the_volume_never_takes_is_dropped_at_a_limit(tmp_path: Path) -> None:
+    fs = FailingFs(OSError(errno.EROFS, "read-only"), when=lambda call, path: call == "open")
+    writer = make_writer(tmp_path, fs, buffered_records=10)
+    for first in range(0, 30, 6):
+        note(writer, *range(first, first + 6))
+        with pytest.raises(StoreUnavailable, match="read-only"):
+            writer.flush()
+    assert writer.pending == 10
+
+
+def test_a_full_segment_is_followed_by_the_next_and_the_oldest_go(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, segment_bytes=3 * RECORD_BYTES, segments=4)
+    for number in range(20):
+        note(writer, number)
+        writer.flush()
+    assert numbers_of(records_of(tmp_path)) == list(range(12, 20))
+    assert len(list((tmp_path / "journal").iterdir())) == 4
+
+
+SECOND_NS = 10**9
+
+
+def make_living(root: Path, fs: FileSystem | None = None) -> tuple[JournalWriter, Clock]:
+    now = Clock(1000.0)
+    return JournalWriter(root, fs=fs or FileSystem(), clock=lambda: NOW_NS, now=now), now
+
+
+def written_ns(root: Path) -> int:
+    return only_file(root).stat().st_mtime_ns
+
+
+def test_a_process_that_has_nothing_to_say_renews_the_time_of_its_journal_now_and_then(tmp_path: Path) -> None:
+    writer, now = make_living(tmp_path)
+    writer.append(Op.STORED, key(1), 4096)
+    writer.flush()
+    content = only_file(tmp_path).read_bytes()
+    os.utime(only_file(tmp_path), ns=(SECOND_NS, SECOND_NS))
+    now.seconds += 300
+    writer.flush()
+    assert written_ns(tmp_path) == SECOND_NS
+    now.seconds += 400
+    writer.flush()
+    assert written_ns(tmp_path) > SECOND_NS
+    assert only_file(tmp_path).read_bytes() == content
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_process_that_may_store_nothing_shows_that_it_is_there(tmp_path: Path, *, is_removed: bool) -> None:
+    writer, now = make_living(tmp_path)
+    writer.append(Op.STORED, key(1), 4096)
+    writer.show_life()
+    assert only_file(tmp_path).stat().st_size == RECORD_BYTES
+    os.utime(only_file(tmp_path), ns=(SECOND_NS, SECOND_NS))
+    if is_removed:
+        only_file(tmp_path).unlink()
+    now.seconds += 700
+    writer.show_life()
+    assert written_ns(tmp_path) > SECOND_NS
+    assert writer.flush() == 1
+    record = decode_record(only_file(tmp_path).read_bytes()[RECORD_BYTES:])
+    assert record.key == key(1)
+
+
+def test_a_volume_that_takes_no_sign_of_life_is_asked_now_and_then(tmp_path: Path) -> None:
+    calls: list[str] = []
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    fs = FailingFs(refused, when=lambda call, _: not calls.append(call))
+    writer, now = make_living(tmp_path, fs)
+    for _ in range(10):
+        writer.show_life()
+        now.seconds += 100
+    assert calls.count("open") == 2

@@ -58,15 +58,12 @@ def litter(root: Path) -> dict[str, LeftoverKind]:
     return {**kinds, str(directory / "link"): LeftoverKind.FOREIGN}
 
 
-def test_a_scan_names_every_block_once(root: Path) -> None:
+def test_a_scan_names_every_block_once_and_says_what_every_other_file_is(root: Path) -> None:
     entries = sorted(entry for entry in scan(root) if isinstance(entry, BlockEntry))
     assert [entry.key for entry in entries] == [key(number) for number in range(3)]
     assert [entry.path for entry in entries] == [block_path(key(number)) for number in range(3)]
     assert {entry.size for entry in entries} == {BLOCK_BYTES}
     assert entries[0].mtime_ns == (root / entries[0].path).stat().st_mtime_ns
-
-
-def test_a_scan_says_what_every_other_file_is(root: Path) -> None:
     kinds = litter(root)
     found = {entry.path: entry.kind for entry in scan(root, partial_age_seconds=0) if isinstance(entry, Leftover)}
     assert found == kinds
@@ -172,19 +169,6 @@ def test_a_file_that_was_moved_within_its_generation_is_named(root: Path) -> Non
     assert kinds == {str(elsewhere): "foreign", block_path(key(7)): "key"}
 
 
-def test_the_document_of_a_check_counts_all_problems_and_lists_the_first(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier_connector.janitor.commands.MOST_PROBLEMS", 2)
-    for number in range(3):
-        (root / block_path(key(number))).write_bytes(b"")
-    status, text = run_check(capsys, str(root), "-o", "json")
-    document = json.loads(text)
-    assert (status, document["problemsByKind"]) == (1, {"empty": 3})
-    assert [problem["path"] for problem in document["problems"]] == sorted(block_path(key(n)) for n in range(3))[:2]
-    assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
-
-
 def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(["check", *arguments])
     captured = capsys.readouterr()
@@ -192,7 +176,9 @@ def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return status, captured.out
 
 
-def test_the_command_lists_problems_and_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_problems_and_fails_and_its_document_counts_all_and_lists_the_first(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run_check(capsys, str(root)) == (0, "3 blocks, 204 KiB, 0 problems\n")
     (root / block_path(key(0))).write_bytes(b"damaged")
     status, text = run_check(capsys, str(root))
@@ -201,6 +187,14 @@ def test_the_command_lists_problems_and_fails(root: Path, capsys: pytest.Capture
         f"{block_path(key(0))}: truncated: it ends too early; a reader moves it away, and the block is computed again",
         "3 blocks, 136 KiB, 1 problem: 1 truncated",
     ]
+    monkeypatch.setattr("kvtier_connector.janitor.commands.MOST_PROBLEMS", 2)
+    for number in range(3):
+        (root / block_path(key(number))).write_bytes(b"")
+    status, text = run_check(capsys, str(root), "-o", "json")
+    document = json.loads(text)
+    assert (status, document["problemsByKind"]) == (1, {"empty": 3})
+    assert [problem["path"] for problem in document["problems"]] == sorted(block_path(key(n)) for n in range(3))[:2]
+    assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -228,14 +222,11 @@ def volume(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_generation_of_a_volume_is_found(volume: Path) -> None:
+def test_every_generation_of_a_volume_is_found_and_no_directory_of_vllms_tier(volume: Path) -> None:
     found = [str(path.relative_to(volume)) for path in find_generations(volume)]
     assert found == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
     assert find_generations(volume / "ns.qwen/ccc") == [volume / "ns.qwen/ccc"]
     assert find_generations(volume / "nothing") == []
-
-
-def test_the_directories_of_vllms_tier_are_not_searched(volume: Path) -> None:
     vllms = volume / "ns.qwen" / "0123456789abcdef"
     for place in ("M_0123456789ab", "M_0123456789ab_r0/abc/blocks", "M_ba9876543210_r0/blocks"):
         (vllms / place).mkdir(parents=True)
@@ -286,13 +277,8 @@ def test_inspect_shows_generations_sizes_ages_and_leftovers(volume: Path, capsys
     assert [each["path"] for each in (first, second, third)] == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
     assert first["identity"] == {"model": "kv/ns.llama/aaa"}
     assert first["blocks"] == {"files": 3, "bytes": 3 * BLOCK_BYTES}
-    assert {name: heap["files"] for name, heap in first["ages"].items()} == {
-        "1 h": 2,
-        "1 d": 0,
-        "7 d": 1,
-        "30 d": 0,
-        "older": 0,
-    }
+    ages = {name: heap["files"] for name, heap in first["ages"].items()}
+    assert ages == {"1 h": 2, "1 d": 0, "7 d": 1, "30 d": 0, "older": 0}
     assert first["newestSeconds"] < 3600
     assert first["oldestSeconds"] > 86_400
     assert first["leftovers"]["partial"] == {"files": 1, "bytes": 4}

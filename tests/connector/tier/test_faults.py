@@ -38,7 +38,7 @@ def is_read_of(*hanging: bytes) -> Callable[[str, str], bool]:
     return lambda call, path: call == "preadv" and any(name in path for name in names)
 
 
-def test_a_read_that_hangs_ends_at_its_deadline_and_the_rest_of_the_job_is_kept(
+def test_a_read_that_hangs_ends_at_its_deadline_and_the_rest_is_kept(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rigs.write(keys(6))

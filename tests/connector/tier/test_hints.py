@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from engine_fleet import LATER, PROMPT, Engines, finish, restart
 from engine_parts import BLOCK_TOKENS, Shape, answer_of
 from engine_rig import SimulatedEngine
@@ -33,6 +35,8 @@ from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.journal import RECORD_BYTES
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 
 def action(kind: str, payload: dict[str, Any] | None = None, version: str = "1.0") -> dict[str, Any]:
     return {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload or {}}
@@ -42,40 +46,28 @@ def hinted(*actions: Any) -> dict[str, Any]:
     return {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)}}
 
 
+def retain(*directives: Any, version: str = "1.0", **more: Any) -> dict[str, Any]:
+    return action("kv.retain", {"directives": list(directives), **more}, version)
+
+
+def kept(seconds: float = LONGEST_RETENTION_SECONDS, end: int | None = None) -> Hints:
+    return Hints(retained=Retention(seconds, end))
+
+
+FIRST = retain({"end": 32, "duration": 9}, version="1.7")
+
+
 @pytest.mark.parametrize(
     ("params", "hints"),
     [
         (None, NO_HINTS),
-        ({}, NO_HINTS),
-        ({"kvtier_store": False}, Hints(may_store=False)),
-        ({"kvtier_load": False}, Hints(may_load=False)),
-        ({"kvtier_load": True, "kvtier_store": True}, NO_HINTS),
-        ({"max_load_tokens": 7, "max_offload_tokens": 0, "kvtier_tenant": "a", "tp_size": 2}, NO_HINTS),
-        ({"do_remote_prefill": True, "remote_host": "h", "transfer_id": "t"}, NO_HINTS),
-        (hinted(action("kv.retain")), Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None))),
-        (
-            hinted(action("kv.retain", {"scope": "s", "directives": [{"end": 64, "priority": 80, "duration": 60}]})),
-            Hints(retained=Retention(60.0, 64)),
-        ),
-        (
-            hinted(action("kv.retain", {"directives": [{"end": 64, "duration": 5}, {"start": 64, "priority": 0}]})),
-            Hints(retained=Retention(5.0, 64)),
-        ),
-        (
-            hinted(
-                action("kv.retain", {"directives": [{"end": 32, "duration": 9}]}, "1.7"),
-                action("kv.retain", {"directives": [{"start": 32, "end": 48, "duration": 2}]}),
-            ),
-            Hints(retained=Retention(9.0, 48)),
-        ),
-        (
-            {"kv_hints": {"actions": [{"action_type": "kv.retain"}]}},
-            Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None)),
-        ),
-        (
-            hinted(action("kv.retain", {"directives": [{"duration": 10**400}]})),
-            Hints(retained=Retention(LONGEST_RETENTION_SECONDS, None)),
-        ),
+        *((given, Hints(**hints)) for given, hints in TABLES["understood"]),
+        (hinted(action("kv.retain")), kept()),
+        ({"kv_hints": {"actions": [{"action_type": "kv.retain"}]}}, kept()),
+        (hinted(retain({"duration": 10**400})), kept()),
+        (hinted(retain({"end": 64, "priority": 80, "duration": 60}, scope="s")), kept(60.0, 64)),
+        (hinted(retain({"end": 64, "duration": 5}, {"start": 64, "priority": 0})), kept(5.0, 64)),
+        (hinted(FIRST, retain({"start": 32, "end": 48, "duration": 2})), kept(9.0, 48)),
     ],
 )
 def test_what_is_asked_for_is_understood(params: Any, hints: Hints) -> None:
@@ -85,55 +77,13 @@ def test_what_is_asked_for_is_understood(params: Any, hints: Hints) -> None:
 @pytest.mark.parametrize(
     ("params", "cause", "name"),
     [
-        ("text", "value", "kv_transfer_params"),
-        ([1], "value", "kv_transfer_params"),
-        ({"kvtier_sotre": False}, "key", "kvtier_sotre"),
-        ({"max_offload_token": 3}, "key", "max_offload_token"),
-        ({"a secret, maybe": 1}, "key", "(not shown)"),
+        *TABLES["ignored"],
+        *((hinted(action(**each)), cause, name) for each, cause, name in TABLES["ignored_actions"]),
         ({5: 1}, "key", "(not shown)"),
-        ({"sk-live-0123456789abcdef": 1}, "key", "(not shown)"),
         ({"kvtier_" + 40 * "s": 1}, "key", "(not shown)"),
-        (hinted(action("sk-live-0123456789abcdef")), "action", "(not shown)"),
-        (hinted(action("kv." + 40 * "s")), "action", "(not shown)"),
-        ({"kv_load_tiers": "sk-live"}, "value", "kv_load_tiers"),
-        ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "sk-live"}]}, "value", "kv_load_tiers"),
-        ({"kv_load_tiers": [{"locality": 5}]}, "value", "kv_load_tiers"),
-        ({"kv_load_tiers": ["sk-live"]}, "value", "kv_load_tiers"),
-        ({"max_load_tokens": -1}, "value", "max_load_tokens"),
-        ({"max_offload_tokens": True}, "value", "max_offload_tokens"),
-        ({"max_offload_tokens": "12"}, "value", "max_offload_tokens"),
-        ({"kv_hints": "kv.retain"}, "value", "kv_hints"),
-        ({"kv_hints": {"actions": {}}}, "value", "kv_hints"),
         (hinted(*[action("kv.retain")] * (MOST_ACTIONS + 1)), "value", "kv_hints"),
-        ({"kv_hints": {"protocol_version": "9", "actions": []}}, "version", "kv_hints"),
-        ({"kv_hints": {"protocol_version": [], "actions": []}}, "version", "kv_hints"),
-        (hinted("kv.retain"), "action", "(not shown)"),
-        (hinted(action("kv.fetch")), "action", "kv.fetch"),
-        (hinted({"action_type": ["kv.retain"]}), "action", "(not shown)"),
-        (hinted(action("kv.retain", version="2.0")), "version", "kv.retain"),
-        (hinted({"action_type": "kv.retain", "action_version": 1}), "version", "kv.retain"),
-        (hinted(action("kv.demote")), "action", "kv.demote"),
-        (hinted({"action_type": "kv.retain", "payload": 3}), "payload", "kv.retain"),
-        (hinted(action("kv.retain", {"directives": 3})), "payload", "kv.retain"),
-        (hinted(action("kv.retain", {"directives": [{}] * (MOST_ACTIONS + 1)})), "payload", "kv.retain"),
-        (hinted(action("kv.retain", {"seconds": 3})), "payload", "kv.retain"),
-        *[
-            (hinted(action("kv.retain", {"directives": [bad]})), "payload", "kv.retain")
-            for bad in (
-                "all",
-                {"end": -1},
-                {"end": 0},
-                {"start": 5, "end": 5},
-                {"duration": "60"},
-                {"duration": float("nan")},
-                {"duration": float("inf")},
-                {"duration": -1},
-                {"duration": True},
-                {"priority": 101},
-                {"priority": True},
-                {"ttl": 60},
-            )
-        ],
+        (hinted(retain(*[{}] * (MOST_ACTIONS + 1))), "payload", "kv.retain"),
+        *((hinted(retain(bad)), "payload", "kv.retain") for bad in TABLES["bad_directives"]),
     ],
 )
 def test_what_is_not_understood_is_ignored_and_named(params: Any, cause: str, name: str) -> None:
@@ -152,25 +102,7 @@ def test_a_prompt_is_public_only_if_its_client_says_so_or_nothing(value: Any) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("given_params", "left"),
-    [
-        ("sk-live", None),
-        ({"max_load_tokens": "sk-live", "max_offload_tokens": 5}, {"max_load_tokens": None, "max_offload_tokens": 5}),
-        (
-            {"max_load_tokens": True, "max_offload_tokens": -1, "x": 1},
-            {"max_load_tokens": None, "max_offload_tokens": None, "x": 1},
-        ),
-        ({"kv_load_tiers": []}, {"kv_load_tiers": []}),
-        (
-            {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
-            {"kv_load_tiers": [{}, {"medium": "cpu", "locality": None}]},
-        ),
-        ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "sk-live"}]}, {"kv_load_tiers": [{"medium": "CPU"}]}),
-        ({"kv_load_tiers": [{"medium": "sk-live"}], "x": 1}, {"kv_load_tiers": None, "x": 1}),
-        ({"kv_load_tiers": {"medium": "CPU"}}, {"kv_load_tiers": None}),
-    ],
-)
+@pytest.mark.parametrize(("given_params", "left"), TABLES["understood_by_vllm"])
 def test_vllm_gets_what_it_understands(given_params: Any, left: Any) -> None:
     assert parse_hints(given_params, None)[1] == left
 
@@ -217,7 +149,7 @@ def serve(engine: SimulatedEngine, name: str, prompt: Sequence[int], params: Any
 
 @pytest.mark.parametrize("windows", [(None,), (None, 64)], ids=["one group", "a sliding window"])
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 0), (1, 0), (5 * BLOCK_TOKENS, 5), (10**9, CHUNKS)])
-def test_as_much_is_stored_as_allowed(
+def test_no_more_is_stored_than_allowed(
     engines: Engines, windows: tuple[int | None, ...], tokens: int, chunks: int
 ) -> None:
     engine = engines.make(Shape(windows=windows))

@@ -25,7 +25,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from random_engine import EngineMachine, run
 from rig import DECLARED, TOKENS_PER_BLOCK, offloading_config
 from test_adapters import request_for, write
-from test_facts import DIFFERENCES, engine_config
+from test_attaching import DIFFERENCES, engine_config
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, OffloadingModelConfig

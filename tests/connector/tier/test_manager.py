@@ -180,16 +180,12 @@ def prefetch(rig: Rig, name: str, wanted: list[OffloadKey]) -> Rig:
     return rig
 
 
-def test_what_is_fetched_ahead_is_there_when_its_request_is_scheduled(rigs: Rigs) -> None:
-    rigs.write(keys(6))
+def test_what_is_fetched_ahead_is_there_for_its_request_and_takes_a_share_of_the_rows_at_most(rigs: Rigs) -> None:
+    rigs.write(keys(30))
     rig = prefetch(rigs.make(chunks=20), "early", keys(6))
     wait_until(lambda: rig.poll() and rig.manager.are_ready(keys(6)), "all is there")
     assert rig.serve(keys(6), "early").steps == 1
     assert rig.metric("vllm:kvtier_disk_read_blocks") == 6
-
-
-def test_no_more_than_a_share_of_the_rows_is_fetched_ahead(rigs: Rigs) -> None:
-    rigs.write(keys(30))
     rig = prefetch(rigs.make(chunks=10), "early", keys(30))
     rig.settle()
     assert rig.metric("vllm:kvtier_disk_read_blocks") == 5

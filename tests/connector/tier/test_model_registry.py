@@ -10,9 +10,11 @@ import importlib
 import json
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -51,129 +53,17 @@ from kvtier_operator.plan.model_families import MEASURED, make_family_layout
 from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, make_model_layout
 from kvtier_operator.plan.models import known
 
-DENSE = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-LATENT = {"num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-WINDOWS = {**DENSE, "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 16}
-MIMO_V2 = {
-    "model_type": "mimo_v2",
-    "num_hidden_layers": 48,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 192,
-    "v_head_dim": 128,
-    "swa_num_key_value_heads": 8,
-    "swa_head_dim": 192,
-    "swa_v_head_dim": 128,
-    "attention_chunk_size": 128,
-    "sliding_window": 128,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *(([1] * 5 + [0]) * 7)],
-}
-NEMOTRON_H = {**DENSE, "model_type": "nemotron_h", "layers_block_type": ["mamba", "mlp", "attention", "moe"]}
-DELTA_NET = {
-    **DENSE,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-QWEN_3 = {**DENSE, "model_type": "qwen3"}
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+DENSE, LATENT, MIMO_V2, GEMMA_4, LFM_2 = TABLES["configs"].values()
 
 
-def each(architectures: str, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {architecture: dict(fields) for architecture in architectures.split()}
+def by_architecture(name: str) -> dict[str, dict[str, Any]]:
+    return {each: dict(group["fields"]) for group in TABLES[name] for each in group["architectures"].split()}
 
 
-BY_HAND: dict[str, dict[str, Any]] = {
-    "BailingMoeV2_5ForCausalLM": {**LATENT, "num_hidden_layers": 32, "layer_group_size": 8},
-    "BailingMoeV3ForCausalLM": {**LATENT, "num_hidden_layers": 20, "layer_group_size": 5},
-    "DeepseekV32ForCausalLM": {**LATENT, "model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 128},
-    "KimiK3ForConditionalGeneration": {
-        "text_config": {**LATENT, "linear_attn_config": {"full_attn_layers": list(range(4, 28, 4))}}
-    },
-    "KimiLinearForCausalLM": {**LATENT, "linear_attn_config": {"full_attn_layers": list(range(4, 28, 4))}},
-    "LongcatFlashNgramForCausalLM": {**LATENT, "num_layers": 14, "model_type": "longcat_flash_ngram"},
-    "MiMoV2ForCausalLM": MIMO_V2,
-    "MiMoV2FlashForCausalLM": MIMO_V2,
-    "MiMoV2OmniForCausalLM": MIMO_V2,
-    "MiniMaxM3SparseForCausalLM": {
-        **DENSE,
-        "sparse_attention_config": {"sparse_attention_freq": [0, *[1] * 31], "sparse_index_dim": 128},
-    },
-    "MistralLarge3ForCausalLM": {**LATENT, "model_type": "deepseek_v3"},
-    "PanguUltraMoEForCausalLM": {**LATENT, "model_type": "pangu_ultra_moe"},
-    "Rnj1ForCausalLM": WINDOWS,
-    **each(
-        "BailingMoeForCausalLM BailingMoeV2ForCausalLM ExaoneForCausalLM InternLM2ForCausalLM MiMoForCausalLM "
-        "MiniCPMForCausalLM OrionForCausalLM PanguEmbeddedForCausalLM Param2MoEForCausalLM "
-        "SarvamMoEForCausalLM SolarForCausalLM Step1ForCausalLM TeleChat2ForCausalLM TeleFLMForCausalLM "
-        "DotsOCRForCausalLM KeyeForConditionalGeneration KeyeVL1_5ForConditionalGeneration MiniCPMO MiniCPMV "
-        "MolmoForCausalLM MoonshotKimiaForCausalLM Phi3VForCausalLM Phi4ForCausalLMV Phi4MMForCausalLM "
-        "DomynEdgeForCausalLM",
-        DENSE,
-    ),
-    **each(
-        "BeeForConditionalGeneration Cosmos3ForConditionalGeneration Eagle2_5_VLForConditionalGeneration "
-        "FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration H2OVLChatModel "
-        "InternS1ForConditionalGeneration InternS1ProForConditionalGeneration KananaVForConditionalGeneration "
-        "LightOnOCRForConditionalGeneration Llama_Nemotron_Nano_VL LlavaOnevision2ForConditionalGeneration "
-        "Molmo2ForConditionalGeneration MossAudioModel NVLM_D OpenCUAForConditionalGeneration "
-        "OpenPanguVLForConditionalGeneration Ovis Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM "
-        "Qwen3ASRRealtimeGeneration RForConditionalGeneration SkyworkR1VChatModel "
-        "StepVLForConditionalGeneration UltravoxModel Alpamayo2Super MiniCPMOcrForConditionalGeneration",
-        {"text_config": QWEN_3},
-    ),
-    **each("DeepseekOCRForCausalLM DeepseekVLV2ForCausalLM", {"language_config": LATENT}),
-    **each(
-        "NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Super_Omni_Reasoning_V3",
-        {"llm_config": NEMOTRON_H},
-    ),
-    **each(
-        "InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration", {"text_config": DELTA_NET}
-    ),
-    "GraniteMoeHybridForCausalLM": {**DENSE, "layer_types": ["mamba", "attention"] * 16},
-}
-"""The fields of architectures whose config class is not here, or gives no model of the family by default."""
-
-LEFT_TO_THE_ENGINE: dict[str, dict[str, Any]] = {
-    "DeciLMForCausalLM": {**DENSE, "block_configs": [{}]},
-    "PanguProMoEV2ForCausalLM": {**DENSE, "param_sink_number": 128},
-    "Plamo3ForCausalLM": {**DENSE, "interleaved_sliding_window": [2048, None]},
-    **{
-        architecture: {**DENSE, "model_type": model_type}
-        for architecture, model_type in {
-            "AliceAIForCausalLM": "alice_ai",
-            "BeamForCausalLM": "beam",
-            "DoryForCausalLM": "dory",
-            "FlintForCausalLM": "flint",
-            "Glm5NextForCausalLM": "glm5_next_text",
-            "IQuestLoopCoderForCausalLM": "iquestloopcoder",
-            "K2HorizonForCausalLM": "k2_horizon",
-            "MuseSparkForConditionalGeneration": "muse_spark",
-            "SarvamMLAForCausalLM": "sarvam_mla",
-            "Step5ForCausalLM": "step5",
-            "Step5ForConditionalGeneration": "step5_vl",
-        }.items()
-    },
-    **each(
-        "DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration DeepseekV41ForCausalLM "
-        "DiffusionGemmaForBlockDiffusion Dots3NoteForCausalLM Glm5NextForConditionalGeneration "
-        "HYV4ForCausalLM HrmTextForCausalLM InklingForCausalLM InklingForConditionalGeneration "
-        "Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration UnlimitedOCRForCausalLM "
-        "VoxtralRealtimeGeneration",
-        {},
-    ),
-}
-"""The engine measures their KV: with the fields that say so, where the config class does not give them."""
-
-NOTHING_TO_KEEP = {
-    "CohereAsrForConditionalGeneration": "is_encoder_decoder",
-    "NemotronParseForConditionalGeneration": "is_encoder_decoder",
-    "RadioMBartPrefixForCausalLM": "is_encoder_decoder",
-    "WhisperForConditionalGeneration": "is_encoder_decoder",
-    "FalconMambaForCausalLM": "none of its layers is an attention layer",
-    "Mamba2ForCausalLM": "none of its layers is an attention layer",
-    "MambaForCausalLM": "none of its layers is an attention layer",
-}
+BY_HAND, LEFT_TO_THE_ENGINE = by_architecture("by_hand"), by_architecture("left_to_the_engine")
+NOTHING_TO_KEEP = {each: why for why, names in TABLES["nothing_to_keep"].items() for each in names.split()}
+TYPES: dict[str, str] = TABLES["types"]
 
 ARCHITECTURES = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
 LAYOUT = EngineLayout(args=engine_args.read(["--kv-cache-dtype=bfloat16"]))
@@ -323,18 +213,6 @@ def test_the_keys_of_minimax_m3_are_on_every_rank(tp: int) -> None:
     assert_as_vllm_packs(make_family_layout(config, EngineLayout(tensor_parallel=tp)), specs, ranks=tp)
 
 
-GEMMA_4 = {
-    "model_type": "gemma4_text",
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": 4,
-    "attention_k_eq_v": True,
-    "sliding_window": 1024,
-    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
-}
 EVERY_SIXTH, OTHERS = [5, 11, 17, 23, 29], [layer for layer in range(30) if layer % 6 != 5]
 
 
@@ -344,15 +222,12 @@ def test_heads_of_two_sizes_share_blocks_of_one_size(tp: int) -> None:
     assert_as_vllm_packs(make_family_layout(GEMMA_4, EngineLayout(tensor_parallel=tp)), specs, ranks=tp)
 
 
-def test_layers_that_are_written_one_by_one_are_the_same() -> None:
+def test_layers_written_one_by_one_and_windows_with_more_heads_share_blocks() -> None:
     short = {name: value for name, value in GEMMA_4.items() if "global" not in name}
     by_layer = {f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 4} for layer in EVERY_SIXTH}
     assert make_family_layout({**short, "per_layer_config": by_layer}, EngineLayout()) == make_family_layout(
         GEMMA_4, EngineLayout()
     )
-
-
-def test_windows_with_more_heads_share_blocks_too() -> None:
     pattern = MIMO_V2["hybrid_layer_pattern"]
     assert isinstance(pattern, list)
     full = [layer for layer, mark in enumerate(pattern) if mark == 0]
@@ -381,61 +256,14 @@ def test_four_bits_come_with_scales(config: dict[str, Any], args: list[str], tp:
     assert_as_vllm_packs(make_family_layout(config, layout), {f"layers.{layer}": spec for layer in range(32)}, tp)
 
 
-@pytest.mark.parametrize(
-    ("config", "args", "engine", "why"),
-    [
-        (DEEPSEEK_32, ["--kv-cache-dtype=fp8"], {}, "write --kv-cache-dtype=fp8_ds_mla in spec.engine.args"),
-        ({**DEEPSEEK_32, "model_type": "glm_moe_dsa"}, [], {}, "write --kv-cache-dtype=bfloat16 or fp8_ds_mla"),
-        ({**DEEPSEEK_32, "indexer_types": ["full", *["shared"] * 60]}, [], {}, "layers share an index (indexer_types)"),
-        (LATENT, ["--kv-cache-dtype=nvfp4"], {}, "write --kv-cache-dtype=nvfp4_ds_mla"),
-        (GEMMA_4, ["--kv-cache-dtype=nvfp4"], {}, "its layers are of several kinds"),
-        (DENSE, ["--kv-cache-dtype=nvfp4", "--kv-cache-dtype-skip-layers=0"], {}, "leaves layers out"),
-        (DENSE, ["--kv-cache-dtype=turboquant_k8v4"], {}, "packs its numbers in a way that is not known here"),
-        (DEEPSEEK_32, ["--block-size=128"], {}, "--block-size is not 64"),
-        (DEEPSEEK_32, ["-pp=2"], {}, "pipeline stages hold different numbers of it"),
-        (GEMMA_4, [], {"is_cpu_build": True}, "the CPU build makes blocks of both kinds equally large"),
-        (GEMMA_4, [], {"is_canonical": True}, "spec.disk.canonicalLayout"),
-        (
-            {**DENSE, "is_encoder_decoder": True},
-            [],
-            {},
-            "for which vLLM has no prefix cache: serve it without a KVCacheTier",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("base", "changes", "args", "engine", "why"), TABLES["untold"])
 def test_what_decides_elsewhere_is_named(
-    config: dict[str, Any], args: list[str], engine: dict[str, bool], why: str
+    base: str, changes: dict[str, Any], args: list[str], engine: dict[str, bool], why: str
 ) -> None:
+    config = {"deepseek_32": DEEPSEEK_32, **TABLES["configs"]}[base] | changes
     found = make_family_layout(config, EngineLayout(args=engine_args.read(args), **engine))
     assert isinstance(found, KvUnknown)
     assert why in found.why
-
-
-# As vLLM's own config classes need it; what they derive from it (kinds of layers, head sizes) is theirs.
-TYPES = {
-    "meta-llama/Llama-3.1-8B-Instruct": "llama",
-    "Qwen/Qwen2.5-0.5B-Instruct": "qwen2",
-    "Qwen/Qwen3-8B": "qwen3",
-    "google/gemma-2-9b-it": "gemma2",
-    "google/gemma-3-27b-it": "gemma3_text",
-    "google/gemma-3-12b-it": "gemma3_text",
-    "openai/gpt-oss-20b": "gpt_oss",
-    "deepseek-ai/DeepSeek-V3": "deepseek_v3",
-    "deepseek-ai/DeepSeek-V2-Lite": "deepseek_v2",
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
-    "ai21labs/AI21-Jamba-1.5-Mini": "jamba",
-    "LiquidAI/LFM2-1.2B": "lfm2",
-}
-LFM_2 = {
-    "num_hidden_layers": 16,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "conv_dim": 2048,
-    "conv_L_cache": 3,
-    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-}
-"""As its first checkpoints say it: a list of the attention layers, and no kinds."""
 
 
 def published(name: str) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from clocks import Clock
+import yaml
 from engine_fleet import Engines, stored
 from engine_parts import WINDOW_TOKENS, Shape, answer_of, prompt_of
 from rig import TOKENS_PER_BLOCK, Rigs, keys
 from store_faults import GatedFs
 from vllm.v1.kv_offload.base import ReqContext
+from waiting import Clock
 
 from kvtier_connector.cascade.rates import (
     JOIN_SECONDS,
@@ -22,6 +24,8 @@ from kvtier_connector.cascade.rates import (
     Way,
 )
 from kvtier_connector.cascade.split import Split, Splits
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 PREFILL = 20_000.0
 PROMPT_SECONDS = 0.25
@@ -53,45 +57,11 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
     return rates
 
 
-@pytest.mark.parametrize(
-    ("volume", "work", "whole", "split"),
-    [
-        pytest.param(500_000, {"tokens": 32_000}, Way.LOAD, Way.LOAD, id="a volume much faster than the engine"),
-        pytest.param(25_000, {"tokens": 32_000}, Way.LOAD, Way.SPLIT, id="hardly faster"),
-        pytest.param(10_000, {"tokens": 32_000}, Way.COMPUTE, Way.SPLIT, id="a volume slower than the engine"),
-        pytest.param(10_000, {"tokens": 512}, Way.COMPUTE, Way.COMPUTE, id="a hit too short for the price of a join"),
-        pytest.param(100, {"tokens": 32_000}, Way.COMPUTE, Way.SPLIT, id="a volume that hardly gives anything"),
-        pytest.param(100, {"tokens": 4_000}, Way.COMPUTE, Way.COMPUTE, id="a short hit of such a volume"),
-        pytest.param(
-            500_000, {"tokens": 32_000, "unread": 0}, Way.LOAD, Way.LOAD, id="a hit that others have ordered already"
-        ),
-        pytest.param(
-            40_000, {"tokens": 32_000, "most_ahead": 8_000}, Way.LOAD, Way.LOAD, id="more than may be read ahead"
-        ),
-        pytest.param(40_000, {"tokens": 16_000, "queued": 200_000}, Way.COMPUTE, Way.SPLIT, id="a queue of reads"),
-        pytest.param(40_000, {"tokens": 16_000, "queued": 12_000}, Way.LOAD, Way.SPLIT, id="a short queue of reads"),
-        pytest.param(15_000, {"tokens": 16_000, "backlog": 90_000}, Way.LOAD, Way.LOAD, id="a queue of prompts"),
-        pytest.param(
-            200_000, {"tokens": 512, "queued": 24_000}, Way.COMPUTE, Way.COMPUTE, id="queued reads, no answers"
-        ),
-        pytest.param(
-            200_000, {"tokens": 512, "queued": 24_000, "answering": 24}, Way.LOAD, Way.LOAD, id="queued reads, answers"
-        ),
-        pytest.param(
-            10_000,
-            {"tokens": 512, "queued": 24_000, "answering": 24},
-            Way.COMPUTE,
-            Way.COMPUTE,
-            id="slow queued reads, answers",
-        ),
-    ],
-)
-def test_a_hit_takes_the_way_that_is_over_first(
-    volume: float, work: dict[str, int], whole: Way, split: Way, clock: Clock
-) -> None:
+@pytest.mark.parametrize(("volume", "work", "whole", "split"), TABLES["ways"].values(), ids=TABLES["ways"])
+def test_a_hit_takes_the_faster_way(volume: float, work: dict[str, int], whole: str, split: str, clock: Clock) -> None:
     rates = measured(clock, volume)
     work = {"unread": work["tokens"], **work}
-    assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (whole, split)
+    assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (Way[whole], Way[split])
 
 
 def test_a_step_under_way_delays_what_is_computed(clock: Clock) -> None:
@@ -104,31 +74,23 @@ def test_a_step_under_way_delays_what_is_computed(clock: Clock) -> None:
     assert rates.choose(**work) is Way.COMPUTE
 
 
-def test_a_volume_that_was_never_measured_is_tried(clock: Clock) -> None:
+def test_a_volume_is_tried_that_was_never_measured_won_or_lost_long_ago(clock: Clock) -> None:
     rates = Rates(now=clock)
     assert rates.choose(100, unread=100) is Way.LOAD
     assert rates.choose(100, unread=100, may_split=True) is Way.SPLIT
-
-
-def test_a_volume_that_lost_is_tried_again_after_a_while(clock: Clock) -> None:
     rates = measured(clock, 100)
     assert rates.choose(32_000, unread=32_000) is Way.COMPUTE
     clock.seconds += KNOWN_SECONDS + 1
     assert rates.choose(32_000, unread=32_000) is Way.LOAD
     read(rates, clock, 10)
     assert rates.choose(32_000, unread=32_000) is Way.COMPUTE
-
-
-def test_a_volume_that_won_stays_the_way_however_long_ago_it_was_read(clock: Clock) -> None:
     rates = measured(clock, 500_000)
     clock.seconds += 10 * KNOWN_SECONDS
     assert rates.choose(32_000, unread=32_000, may_split=True) is Way.LOAD
 
 
 @pytest.mark.parametrize("gives", [True, False])
-def test_a_volume_that_stops_giving_hangs_until_it_gives_or_its_reads_are_given_up(
-    clock: Clock, *, gives: bool
-) -> None:
+def test_a_volume_that_stops_hangs_until_it_gives_or_its_reads_are_given_up(clock: Clock, *, gives: bool) -> None:
     rates = measured(clock, 500_000)
     rates.note_landed(0, is_reading=True)
     clock.seconds += STALLED_SECONDS
@@ -155,18 +117,7 @@ def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Cl
         assert (rates.volume.value < before) is is_slower
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        pytest.param([(0.0, 4000, 0), (0.2, 1, 0)], id="one step at a time"),
-        pytest.param(
-            [(0.0, 4000, 0), (0.001, 4000, 4000), (0.2, 4000, 4000), (0.4, 0, 4000)], id="two steps in flight"
-        ),
-        pytest.param([(0.0, 4000, 0), (0.001, 4000, 4000), (0.398, 4000, 4000), (0.4, 0, 4000)], id="a late call"),
-        pytest.param([(0.0, 4000, 0), (0.2, 0, 0), (9.0, 4000, 0), (9.2, 0, 0)], id="an idle engine"),
-        pytest.param([(0.0, 4000, 0), (0.2, 64, 0), (1.0, 64, 0), (2.0, 0, 0)], id="steps too small to tell"),
-    ],
-)
+@pytest.mark.parametrize("calls", TABLES["steps"].values(), ids=TABLES["steps"])
 def test_steps_that_end_measure_prefill(calls: list[tuple[float, int, int]], clock: Clock) -> None:
     rates, begin = Rates(now=clock, most_step_tokens=8192), clock.seconds
     for seconds, tokens, in_flight in calls:
@@ -233,13 +184,7 @@ def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(cloc
 
 
 @pytest.mark.parametrize(
-    ("landed", "seconds", "is_reading", "is_stalled"),
-    [
-        pytest.param(0, 0.3, True, True, id="nothing comes"),
-        pytest.param(0, 0.09, True, False, id="a moment of computing"),
-        pytest.param(16, 0.3, True, False, id="others get chunks"),
-        pytest.param(0, 0.3, False, False, id="nothing is read"),
-    ],
+    ("landed", "seconds", "is_reading", "is_stalled"), TABLES["stalls"].values(), ids=TABLES["stalls"]
 )
 def test_a_volume_is_stalled_that_gives_nothing_for_a_part_of_the_time_that_computing_takes(
     landed: int, seconds: float, is_reading: bool, is_stalled: bool, clock: Clock
@@ -260,15 +205,12 @@ def split_hit(rates: Rates, tokens: int) -> tuple[Splits, Split]:
     return splits, split
 
 
-def test_a_head_at_the_meeting_waits_for_a_few_chunks_and_is_computed_where_none_come(clock: Clock) -> None:
+def test_a_head_waits_at_the_meeting_for_a_few_chunks_and_leaves_a_tail_that_is_computed_sooner(clock: Clock) -> None:
     splits, split = split_hit(measured(clock, 2 * PREFILL), 8_192)
     split.computed = split.ready_from - 256
     assert splits.next_tokens(split) == 0
     clock.seconds += 2 * LEAST_PATIENCE_SECONDS
     assert splits.next_tokens(split) == 256
-
-
-def test_a_tail_is_left_that_is_computed_as_soon_as_joined(clock: Clock) -> None:
     splits, split = split_hit(measured(clock, PREFILL), 8_192)
     split.computed = split.end - int(2 * JOIN_SECONDS * PREFILL)
     assert splits.is_worth_joining(split)

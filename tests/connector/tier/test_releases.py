@@ -173,12 +173,7 @@ def test_blocks_that_differ_give_the_release_its_own_generation(
     ],
 )
 def test_a_release_that_cannot_compare_begins_its_own_generation_at_once(  # noqa: PLR0913, PLR0917 - what is combined
-    start: Start,
-    engines: Engines,
-    prompts: list[list[int]],
-    before: dict[str, Any],
-    after: dict[str, Any],
-    why: str,
+    start: Start, engines: Engines, prompts: list[list[int]], before: dict[str, Any], after: dict[str, Any], why: str
 ) -> None:
     ask(start(OLD, **before), prompts)
     assert decide(start(NEW, **after)) is Verdict.REFUSED

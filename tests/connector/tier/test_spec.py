@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that vLLM loads by name: built as vLLM builds it, on the CPU platform."""
+"""The class that vLLM loads by name, built as vLLM builds it, and every name of vLLM's that kvtier uses."""
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import importlib
+import inspect
 import os
+import pkgutil
 import random
+import textwrap
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from rig import ROW_BYTES, Rigs, offloading_config
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -26,11 +33,18 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm_surface import USES, Use, names_of
 
+import kvtier_connector.vllm_adapter
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker, locate
+from kvtier_connector.vllm_adapter.fingerprint import Declared
+from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 from kvtier_connector.vllm_adapter.spec import KVTierSpec
+from kvtier_connector.vllm_adapter.worker import KVTierMetadata, KVTierWorkerMetadata
 
 
 def extra_config(rigs: Rigs) -> dict[str, object]:
@@ -274,7 +288,7 @@ def test_what_some_ranks_store_in_the_canonical_layout_any_other_number_of_ranks
         worker.shutdown()
 
 
-def test_a_layer_without_a_canonical_page_is_refused() -> None:
+def test_a_layer_without_a_canonical_page_and_a_transfer_of_other_chunks_are_refused() -> None:
     memory = torch.zeros((2, 64), dtype=torch.int8)
     for mapping in (None, CanonicalPageMapping(64, 64, (), 1, 0, parallelism_agnostic=False)):
         region = region_of()
@@ -282,9 +296,6 @@ def test_a_layer_without_a_canonical_page_is_refused() -> None:
         with pytest.raises(ConfigInvalid, match="canonicalLayout"):
             CpuCopyWorker(caches, blocks_per_chunk=1, region=region, is_canonical=True, must_be_portable=True)
         region.cleanup()
-
-
-def test_a_transfer_that_names_too_few_or_too_many_chunks_is_refused() -> None:
     gpu = GPULoadStoreSpec([1, 2, 3], [3], [1])
     for chunks in ([0], [0, 1, 2]):
         with pytest.raises((ValueError, IndexError)):
@@ -298,3 +309,105 @@ def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: p
     monkeypatch.setattr("vllm.v1.kv_offload.cpu.shared_offload_region.check_shm_free_space", refuse)
     with pytest.raises(RuntimeError, match=r"^something else$"):
         KVTierSpec(offloading_config(extra_config=extra_config(rigs))).get_worker(one_tensor())
+
+
+def derived_classes() -> Iterator[type]:
+    """Yield the classes of kvtier that derive from one of vLLM's."""
+    for module in pkgutil.iter_modules(kvtier_connector.vllm_adapter.__path__):
+        loaded = importlib.import_module(f"kvtier_connector.vllm_adapter.{module.name}")
+        for found in vars(loaded).values():
+            if isinstance(found, type) and found.__module__ == loaded.__name__ and bases_of(found):
+                yield found
+
+
+def bases_of(ours: type) -> list[type]:
+    return [base for base in ours.__mro__ if base.__module__.startswith("vllm")]
+
+
+def uses_of(ours: type) -> list[Use]:
+    owners = {f"{base.__module__}:{base.__name__}" for base in bases_of(ours)}
+    return [use for use in USES if use.owner in owners]
+
+
+def overridden_by(ours: type) -> set[str]:
+    theirs = {name for base in bases_of(ours) for name, value in vars(base).items() if callable(getattr(base, name))}
+    hidden = {name for name in theirs if name.startswith("__") and name != "__init__"}
+    return (set(vars(ours)) & theirs) - hidden
+
+
+def names_used_by(ours: type) -> set[str]:
+    """Return the attributes of vLLM that the class reads of itself or of its parents."""
+    theirs = {name for base in bases_of(ours) for name in names_of(base)}
+    tree = ast.parse(textwrap.dedent(inspect.getsource(ours)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr != "__new__"
+        and (
+            (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
+            or (
+                isinstance(node.value, ast.Call)
+                and isinstance(node.value.func, ast.Name)
+                and node.value.func.id == "super"
+            )
+        )
+    } & theirs
+
+
+OURS = list(derived_classes())
+MADE_BY_US = (CpuCopyWorker, KVTierManager, KVTierMetadata, KVTierWorkerMetadata, Declared)
+OVERRIDDEN = [
+    (ours, name)
+    for ours in OURS
+    for name in sorted(overridden_by(ours))
+    if name != "__init__" or ours not in MADE_BY_US
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.owner.rpartition(".")[2])
+def test_vllm_has_every_name_and_parameter_that_kvtier_uses(use: Use) -> None:
+    assert list(use.differences()) == []
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda ours: ours.__name__)
+def test_every_method_that_says_so_overrides_one_of_vllm_and_no_other_does(ours: type) -> None:
+    marked = {name for name in vars(ours) if getattr(getattr(ours, name), "__override__", False)}
+    assert marked - {"__init__"} == overridden_by(ours) - {"__init__"}
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda ours: ours.__name__)
+def test_every_name_of_vllm_that_a_derived_class_uses_is_listed(ours: type) -> None:
+    uses = uses_of(ours)
+    calls = {call.partition("(")[0] for use in uses for call in use.called}
+    names = {name.rstrip("?") for use in uses for name in use.read}
+    own = {name for each in ours.__mro__ if each in OURS for name in overridden_by(each)}
+    assert names_used_by(ours) - own <= calls | names
+
+
+@pytest.mark.parametrize(("ours", "name"), OVERRIDDEN, ids=[f"{ours.__name__}.{name}" for ours, name in OVERRIDDEN])
+def test_an_overriding_method_takes_every_argument_of_vllm(ours: type, name: str) -> None:
+    (theirs, *_) = (getattr(base, name) for base in bases_of(ours) if name in vars(base))
+    mine = inspect.signature(inspect.unwrap(getattr(ours, name))).parameters
+    wanted = [each for each, value in inspect.signature(theirs).parameters.items() if value.kind not in REST]
+    if not any(each.kind is each.VAR_KEYWORD for each in mine.values()):
+        assert [each for each in mine if each in wanted] == wanted
+    added = [each for each in mine.values() if each.name not in wanted and each.kind not in REST]
+    # vLLM passes the configuration of a tier to its constructor.
+    assert name == "__init__" or all(each.default is not each.empty for each in added)
+
+
+REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def test_vllm_makes_and_asks_its_objects_in_the_order_that_the_adapter_needs() -> None:
+    assert ".register_kv_caches(" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
+    assert "self.model.lora_manager = self" in inspect.getsource(LoRAModelManager.__init__)
+    source = inspect.getsource(Scheduler.__init__)
+    assert source.index("create_connector(") < source.index(".kv_load_failure_policy")
+    assert Request.__subclasses__() == []
+
+
+def test_every_abstract_method_of_vllm_is_implemented() -> None:
+    assert [ours for ours in OURS if inspect.isabstract(ours)] == []
+    assert {SharedVolumeTier, CpuCopyWorker} <= set(OURS)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from clocks import Clock
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
@@ -22,6 +21,7 @@ from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import IterationStats
+from waiting import Clock
 
 from kvtier_connector.cascade.fetch import NO_ROW, Load
 from kvtier_connector.cascade.rates import STALLED_SECONDS, Rates
@@ -144,9 +144,7 @@ def test_a_prompt_that_was_split_is_in_the_cpu_tier_afterwards(
 
 
 @pytest.mark.parametrize("is_splitting", [True, False])
-def test_users_see_what_is_read_as_cached_and_no_preemption(
-    engines: Engines, fs: PacedFs, *, is_splitting: bool
-) -> None:
+def test_users_see_reads_as_cached_and_no_preemption(engines: Engines, fs: PacedFs, *, is_splitting: bool) -> None:
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt, replace(SHAPE, log_stats=True, is_splitting=is_splitting))
     second.add("reads", prompt)
@@ -324,9 +322,7 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engi
     second.run()
 
 
-def test_without_chunked_prefill_a_hit_is_loaded_whole_and_no_prompt_is_computed_in_parts(
-    engines: Engines, fs: PacedFs
-) -> None:
+def test_without_chunked_prefill_hits_are_loaded_and_prompts_computed_whole(engines: Engines, fs: PacedFs) -> None:
     prompt = prompt_of(CHUNKS)
     second = second_engine(engines, fs, prompt, replace(SHAPE, is_chunking=False, most_tokens=1 << 15))
     second.add("loads", prompt)
@@ -466,9 +462,7 @@ def test_a_request_may_end_between_two_pieces(engines: Engines, monkeypatch: pyt
     engine.assert_nothing_is_left()
 
 
-def test_a_request_that_is_taken_back_waits_for_the_report_of_its_load(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_taken_back_waits_for_its_load(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt = ready_to_load(engines, 1.0)
     engine.add("reads", prompt, answer=BLOCK_TOKENS)
     with monkeypatch.context() as held_back:

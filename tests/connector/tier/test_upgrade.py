@@ -86,9 +86,7 @@ def blocks_of(volume: Path) -> set[Path]:
 
 @pytest.mark.engine
 @pytest.mark.timeout(2400)
-def test_a_newer_vllm_uses_the_blocks_once_its_own_agree(
-    releases: Upgrade, stored: tuple[Path, dict[str, Any]]
-) -> None:
+def test_a_newer_vllm_uses_blocks_once_its_own_agree(releases: Upgrade, stored: tuple[Path, dict[str, Any]]) -> None:
     first, before = stored
     volume, after = releases.upgrade(first)
     assert (before["release"], after["release"]) == ("0.32.0", "0.33.0")
@@ -104,9 +102,7 @@ def test_a_newer_vllm_uses_the_blocks_once_its_own_agree(
 @pytest.mark.engine
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("kind", "kv"), [("rope", "auto"), ("norm", "auto"), ("scale", "fp8_e4m3")])
-def test_a_vllm_that_computes_otherwise_believes_no_block(
-    releases: Upgrade, request: pytest.FixtureRequest, kind: str, kv: str
-) -> None:
+def test_another_vllm_believes_no_block(releases: Upgrade, request: pytest.FixtureRequest, kind: str, kv: str) -> None:
     first, _ = request.getfixturevalue("stored") if kv == "auto" else releases.store(kv)
     volume, after = releases.upgrade(first, f"--plant={kind}")
     assert "differs in" in note_of(volume)["why"]

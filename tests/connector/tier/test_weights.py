@@ -268,7 +268,7 @@ def test_a_comparison_of_all_weights_sees_every_byte(dtype: torch.dtype) -> None
     assert holder.has_changed(is_whole=True)
 
 
-def test_weights_of_a_draft_model_count_and_unreadable_ones_have_changed() -> None:
+def test_weights_of_a_draft_model_count_and_experts_that_move_between_ranks_do_not() -> None:
     holder = Holder(torch.nn.Linear(2, 2))
     before = holder.weights.digest
     assert before is not None
@@ -277,9 +277,6 @@ def test_weights_of_a_draft_model_count_and_unreadable_ones_have_changed() -> No
     unreadable = Holder(torch.nn.Linear(2, 2, device="meta"))
     assert unreadable.weights.digest is None
     assert unreadable.has_changed()
-
-
-def test_experts_that_vllm_moves_between_ranks_do_not_count() -> None:
     experts = torch.nn.Linear(2, 2)
     experts.get_expert_weights = list  # type: ignore[assignment]  # as vLLM's layers of experts have
     model = torch.nn.ModuleDict({"experts": experts, "router": torch.nn.Linear(2, 2)})
