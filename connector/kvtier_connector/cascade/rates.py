@@ -107,7 +107,7 @@ class Rates:
         self._ended = (0, 0.0)
         """Tokens and seconds of the step that ended before the last one; none where the GPU was idle between."""
         self._scheduled_at = 0.0
-        self._window_began = self._moved_at = self._window_landed = 0.0
+        self._window_began = self._moved_at = self._window_landed = self._window_longest = 0.0
         self._measured_at = -math.inf
 
     def note_step(self, tokens: int, in_flight: int) -> None:
@@ -151,16 +151,16 @@ class Rates:
             # Reads beside others take longer, so the least counts, and is forgotten slowly.
             self.latency_seconds = min(*(seconds for seconds, _ in reads), 1.002 * self.latency_seconds or math.inf)
             ended = max(ended for _, ended in reads) or now
+            self._window_longest = max(self._window_longest, *(seconds for seconds, _ in reads))
             seconds = ended - self._window_began
-            if is_short := seconds < LEAST_WINDOW_SECONDS:
-                # Chunks that come together were read together. A few may show that the volume gives more, and not less.
-                seconds = max(seconds, *(each for each, _ in reads), 1e-3)
+            # Reads that run side by side end together, and a call may come between: a window has whole rounds of them.
+            is_whole = seconds >= 2 * self._window_longest if is_reading else seconds >= 0.99 * self._window_longest
             is_more = not is_reading and self._window_landed > self.volume.value * seconds
-            if self._window_began and (is_more or not is_short):
-                self.volume.observe(self._window_landed, seconds)
-                self._window_began, self._window_landed, self._measured_at = ended, 0, now
+            if self._window_began and is_whole and (seconds >= LEAST_WINDOW_SECONDS or is_more):
+                self.volume.observe(self._window_landed, max(seconds, 1e-3))
+                self._window_began, self._window_landed, self._window_longest, self._measured_at = ended, 0, 0.0, now
         if not is_reading:
-            self._window_began, self._window_landed = 0.0, 0
+            self._window_began, self._window_landed, self._window_longest = 0.0, 0, 0.0
         elif not self._window_began:
             self._window_began = now
         self.is_hanging = is_reading and now - self._moved_at >= STALLED_SECONDS

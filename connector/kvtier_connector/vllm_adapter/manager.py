@@ -385,8 +385,8 @@ class KVTierManager(TieringOffloadingManager):
             req_context=context,
         )
         self._register_job(order, _VOLUME)
-        self.tier.transfers.load(order, is_urgent=is_urgent)
         self.tier.rates.note_ordered()
+        self.tier.transfers.load(order, is_urgent=is_urgent)
         return is_urgent
 
     def _serve(self) -> None:

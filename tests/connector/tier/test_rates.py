@@ -171,7 +171,7 @@ def test_chunks_that_were_read_together_make_no_volume_fast_whose_last_one_comes
         clock.seconds = ordered + ends[-1]
         reads = [(end, ordered + end) for end in ends]
         rates.note_landed(512 * len(ends), reads=reads, is_reading=len(ends) > 1)
-    assert rates.volume.value == pytest.approx(3 * 512 / 0.1)
+    assert rates.volume.value == pytest.approx(4 * 512 / 0.101)
 
 
 def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(clock: Clock) -> None:

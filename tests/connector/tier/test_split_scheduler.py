@@ -126,6 +126,9 @@ def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(
 def test_a_prompt_that_was_split_is_in_the_cpu_tier_afterwards(
     engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch, chunks: int, *, is_hanging: bool
 ) -> None:
+    for name in ("FIRST_WINDOW_CHUNKS", "LEAST_WINDOW_CHUNKS"):
+        # Otherwise all of a hit so short is ordered at once, and lands.
+        monkeypatch.setattr(f"kvtier_connector.cascade.split.{name}", 2)
     monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
     prompt = prompt_of(chunks, seed=1)
     second = second_engine(engines, fs, prompt_of(CHUNKS), SHAPE, prompt)
