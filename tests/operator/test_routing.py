@@ -95,7 +95,7 @@ def routed(*pods: Pod, **snapshot: Any) -> Progress:
         (routed(router_pod()), "True", "RouterReady", "1 of 2 routers serve behind Service/llama-router"),
         (routed(), "False", "RouterStarting", "kubectl logs deployment/llama-router"),
         (routed(engines=Engines(generation=1)), "Unknown", "NoRoute", "no engine to send requests to"),
-        *((routed(router_pod(), router_pod(**broken)), "False", *told) for broken, *told in TABLES["broken"]),
+        *((routed(*(router_pod(**each) for each in pods)), "False", *told) for pods, *told in TABLES["broken"]),
     ],
 )
 def test_routing_is_judged(view: Progress, verdict: str, reason: str, words: str) -> None:
