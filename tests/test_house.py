@@ -132,16 +132,7 @@ def found(source: str, *, is_product: bool = True) -> list[tuple[int, str]]:
         (f"# {LONG[:80]}\n# {LONG[80:]}\n", [(1, "31 words")]),
         (f'error("{LONG[:80]}"\n      "{LONG[80:]}")\n', [(1, "31 words")]),
         (f'error(f"{{name}} {LONG}")\n', [(1, "32 words")]),
-        ('"""What is kept of an object."""\n', [(1, 'opens with "What"')]),
-        ("# Nobody waits for whoever writes.\n", [(1, '"nobody"'), (1, '"whoever"')]),
-        ('error("the crew is told of a lost worker")\n', [(1, '"crew"'), (1, '"is told of"')]),
-        ("# one of which is open\n", [(1, '"of which"')]),
-        ("def bury(row: int) -> None: ...\n", [(1, "name bury")]),
-        ("x = 1\ny = self._mover_count\n", [(2, "name _mover_count")]),
-        ("class TaskBoard: ...\n", [(1, "name TaskBoard")]),
-        ("from tier import site as where\n", [(1, "name site")]),
-        ("import a\nimport tier.keeper\n", [(2, "name keeper")]),
-        ("run(by_hand=True)\n", [(1, "name by_hand")]),
+        *((source, [tuple(each) for each in expected]) for source, expected in TABLES["private_words"]),
     ],
 )
 def test_a_long_sentence_or_a_private_word_is_found_with_its_line(source: str, expected: list[tuple[int, str]]) -> None:
@@ -154,13 +145,7 @@ def test_a_long_sentence_or_a_private_word_is_found_with_its_line(source: str, e
         f'"""{LONG[:60]}. {LONG[:90]}."""\n',
         f'"""Read.\n\nArgs:\n    one: {LONG[:70]}\n    two: {LONG[:70]}\n"""\n',
         f'"""Kinds:\n\n- {LONG[:90]}\n- {LONG[:90]}\n"""\n',
-        "# What is open?\n",
-        "# `nobody` owns the file\n# ``mover``\n",
-        "# noqa: E501  nobody\n",
-        'run("nobody")\n',
-        'pattern = "sum(rate(a[5m])) by (b) / sum(rate(c[5m])) by (d) > 0"\n',
-        "in_flight = whole = attend = 1\n",
-        "# requests in flight settle on a site in standing order\n",
+        *TABLES["plain"],
     ],
 )
 def test_plain_english_is_not(source: str) -> None:

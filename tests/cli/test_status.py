@@ -42,14 +42,7 @@ def condition(kind: str, status: str, reason: str) -> dict[str, str]:
     return {"type": kind, "status": status, "reason": reason, "message": f"about {kind}"}
 
 
-CONDITIONS = [
-    condition("Ready", "False", "NotReady"),
-    condition("VolumeBound", "True", "Bound"),
-    condition("DiskHealthy", "Unknown", "NotApplicable"),
-    condition("DiskEffective", "Unknown", "NoDiskHits"),
-    condition("Stalled", "False", "Idle"),
-    condition("EnginesReady", "False", "EngineCrashed"),
-]
+CONDITIONS = [condition(*each) for each in TABLES["conditions"]]
 
 
 def test_tokens_from_the_volume_are_time_that_accelerators_did_not_spend() -> None:

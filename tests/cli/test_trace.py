@@ -103,15 +103,7 @@ def test_a_volume_that_is_too_small_keeps_beginnings(plan: Plan) -> None:
 
 def test_rates_are_told_in_tokens_and_seconds(plan: Plan) -> None:
     (rate,) = plan(ROUND, "--rate", "1.31072", "--prefill-rate", "30000")["rates"]
-    assert rate == {
-        "rateGBs": 1.31072,
-        "tokensPerSecond": 10_000,
-        "meanSeconds": 0.102,
-        "p99Seconds": 0.102,
-        "busyShare": round(2048 / 10_000 / 61, 3),
-        "computingSeconds": 0.034,
-        "splitSeconds": 0.026,
-    }
+    assert rate == TABLES["rate"] | {"busyShare": round(2048 / 10_000 / 61, 3)}
 
 
 def test_prompts_share_what_their_texts_share(plan: Plan) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
+VERDICTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["verdicts"]
 sys.path.insert(0, str(ROOT))
 
 from e2e.engines import weights  # noqa: E402 - a folder beside the tests
@@ -27,6 +29,7 @@ DRAFTING = ModelClass(name="draft", title="Draft", shape="llama", draft="llama")
 RANKS = ModelClass(name="ranks", title="Ranks", shape="llama", ranks=(1, 2))
 PICTURED = ModelClass(name="pictured", title="Picture", shape="qwen2_vl", asks="image", picture_at=200)
 PREEMPTED = ModelClass(name="preempted", title="Preempted", shape="llama", must_preempt=True)
+MODELS = {each.name: each for each in (DRAFTING, RANKS, PICTURED, PREEMPTED)}
 READ, EXTERNAL, MISSES = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits", "vllm:kvtier_disk_misses"
 
 
@@ -60,57 +63,16 @@ def row(
     return judge(model, made, read)
 
 
-def other(first: float, second: float, *, cached: int = 128) -> ScoredAnswer:
-    """Return an answer that takes 6 where ``NEAR`` takes 3, with the log-probabilities of 3 and of 6."""
-    return replace(answer(6, 9, cached=cached), logprobs=[{3: first, 6: second}, {9: -7.0}])
+def as_told(tokens: list[int], logprobs: list[dict[int, float]] | None = None, **more: Any) -> ScoredAnswer:
+    found = answer(*tokens, **more)
+    return found if logprobs is None else replace(found, logprobs=logprobs)
 
 
-NEAR = replace(answer(3, 4), logprobs=[{3: -1.0, 6: -1.1}, {4: -1.0}])
-OTHER_BITS = [answer(1, 2), answer(3, 4, logprob=-1.001)]
-LATER_BITS = [replace(answer(1, 2), logprobs=[{1: -1.0}, {2: -1.3}]), answer(3, 4)]
-FIRST_BITS = [replace(answer(1, 2), logprobs=[{1: -1.3}, {2: -1.3}]), answer(3, 4)]
-
-
-@pytest.mark.parametrize(
-    ("verdict", "given"),
-    [
-        ("works", {}),
-        ("works without disk", {READ: 0}),
-        ("works without disk", {EXTERNAL: 0}),
-        # A difference, however small, is wrong where as much was cached; where less was, all is rounding.
-        ("wrong answers", {"disk": [answer(1, 2), answer(3, 5)]}),
-        ("wrong answers", {"disk": OTHER_BITS}),
-        ("works", {"disk": [answer(1, 2), answer(3, 4, logprob=-1.1, cached=0)]}),
-        # Only where drafts are checked may tokens after the first round otherwise.
-        ("wrong answers", {"disk": LATER_BITS}),
-        ("works", {"disk": LATER_BITS, "model": DRAFTING}),
-        ("wrong answers", {"disk": FIRST_BITS, "model": DRAFTING}),
-        # Blocks that were on the volume and were computed instead prove nothing.
-        ("works", {"absent": 3}),
-        ("undecided: the volume was too slow", {"deadline": 1}),
-        # Of two tokens that are as good as each other, other ranks may take either, and who found less.
-        ("works", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.1, -1.0)], "model": RANKS}),
-        ("wrong answers", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.9, -1.0)], "model": RANKS}),
-        ("wrong answers", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.1, -1.0)]}),
-        ("works", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.1, -1.0, cached=0)]}),
-        ("undecided", {"gpu": [ANSWERS[0], NEAR], "disk": [ANSWERS[0], other(-1.9, -1.0, cached=0)]}),
-        ("wrong answers: blocks were read for another identity", {"strangers": 1}),
-        # The file before a picture is the same whatever the picture.
-        ("works", {"strangers": 1, "model": PICTURED}),
-        ("wrong answers: blocks were read for another identity", {"strangers": 2, "model": PICTURED}),
-        ("blind: the answers do not depend on the prefix", {"twin": 5}),
-        ("blind: nothing was preempted", {"model": PREEMPTED}),
-        # An engine that has no connector answers as this one does.
-        ("works", {"alone": ANSWERS}),
-        ("wrong answers: an engine without the tier gives others", {"alone": [answer(1, 2), answer(3, 5)]}),
-        (
-            "wrong answers: an engine without the tier gives others",
-            {"alone": [answer(1, 2), answer(3, 4, logprob=-9.0)]},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("verdict", "given"), VERDICTS)
 def test_only_equal_answers_out_of_the_volume_are_called_working(verdict: str, given: dict[str, Any]) -> None:
-    assert row(**given)["verdict"] == verdict
+    lists = {name: [as_told(**each) for each in value] for name, value in given.items() if isinstance(value, list)}
+    models = {name: MODELS[value] for name, value in given.items() if name == "model"}
+    assert row(**{**given, **lists, **models})["verdict"] == verdict
 
 
 def test_classes_are_asked_32_prompts_with_shared_beginnings_and_the_page_says_what_was_run() -> None:

@@ -389,22 +389,7 @@ def test_whatever_stands_for_a_spec_is_served_or_refused_by_its_field(spec: Any)
     check(spec)
 
 
-NONSENSE: tuple[Any, ...] = (
-    None,
-    [],
-    "spec",
-    {},
-    {"model": None},
-    {"model": {"name": 7}},
-    {"model": {"name": "m"}, "cpu": {"size": "lots"}},
-    {**tiers.tier()["spec"], "replicas": -1},
-    {**tiers.tier()["spec"], "replicas": 2**40},
-    {**tiers.tier()["spec"], "engine": {"args": [[["--x"]]]}},
-    {**tiers.tier()["spec"], "engine": {"podTemplate": {"nodeSelector": ["a"]}}},
-    {**tiers.tier()["spec"], "volume": {"claim": {"size": "-1Gi"}}},
-    {**tiers.tier()["spec"], "unknown": {"deep": [1, 2, {"3": None}]}},
-    {**tiers.tier()["spec"], "disk": {"budget": {"maxBytes": "99999999999999999999999Ei"}}},
-)
+NONSENSE = [*TABLES["nonsense"], *({**tiers.tier()["spec"], **each} for each in TABLES["nonsense_fields"])]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,7 @@ def test_everything_else_keeps_the_cache(change: dict[str, Any]) -> None:
     assert digest_of(**change) == digest_of()
 
 
-LATENT = {"num_hidden_layers": 60, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
-STATES = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_attention_heads": 4, "head_dim": 64}
-PIECES = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "attention_chunk_size": 8192}
-
-
-def body(*, ranks: int = 1, args: tuple[str, ...] = (), model: dict[str, Any] | None = None, on: bool = True) -> Any:
+def body(*, ranks: int = 1, args: Sequence[str] = (), model: dict[str, Any] | None = None, on: bool = True) -> Any:
     engine = {"tensorParallel": ranks, "accelerator": {"perPod": ranks}, "args": list(args)}
     return tier(engine=engine, disk={"canonicalLayout": on}, **({} if model is None else {"model": model}))
 
@@ -93,17 +89,7 @@ def test_engines_of_other_numbers_of_ranks_share_a_generation_only_in_the_canoni
 
 
 @pytest.mark.parametrize(
-    ("settings", "discards", "words"),
-    [
-        ({}, False, ""),
-        ({"on": False}, True, "with spec.disk.canonicalLayout, blocks serve any"),
-        (
-            {"on": False, "model": {"name": "org/states", "config": STATES}},
-            True,
-            "cannot serve another one here: some layers of the model keep",
-        ),
-    ],
-    ids=["kept", "discarded", "cannot be kept"],
+    ("settings", "discards", "words"), TABLES["other_ranks"], ids=["kept", "discarded", "cannot be kept"]
 )
 def test_an_edit_of_the_ranks_is_explained(settings: dict[str, Any], discards: bool, words: str) -> None:
     before, after = (parse(body(ranks=ranks, **settings)) for ranks in (1, 2))
@@ -114,22 +100,11 @@ def test_an_edit_of_the_ranks_is_explained(settings: dict[str, Any], discards: b
 
 @pytest.mark.parametrize("ranks", [1, 8, 16])
 def test_a_latent_is_the_same_on_every_rank(ranks: int) -> None:
-    made = plan(ranks=ranks, model={"name": "org/latent", "config": LATENT})
+    made = plan(ranks=ranks, model={"name": "org/latent", "config": TABLES["latent"]})
     assert made.generation.identity["engine_tensor_parallel"] == "any"
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"args": ("--pipeline-parallel-size=2",)}, "--pipeline-parallel-size in spec.engine.args splits blocks"),
-        ({"args": ("--decode-context-parallel-size", "2"), "ranks": 2}, "--decode-context-parallel-size"),
-        ({"args": ("--speculative-config={}",)}, "--speculative-config in spec.engine.args may add layers"),
-        ({"ranks": 16}, "the 8 KV heads of the model cannot be dealt out evenly to tensorParallel 16"),
-        ({"model": {"name": "org/states", "config": STATES}}, "some layers of the model keep a state"),
-        ({"model": {"name": "org/pieces", "config": PIECES}}, "attends to pieces (attention_chunk_size)"),
-        ({"model": {"name": "org/unknown"}}, "paste its config.json"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), TABLES["uncertified"])
 def test_what_vllm_does_not_certify_is_refused_with_the_reason(settings: dict[str, Any], words: str) -> None:
     found = decide(parse(body(**settings)), names.tier_ref(tier()), None)
     assert found.reason is Reason.LAYOUT_NOT_CANONICAL

@@ -301,19 +301,10 @@ def samples(*readings: EngineCounters, step: float = 600.0) -> tuple[CounterSamp
 
 
 FAST = {"load_rate": 40_000.0, "compute_rate": 10_000.0}
-SLOW = {"load_rate": 1_000.0, "compute_rate": 10_000.0}
 
 
 @pytest.mark.parametrize(
-    ("after", "outcome"),
-    [
-        ({"disk_tokens": 50_000, "verdicts": 40, "computed_hits": 10, **FAST}, EffectOutcome.PAYS),
-        # A volume slower than the engine serves tails.
-        ({"disk_tokens": 50_000, "verdicts": 40, **SLOW}, EffectOutcome.PAYS),
-        ({"disk_tokens": 50_000, "verdicts": 40, "computed_hits": 30, **SLOW}, EffectOutcome.LOSES),
-        ({"verdicts": 40, "computed_hits": 40}, EffectOutcome.LOSES),
-        ({"disk_tokens": 50_000, "verdicts": 40}, EffectOutcome.PAYS),
-    ],
+    ("after", "outcome"), [(after, EffectOutcome[outcome]) for after, outcome in TABLES["effects"]]
 )
 def test_the_volume_is_of_use_where_most_hits_are_read(after: dict[str, float], outcome: EffectOutcome) -> None:
     found = findings.judge_effect(samples(EngineCounters(), EngineCounters(**after)))

@@ -57,10 +57,7 @@ def test_a_family_takes_what_its_layers_take(family: str) -> None:
     assert (found.token_bytes, found.attention_groups, found.state_groups) == (token_bytes, attention, states)
 
 
-@pytest.mark.parametrize(
-    ("args", "tp", "token_bytes"),
-    TABLES["splits"],
-)
+@pytest.mark.parametrize(("args", "tp", "token_bytes"), TABLES["splits"])
 def test_the_way_an_engine_is_split_counts(args: list[str], tp: int, token_bytes: int) -> None:
     assert kv(DENSE, EngineLayout(args=engine_args.read(args), tensor_parallel=tp)).token_bytes == token_bytes
 
@@ -109,15 +106,7 @@ def test_a_name_is_found_however_it_is_written_and_states_make_blocks_large() ->
     assert kv(without(num_hidden_layers=4, attn_type_list=[0, 0, 0, 1])).block_tokens is None
 
 
-FIELDS = (
-    *DENSE,
-    *("head_dim", "kv_lora_rank", "layer_types", "text_config", "sliding_window", "sliding_window_pattern"),
-    *("attention_chunk_size", "no_rope_layers", "attn_layer_period", "attn_layer_offset", "attn_type_list"),
-    *("full_attn_idxs", "linear_num_value_heads", "linear_attn_config", "hybrid_override_pattern", "mamba_n_heads"),
-    *("num_kv_shared_layers", "index_topk", "index_topk_pattern", "sparse_attention_config", "per_layer_config"),
-    *("global_head_dim", "swa_num_key_value_heads", "attention_other_setting", "attn_config", "layers_block_type"),
-    *("model_type", "max_window_layers", "use_sliding_window", "quantization_config"),
-)
+FIELDS = (*DENSE, *TABLES["fields"])
 SCALARS = st.none() | st.booleans() | st.integers(-3, 99) | st.floats() | st.text(max_size=3)
 ANY = SCALARS | st.lists(SCALARS, max_size=4) | st.dictionaries(st.sampled_from(FIELDS), SCALARS, max_size=4)
 

@@ -30,20 +30,8 @@ from kvtier_operator.metrics import OperatorMetrics
 
 POLICY = "/apis/policy/v1"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
-CHILDREN = (
-    (CORE, "configmaps", "llama-connector"),
-    (CORE, "serviceaccounts", "llama-engine"),
-    (CORE, "services", "llama-engine"),
-    (POLICY, "poddisruptionbudgets", "llama-engine"),
-    (APPS, "deployments", "llama-engine"),
-    (CORE, "configmaps", "llama-janitor"),
-    (CORE, "serviceaccounts", "llama-janitor"),
-    ("/apis/coordination.k8s.io/v1", "leases", "llama-janitor"),
-    (RBAC, "roles", "llama-janitor"),
-    (RBAC, "rolebindings", "llama-janitor"),
-    (CORE, "services", "llama-janitor"),
-    (APPS, "deployments", "llama-janitor"),
-)
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CHILDREN = [tuple(each) for each in TABLES["children"]]
 CLAIM = (CORE, "persistentvolumeclaims", "llama-blocks")
 
 
@@ -277,7 +265,7 @@ def test_a_pass_in_which_nothing_changed_sends_no_request(api: ApiServerThread, 
         assert sent() == writes
 
 
-MANIFEST, ROLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).values()
+MANIFEST, ROLE = TABLES["deployment"], TABLES["role"]
 MORE_RULES = [*ROLE["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]
 
 

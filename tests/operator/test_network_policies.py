@@ -92,11 +92,11 @@ def network(
 
 
 OPERATOR = "kvtier-operator"
-TRAFFIC = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["traffic"]
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 ROUTED = {"routing": {"type": "Router"}, "kvEvents": {}, "proof": {"preflight": "Always"}}
 
 
-@pytest.mark.parametrize(("source", "target", "port", "is_let"), TRAFFIC)
+@pytest.mark.parametrize(("source", "target", "port", "is_let"), TABLES["traffic"])
 def test_only_the_traffic_that_a_part_needs_is_let_through(
     source: str, target: str, port: int, *, is_let: bool
 ) -> None:
@@ -105,18 +105,7 @@ def test_only_the_traffic_that_a_part_needs_is_let_through(
     assert found.lets(source, {"API server": API_SERVER, "internet": INTERNET}.get(target, target), port) is is_let
 
 
-@pytest.mark.parametrize(
-    ("policy", "source", "target", "is_let"),
-    [
-        ({"clients": []}, "client", "llama-engine", False),
-        ({"clients": []}, "llama-engine", "llama-engine", True),
-        ({"clients": [MONITORING]}, "prometheus", "llama-engine", True),
-        ({"egress": []}, "llama-engine", INTERNET, False),
-        ({"egress": [{"to": [{"ipBlock": {"cidr": f"{INTERNET}/32"}}]}]}, "llama-engine", INTERNET, True),
-        ({"apiServer": [{"ipBlock": {"cidr": f"{API_SERVER}/32"}}]}, "llama-janitor", API_SERVER, True),
-        ({"apiServer": [{"ipBlock": {"cidr": f"{API_SERVER}/32"}}]}, "llama-janitor", INTERNET, False),
-    ],
-)
+@pytest.mark.parametrize(("policy", "source", "target", "is_let"), TABLES["policies"])
 def test_a_tier_says_who_else_may_be_reached(policy: dict[str, Any], source: str, target: str, *, is_let: bool) -> None:
     assert network(policy=policy).lets(source, target, 8000 if target == "llama-engine" else 443) is is_let
 

@@ -119,40 +119,12 @@ def test_required_affinity_counts(key: str, operator: str, values: list[str] | N
     assert bool(nodes.matching(parsed, from_objects([labelled]))) is matches
 
 
-@pytest.mark.parametrize(
-    ("body", "objects", "reason", "words"),
-    [
-        (share(), (), Reason.NODES_UNKNOWN, "set spec.cpu.size instead"),
-        (share(), (node(gpus=0),), Reason.NO_NODE_MATCHES, "none of 1 nodes takes these pods (1 nvidia.com/gpu"),
-        (share("95%"), (node(),), Reason.DOES_NOT_FIT, "node gpu-1 has 256 GiB left for one pod; 95% of it"),
-        (
-            tier(disk={"blockTokens": 96}, engine={"args": ["--block-size", "64"]}),
-            (),
-            Reason.BLOCKS_NOT_WHOLE,
-            "spec.disk.blockTokens: 96 is no multiple of the 64 tokens that one block of this engine has: set 128",
-        ),
-        (
-            tier(
-                disk={"blockTokens": 128},
-                model={"config": {"head_dim": 256, "per_layer_config": {"05": {"head_dim": 512}}}},
-            ),
-            (),
-            Reason.BLOCKS_NOT_WHOLE,
-            "spec.disk.blockTokens: some layers of this model have larger heads than others",
-        ),
-        (
-            tier(engine={"tensorParallel": 3}, model={"config": {"num_hidden_layers": 2, "num_attention_heads": 32}}),
-            (),
-            Reason.HEADS_NOT_DIVISIBLE,
-            "spec.engine.tensorParallel: 3 does not divide the 32 attention heads of the model: set one of 1, 2",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spec", "gpus", "reason", "words"), TABLES["undecided"])
 def test_what_cannot_be_decided_is_refused_with_the_remedy(
-    body: dict[str, Any], objects: tuple[Any, ...], reason: Reason, words: str
+    spec: dict[str, Any], gpus: list[int], reason: str, words: str
 ) -> None:
-    found = decided(body, *objects)
-    assert found.reason is reason
+    found = decided(tier(**spec), *(node(gpus=each) for each in gpus))
+    assert found.reason is Reason(reason)
     assert words in found.message
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import fake_cluster
 import kubernetes_schemas
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, edited, reconciled, run
 from healthy_tier import LATER, NOON, USAGE, VIEW, check_verdict, conditions, varied
 from live import TIERS, Client, body, running
@@ -313,19 +315,7 @@ def test_two_tiers_whose_budgets_do_not_fit_their_claim_say_so_until_one_is_lowe
 
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
-GOOD = {
-    "problem": "",
-    "direct_io": True,
-    "total_bytes": 1 << 40,
-    "free_bytes": 1 << 39,
-    "write_bytes_per_second": 1 << 30,
-    "read_bytes_per_second": 2 << 30,
-    "stat_microseconds": 400,
-    "file_system": "NFS",
-    "round_trip_microseconds": 900,
-    "chosen": "reads go past the page cache: 500 MiB/s past the page cache and 300 MiB/s through it",
-    "advice": "mount with nconnect=8: one connection carries less than the network does",
-}
+GOOD: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["good"]
 ALWAYS = {"proof": {"preflight": "Always"}}
 
 

@@ -95,18 +95,7 @@ def routed(*pods: Pod, **snapshot: Any) -> Progress:
         (routed(router_pod()), "True", "RouterReady", "1 of 2 routers serve behind Service/llama-router"),
         (routed(), "False", "RouterStarting", "kubectl logs deployment/llama-router"),
         (routed(engines=Engines(generation=1)), "Unknown", "NoRoute", "no engine to send requests to"),
-        (
-            routed(router_pod(), router_pod(waiting_reason="ImagePullBackOff", waiting_message="not found")),
-            "False",
-            "RouterImagePullFailed",
-            "ImagePullBackOff: not found): correct spec.routing.router.image",
-        ),
-        (
-            routed(router_pod(waiting_reason="CrashLoopBackOff", exit_code=2, exit_message="invalid choice: 'x'")),
-            "False",
-            "RouterFailing",
-            "exit code 2: invalid choice: 'x'; `kubectl logs llama-router-0 --previous`",
-        ),
+        *((routed(*(router_pod(**each) for each in pods)), "False", *told) for pods, *told in TABLES["broken"]),
     ],
 )
 def test_routing_is_judged(view: Progress, verdict: str, reason: str, words: str) -> None:

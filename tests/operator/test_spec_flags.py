@@ -62,10 +62,7 @@ def test_bytes_are_written_in_the_largest_exact_unit(count: int, text: str) -> N
     assert quantity.format_bytes(count) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("168h", 604800), ("7d", 604800), ("90m", 5400), ("1h30m", 5400), ("36h30m15s", 131415), ("0s", 0)],
-)
+@pytest.mark.parametrize(("text", "seconds"), TABLES["durations"])
 def test_durations_are_counted_in_seconds(text: str, seconds: int) -> None:
     assert quantity.parse_seconds(text) == seconds
 
@@ -166,16 +163,7 @@ def test_all_that_is_wrong_is_told_at_once_and_every_flag_was_looked_at() -> Non
     assert known - flags_of_vllm() <= SINCE_0_33, "vLLM has no such flag"
 
 
-@pytest.mark.parametrize(
-    ("settings", "devices"),
-    [
-        ({"tensorParallel": 4}, 4),
-        ({"tensorParallel": 4, "accelerator": {"resource": "amd.com/gpu"}}, 4),
-        ({"tensorParallel": 2, "accelerator": {"perPod": 4}}, 4),
-        ({"tensorParallel": 2, "accelerator": {"resource": "none"}}, 1),
-        ({}, 1),
-    ],
-)
+@pytest.mark.parametrize(("settings", "devices"), TABLES["devices"])
 def test_a_pod_has_as_many_devices_as_the_model_is_split_over(settings: dict[str, object], devices: int) -> None:
     assert parse(tier(engine=settings)).engine.accelerator.per_pod == devices
 

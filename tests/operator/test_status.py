@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,18 +45,29 @@ from kvtier_operator.parts import crash_causes
 from kvtier_operator.plan import Refusal
 from kvtier_operator.snapshot import ContainerStatus, Engines, Live, LiveJanitor, Pod
 
-
-def unscheduled(why: str) -> Progress:
-    return with_pod(is_scheduled=False, scheduling_message=f"0/3 nodes are available: 3 {why}.")
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-def waits(reason: str, message: str = "", **more: Any) -> Progress:
-    return with_container(waiting_reason=reason, waiting_message=message, **more)
-
-
-def with_seeds(*seeds: str | None) -> Progress:
+def with_seeds(**seeds: str | None) -> Progress:
     """Return the view of a tier whose engines were given these hash seeds."""
-    return changed(pods=tuple(replace(READY_POD, name=f"e-{at}", hash_seed=seed) for at, seed in enumerate(seeds)))
+    return changed(pods=tuple(replace(READY_POD, name=name, hash_seed=seed) for name, seed in seeds.items()))
+
+
+VIEWS: dict[str, Callable[..., Progress]] = {
+    "claim": with_claim,
+    "container": with_container,
+    "no claim": partial(changed, claim=None),
+    "pod": with_pod,
+    "ready engines": partial(with_engines, READY),
+    "seeds": with_seeds,
+    "starting engines": with_engines,
+}
+
+
+def seen(given: dict[str, Any]) -> Progress:
+    """Return the view that a table names, with what differs in it."""
+    ((kind, changes),) = given.items()
+    return VIEWS[kind](**changes)
 
 
 def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
@@ -66,70 +79,13 @@ def test_a_healthy_tier_is_ready_and_nothing_is_left_to_do() -> None:
     assert {each["observedGeneration"] for each in found.values()} == {3}
 
 
-PROBLEMS: dict[str, list[tuple[Progress, Reason, str]]] = {
-    "VolumeBound": [
-        (changed(claim=None), Reason.CLAIM_MISSING, "llama-blocks"),
-        (with_claim(phase="Pending"), Reason.CLAIM_PENDING, "kubectl describe pvc llama-blocks"),
-        (with_claim(phase="Lost"), Reason.CLAIM_LOST, "delete the claim"),
-        (with_claim(is_terminating=True), Reason.CLAIM_TERMINATING, "spec.replicas to 0"),
-    ],
-    "SizingFits": [
-        (
-            unscheduled("Insufficient memory"),
-            Reason.DOES_NOT_FIT,
-            "needs 84736Mi of memory, 4 CPUs and 1 nvidia.com/gpu: 0/3",
-        ),
-        (
-            unscheduled("Insufficient nvidia.com/gpu"),
-            Reason.DEVICE_MISSING,
-            "needs 1 nvidia.com/gpu on one node: 0/3 nodes",
-        ),
-    ],
-    "EnginesReady": [
-        (unscheduled("untolerated taint"), Reason.NOT_SCHEDULED, "tolerations"),
-        (with_engines(problem="exceeded quota: gpus"), Reason.PODS_REFUSED, "exceeded quota: gpus; raise the quota"),
-        (
-            waits("ImagePullBackOff", "not found", image="vllm:typo"),
-            Reason.IMAGE_PULL_FAILED,
-            "cannot pull vllm:typo (ImagePullBackOff: not found): correct spec.engine.image",
-        ),
-        (waits("CreateContainerConfigError", 'no "hf"'), Reason.CONFIG_MISSING, 'no "hf": create the object'),
-        (with_container(name="install-connector", exit_code=1), Reason.INSTALL_FAILED, "-c install-connector"),
-        (
-            with_container(exit_code=137, exit_reason="OOMKilled", restarts=1),
-            Reason.OUT_OF_MEMORY,
-            "killed at 84736Mi of memory (spec.engine.memory 16Gi",
-        ),
-        (
-            waits("CrashLoopBackOff", exit_code=1, exit_reason="Error", restarts=4),
-            Reason.ENGINE_CRASHED,
-            "exit code 1 and was restarted 4 times: `kubectl logs llama-engine-0 -c engine --previous`",
-        ),
-        (
-            with_engines(problem='pod rejected: RuntimeClass "nvidia" not found'),
-            Reason.RUNTIME_CLASS_MISSING,
-            "create that RuntimeClass",
-        ),
-        (with_pod(mount_problem="FailedAttachVolume: Multi-Attach error"), Reason.MULTI_ATTACH, "spec.replicas to 1"),
-        (with_pod(mount_problem="FailedMount: rpc error"), Reason.VOLUME_NOT_MOUNTED, "driver runs there"),
-        (with_engines(is_stalled=True), Reason.ROLLOUT_STALLED, "kubectl logs deployment/llama-engine"),
-        (with_pod(), Reason.ENGINES_STARTING, "0 of 2 engines"),
-        (
-            with_engines(READY, observed_generation=0),
-            Reason.ENGINES_STARTING,
-            "the latest change is yet to reach the pods",
-        ),
-        (with_engines(READY, updated=1), Reason.ENGINES_STARTING, "1 of 2 run the latest spec"),
-    ],
-    "HashSeedConsistent": [
-        (with_seeds("0", "7"), Reason.SEEDS_DIFFER, "e-1 (7, sha256_cbor)"),
-        (with_seeds(None), Reason.SEEDS_DIFFER, "something else sets PYTHONHASHSEED"),
-    ],
-}
-
-
 @pytest.mark.parametrize(
-    ("condition", "view", "reason", "words"), [(kind, *row) for kind, rows in PROBLEMS.items() for row in rows]
+    ("condition", "view", "reason", "words"),
+    [
+        (kind, seen(given), Reason(reason), words)
+        for kind, rows in TABLES["problems"].items()
+        for given, reason, words in rows
+    ],
 )
 def test_a_problem_shows_in_its_condition_and_ready(condition: str, view: Progress, reason: Reason, words: str) -> None:
     check_problem(view, condition, reason, words)
@@ -148,22 +104,7 @@ PASSING = {Reason.CLAIM_MISSING}
 """Refusals that end without an edit of the tier."""
 
 
-@pytest.mark.parametrize(
-    "reason",
-    [
-        Reason.OBJECT_NOT_OURS,
-        Reason.CLAIM_MISSING,
-        Reason.CLAIM_NOT_SHARED,
-        Reason.CLAIM_IMMUTABLE,
-        Reason.CLAIM_CANNOT_SHRINK,
-        Reason.BLOCKS_NOT_WHOLE,
-        Reason.LAYOUT_NOT_CANONICAL,
-        Reason.HEADS_NOT_DIVISIBLE,
-        Reason.NODES_UNKNOWN,
-        Reason.NO_NODE_MATCHES,
-        Reason.DOES_NOT_FIT,
-    ],
-)
+@pytest.mark.parametrize("reason", [Reason(each) for each in TABLES["refusals"]])
 def test_every_refusal_has_a_reason_of_its_own_and_stalls_only_if_the_tier_must_change(reason: Reason) -> None:
     found = conditions(varied(VIEW, refusal=Refusal(reason, "do this")))
     assert found["Ready"]["reason"] == reason.value
@@ -230,9 +171,9 @@ def test_a_claim_that_grows_is_bound_and_says_so(view: Progress, words: str) -> 
     assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")
 
 
-FAILING = "JanitorFailing"
 UNTESTED = "vllm/vllm-openai:v0.31.1"
 AWAY = LiveJanitor(is_missing=True)
+OVERDUE = replace(AWAY, is_overdue=True)
 INVALID = Progress(generation=4, tier=REF, invalid=SpecInvalid("spec", "is wrong"))
 
 
@@ -324,7 +265,6 @@ def crashed_janitor(**container: Any) -> Progress:
 
 
 HOMELESS = replace(janitor_pod(), is_scheduled=False, scheduling_message="0/3 nodes are available", containers=())
-OUT_OF_MEMORY = {"waiting_reason": "CrashLoopBackOff", "exit_code": 137, "exit_reason": "OOMKilled"}
 QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}
 REFUSED_BY_QUOTA = {
     names.deployment_key(names.janitor(REF)): Live(
@@ -337,35 +277,12 @@ REFUSED_BY_QUOTA = {
     ("view", "verdict", "reason", "words"),
     [
         (VIEW, "True", "JanitorRuns", "within its budget"),
-        (
-            crashed_janitor(waiting_reason="CrashLoopBackOff", exit_code=1, exit_message="no such file: /blocks"),
-            "False",
-            FAILING,
-            "exit code 1: no such file: /blocks; `kubectl logs llama-janitor-0 --previous`",
-        ),
-        (crashed_janitor(**OUT_OF_MEMORY), "False", FAILING, "raise spec.janitor.resources.memory"),
-        (
-            crashed_janitor(waiting_reason="CreateContainerConfigError", waiting_message="no x"),
-            "False",
-            FAILING,
-            "no x",
-        ),
-        (
-            crashed_janitor(waiting_reason="ImagePullBackOff", waiting_message="not found"),
-            "False",
-            "JanitorImagePullFailed",
-            "cannot pull ghcr.io/kvtier/janitor:9 (ImagePullBackOff: not found), so the volume is not cleared",
-        ),
+        *((crashed_janitor(**container), "False", *told) for container, *told in TABLES["crashed_janitors"]),
         (with_janitor(pods=(HOMELESS,)), "False", "JanitorNotScheduled", "0/3 nodes"),
         (changed(janitor=LiveJanitor(), live=REFUSED_BY_QUOTA), "False", "JanitorRefused", "small"),
         (with_janitor(usage=replace(USAGE, problems=("remove /x: EACCES",))), "False", "JanitorHindered", "remove /x"),
         (changed(janitor=AWAY), "Unknown", "JanitorStarting", "not reported"),
-        (
-            changed(janitor=replace(AWAY, is_overdue=True)),
-            "False",
-            FAILING,
-            "no pod of the janitor is ready for minutes",
-        ),
+        (changed(janitor=OVERDUE), "False", "JanitorFailing", "no pod of the janitor is ready for minutes"),
         (with_janitor(), "Unknown", "JanitorStarting", "has not reported yet"),
         (with_janitor(silence="refused"), "Unknown", "JanitorStarting", "not answer (refused)"),
         (with_janitor(usage=replace(USAGE, is_active=False)), "Unknown", "JanitorWaiting", "Lease/llama-janitor"),
@@ -429,10 +346,9 @@ def test_a_message_says_what_is_awaited_and_nothing_else(kind: str, view: Progre
     assert kind != "Reconciling" or told(view, kind)[:2] == ("False", "Idle")
 
 
-LINES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["crash_causes"]
-
-
-@pytest.mark.parametrize(("line", "reason"), [(line, reason) for reason, lines in LINES.items() for line in lines])
+@pytest.mark.parametrize(
+    ("line", "reason"), [(line, reason) for reason, lines in TABLES["crash_causes"].items() for line in lines]
+)
 def test_the_last_words_of_an_engine_name_the_cause_and_the_remedy(line: str, reason: str) -> None:
     message = f"INFO 01-01 12:00:00 starting\n{line}\nEngine core initialization failed. See root cause above."
     found = crash_causes.explain(message, 1)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from healthy_tier import (
     DECISIONS,
     HEALTHY,
@@ -26,7 +28,6 @@ from healthy_tier import (
 )
 from tiers import tier
 
-from kvtier_connector.contract.engine import REPLACED_WEIGHTS
 from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_operator import status
 from kvtier_operator.api import parse
@@ -38,6 +39,8 @@ from kvtier_operator.plan import Decisions, decide, engine_args, make_generation
 from kvtier_operator.plan.chunks import Chunking
 from kvtier_operator.plan.sizing import GIB, make_sizing
 from kvtier_operator.snapshot import EngineReport, Engines, LiveJanitor, Node, Nodes, Pod
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
@@ -122,17 +125,7 @@ def sized(cpu: int, memory: int = GIB, engines: int = 1, *, ranks: int = 1) -> P
     return make_sizing(parse(tier(engine=engine)), decisions)
 
 
-@pytest.mark.parametrize(
-    ("args", "engines"),
-    [
-        ([], 1),
-        (["--data-parallel-size", "4"], 4),
-        (["--data_parallel_size=4"], 4),
-        (["-dp", "8", "-dpl", "2"], 2),
-        (["--data-parallel-size", "many"], 1),
-        (["--data-parallel-size", "9" * 30], 1),
-    ],
-)
+@pytest.mark.parametrize(("args", "engines"), TABLES["data_parallel"])
 def test_data_parallel_engines_and_flags_are_read_alike_in_every_spelling(args: list[str], engines: int) -> None:
     assert engine_args.read(args).engines_per_pod == engines
     spelled = ["--dtype", "bfloat16", "--kv_cache_dtype=fp8", "--hf-overrides.rope_theta", "5e5", "-q", "awq"]
@@ -190,7 +183,6 @@ def test_engines_of_an_earlier_model_do_not_tell_the_sizes_of_another(*, is_paus
 
 LIMITED = parse(tier(disk={"budget": {"maxBytes": "1Ti"}}))
 CURRENT = make_generation(LIMITED, VIEW.tier, DECISIONS).digest
-VOLUME = 2 << 40
 DAY = 86400.0
 
 
@@ -210,39 +202,8 @@ def told(seen: Progress, previous: dict[str, Any] | None = None) -> dict[str, An
 @pytest.mark.parametrize(
     ("seen", "condition", "reason", "words"),
     [
-        (
-            view(usage(used_bytes=(1 << 40) + (1 << 36))),
-            "DiskWithinBudget",
-            Reason.OVER_BUDGET,
-            "blocks take 1.06 TiB of spec.disk.budget.maxBytes (1Ti)",
-        ),
-        (
-            view(usage(store_pause="ENOSPC at /var/lib/kvtier")),
-            "DiskWithinBudget",
-            Reason.STORES_PAUSED,
-            "ENOSPC at /var/lib/kvtier; it ends by itself",
-        ),
-        (
-            view(usage(volume_bytes=VOLUME, volume_free_bytes=VOLUME // 50)),
-            "DiskWithinBudget",
-            Reason.VOLUME_FULL,
-            "41 GiB of 2 TiB are free on the volume, less than spec.disk.budget.minFree (5%)",
-        ),
-        (
-            view(
-                usage(volume_bytes=VOLUME, volume_free_bytes=45 << 30),
-                spec=parse(tier(disk={"budget": {"maxBytes": "1Ti", "minFree": "50Gi"}})),
-            ),
-            "DiskWithinBudget",
-            Reason.VOLUME_FULL,
-            "45 GiB of 2 TiB are free on the volume, less than spec.disk.budget.minFree (50Gi)",
-        ),
-        (
-            view(usage(problems=("unlink /var/lib/kvtier/x: Permission denied",))),
-            "DiskHealthy",
-            Reason.JANITOR_HINDERED,
-            "unlink /var/lib/kvtier/x: Permission denied",
-        ),
+        (view(usage(**of), spec=parse(tier(disk={"budget": budget}))), condition, Reason(reason), words)
+        for of, budget, condition, reason, words in TABLES["volumes"]
     ],
 )
 def test_a_problem_of_the_volume_is_told_in_its_condition_and_in_ready(
@@ -252,20 +213,13 @@ def test_a_problem_of_the_volume_is_told_in_its_condition_and_in_ready(
 
 
 ENCRYPTED = parse(tier(disk={"encryption": {"secretName": "kv-keys", "activeKey": "2026-11"}}))
-WITHOUT = "pod llama-engine-1 serves without the volume"
 
 
 @pytest.mark.parametrize(
     ("report", "reason", "words"),
     [
-        (EngineReport(refused=("dtype", "model_name")), "Stranger", WITHOUT),
-        (EngineReport(refused=("dtype", "model_name")), "Stranger", "another dtype, model_name"),
-        (EngineReport(refused=("generation",)), "Stranger", "The rollout replaces it"),
-        (EngineReport(refused=(REPLACED_WEIGHTS,)), "Stranger", "its weights were replaced"),
-        (EngineReport(is_detached=True), "Detached", WITHOUT),
-        (EngineReport(is_detached=True), "Detached", "kubectl logs llama-engine-1 -c engine"),
-        (EngineReport(is_key_missing=True), "KeyMissing", "Secret kv-keys has no entry 2026-11"),
-        (EngineReport(is_key_missing=True), "KeyMissing", "openssl rand"),
+        (EngineReport(**{name: tuple(value) if name == "refused" else value for name, value in report.items()}), *told)
+        for report, *told in TABLES["engines_without_the_volume"]
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from engine_fleet import Engines, restart
 from engine_parts import IMAGE_TOKENS, Shape, prompt_of
 from engine_rig import SimulatedEngine
@@ -219,20 +220,7 @@ SHAPES = {
     "adapters in pieces": Shape(most_loras=2, is_sharing_adapters=False, most_tokens=48, prompt_only=False),
 }
 ADAPTERS = ("math", "law", "art")
-PARAMS: tuple[dict[str, Any], ...] = (
-    {},
-    {},
-    {},
-    {"kvtier_tenant": "alice"},
-    {"kvtier_tenant": "bob"},
-    {"kvtier_tenant": "no tenant/"},
-    {"kvtier_store": False},
-    {"kvtier_load": False},
-    {"max_load_tokens": 70},
-    {"max_offload_tokens": 70},
-    {"kv_hints": {"actions": [{"action_type": "kv.retain"}, {"action_type": "kv.prefetch"}]}},
-    {"kv_hints": {"actions": [{"action_type": "kv.retain"}, {"action_type": "kv.unheard-of"}]}},
-)
+PARAMS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["params"]
 WANTED: dict[str, st.SearchStrategy[Any]] = {
     "family": st.integers(0, 1),
     "chunks": st.sampled_from([12, 9, 4, 1]),
