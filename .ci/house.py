@@ -60,6 +60,9 @@ ADDED = frozenset(
 ADDED_LINES = 6_000
 """Most lines of these modules together."""
 
+TEST_LINES = 38_000
+"""Most lines of the tests' Python."""
+
 DISTRIBUTIONS = {"kvtier": ("connector", "operator"), "kvtier-e2e": ("e2e",)}
 """The parts of each distribution."""
 
@@ -215,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = packages(ROOT, LINES)
     shared = {name: shared_names(ROOT, parts) for name, parts in DISTRIBUTIONS.items()}
     measured = figures(found, shared, cycles(product_imports()))
+    tests = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
+    measured.append(Figure("lines of tests", tests, TEST_LINES))
     record = json.loads(RECORD.read_text())
     print(table(found), "", sep="\n")
     for figure in measured:
