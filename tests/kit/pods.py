@@ -61,6 +61,11 @@ def claim(name: str, **fields: Any) -> Json:
     return {"metadata": {"name": name}, "spec": {"accessModes": ["ReadWriteMany"], **requests, **fields}}
 
 
+def claimed(name: str) -> Json:
+    """Return what a volume is that is in a claim."""
+    return {"persistentVolumeClaim": {"claimName": name}}
+
+
 def is_alive(pid: int) -> bool:
     """Tell whether a process runs: one that ended and that its parent has not asked about does not."""
     try:
