@@ -36,7 +36,7 @@ for part; do
       none:all-in-gpu:A:C:D:E:single:bursts512,kvtier:traffic:A:C:prepare-bursts512:bursts512:prepare:D:E:single:rates ;;
   disk) # four engines start at once
     play "$disk" "$(sizes "$four,${four#*,}")" \
-      kvtier:disk:prepare:D:single,kvtier-whole:disk:D:single,lmcache:large:single,lmcache-disk:large:single ;;
+      kvtier:disk:prepare:D:single,kvtier-whole:disk:D:single,lmcache:disk:single,lmcache-disk:disk:single ;;
   agents)
     runs=kvtier:agents:agents:returning,none:agents:agents,fs:agents:agents:returning
     play "$ram" "$(sizes "$two")" --shape "$hybrid" "$runs"

@@ -253,8 +253,6 @@ class Traffic:
             self._measure(f"{cell} first", [request])
             if self._backend != backends.NONE:
                 self.engine.forget()
-                if self._backend.startswith("lmcache"):  # it may load nothing, and free blocks still hold the prompt
-                    self.ask(workloads.never(self.sizes, 0))
                 volumes.forget_pages(self.blocks)
                 self._measure(f"{cell} again", [request])
             self._measure(f"{cell} in GPU", [request])

@@ -38,7 +38,8 @@ class Rendered:
 
     def without_tier(self) -> Rendered:
         """Return what the same engine is started with where there is no tier."""
-        return replace(self, argv=tuple(word for word in self.argv if not word.startswith("--kv-transfer-config")))
+        ours = ("--kv-transfer-config", "--scheduler-cls")
+        return replace(self, argv=tuple(word for word in self.argv if not word.startswith(ours)))
 
 
 def body_of(name: str, spec: Mapping[str, Any]) -> dict[str, Any]:

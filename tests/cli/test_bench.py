@@ -159,7 +159,7 @@ def test_real_engines_find_on_the_volume_what_the_first_one_computed(
     assert again["hits"]["GPU"] > 0.5
 
 
-SECRET = "words that nobody may see"
+SECRET = "words that stay secret"
 
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

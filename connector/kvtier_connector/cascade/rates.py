@@ -140,7 +140,7 @@ class Rates:
 
         Args:
             tokens: Tokens of the chunks that have landed.
-            reads: Of each of these chunks, the seconds that its read took and when it ended; 0 if that is not known.
+            reads: Of each of these chunks, the seconds that its read took, and when it ended.
             is_reading: Whether chunks are still being read.
         """
         now = self.now()
@@ -149,9 +149,9 @@ class Rates:
         self._window_landed += tokens
         if reads:
             # Reads beside others take longer, so the least counts, and is forgotten slowly.
-            self.latency_seconds = min(*(seconds for seconds, _ in reads), 1.002 * self.latency_seconds or math.inf)
-            ended = max(ended for _, ended in reads) or now
-            self._window_longest = max(self._window_longest, *(seconds for seconds, _ in reads))
+            self.latency_seconds = min(min(reads)[0], 1.002 * self.latency_seconds or math.inf)
+            self._window_longest = max(self._window_longest, max(reads)[0])
+            ended = max(ended for _, ended in reads)
             seconds = ended - self._window_began
             # Reads that run side by side end together, and a call may come between: a window has whole rounds of them.
             is_whole = seconds >= 2 * self._window_longest if is_reading else seconds >= 0.99 * self._window_longest
@@ -166,7 +166,7 @@ class Rates:
         self.is_hanging = is_reading and now - self._moved_at >= STALLED_SECONDS
         if self.is_hanging:
             # When the reads under way have ended, the next hit measures the volume anew.
-            self.volume.value = 0.0
+            self.volume.value, self._window_began = 0.0, now
 
     @property
     def busy_seconds(self) -> float:

@@ -347,7 +347,7 @@ def test_a_mark_that_cannot_be_read_counts_as_a_purge_of_everything(tmp_path: Pa
 
 
 def test_a_directory_that_was_removed_counts_as_purged(rig: Rig, engine: Engine) -> None:
-    record_purge(FileSystem(), str(engine.root), Purge("nobody"))
+    record_purge(FileSystem(), str(engine.root), Purge("another"))
     store = BlockStore(engine.root, direct=False)
     store.learn_purges()
     queued = time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links and records that somebody plants on the volume: nothing goes because of them, and the janitor works on."""
+"""Links and records that an attacker plants on the volume: nothing is removed for them, and the janitor goes on."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_one_that_is_not_there_or_cannot_be_is_told_and_stops_no_pod(address: st
 
 
 CONNECTOR = Path(shm.__file__ or "").parents[2]
-SOMEBODY, SOMEBODY_ELSE = 12345, 12346
+USER, OTHER_USER = 12345, 12346
 
 HOLDER = """
 import mmap, os, sys
@@ -384,7 +384,7 @@ def anyones_python() -> str:
             str(CONNECTOR),
         ]
         try:
-            subprocess.run(command, user=SOMEBODY, check=True, stderr=subprocess.DEVNULL)
+            subprocess.run(command, user=USER, check=True, stderr=subprocess.DEVNULL)
         except (OSError, subprocess.CalledProcessError):
             continue
         return python
@@ -415,8 +415,8 @@ class TestWithoutPrivileges:
     @pytest.mark.parametrize("mode", [0o600, 0o666])
     def test_its_own_region_goes_and_another_users_stays(self, everybodys: Path, mode: int) -> None:
         own, others = region(everybodys, "own"), region(everybodys, "others")
-        os.chown(own, SOMEBODY, SOMEBODY)
-        os.chown(others, SOMEBODY_ELSE, SOMEBODY_ELSE)
+        os.chown(own, USER, USER)
+        os.chown(others, OTHER_USER, OTHER_USER)
         others.chmod(mode)
-        assert clear_as(SOMEBODY, everybodys) == [str(own)]
+        assert clear_as(USER, everybodys) == [str(own)]
         assert others.exists()

@@ -512,7 +512,7 @@ def test_a_claim_is_renewed_where_the_description_is_another_or_is_gone(tmp_path
     assert identities.read(root) is not None
     assert ours.look(may_write=True) is RootState.SAME
     shutil.rmtree(root)
-    # There is nothing that somebody else could take for theirs.
+    # Nothing is left that another user could take for a file of theirs.
     assert ours.look(may_write=True) is RootState.GONE
     claim(root, {**IDENTITY, "dtype": "float16"}, "d1gest")
     assert ours.look(may_write=False) is RootState.OTHER

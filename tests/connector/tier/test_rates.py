@@ -99,7 +99,7 @@ def test_a_volume_that_stops_hangs_until_it_gives_or_its_reads_are_given_up(cloc
     assert rates.is_hanging
     assert rates.choose(100, unread=100, may_split=True) is Way.COMPUTE
     if gives:
-        rates.note_landed(4000, reads=[(STALLED_SECONDS, 0.0)], is_reading=True)
+        rates.note_landed(4000, reads=[(STALLED_SECONDS, clock.seconds)], is_reading=True)
     else:
         rates.note_landed(0, is_reading=False)
         assert rates.choose(100, unread=100) is Way.LOAD
@@ -174,11 +174,24 @@ def test_chunks_that_were_read_together_make_no_volume_fast_whose_last_one_comes
     assert rates.volume.value == pytest.approx(4 * 512 / 0.101)
 
 
+def test_what_comes_after_a_hang_is_no_rate_and_the_next_hit_measures_the_volume(clock: Clock) -> None:
+    rates = measured(clock, 10_000)
+    rates.note_ordered()
+    clock.seconds += 10.0
+    rates.note_landed(0, is_reading=True)
+    for is_reading in (True, False):
+        clock.seconds += 0.01
+        rates.note_landed(512, reads=[(10.0, clock.seconds)], is_reading=is_reading)
+        assert not rates.volume.value
+    read(rates, clock, 1_000)
+    assert rates.volume.value == pytest.approx(10_000)
+
+
 def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(clock: Clock) -> None:
     rates = measured(clock, 10_000)
     latencies = []
     for seconds in (0.002, 0.2, 0.0005):
-        rates.note_landed(16, reads=[(seconds, 0.0)], is_reading=True)
+        rates.note_landed(16, reads=[(seconds, clock.seconds)], is_reading=True)
         latencies.append(rates.latency_seconds)
     assert latencies == pytest.approx([0.001, 0.001, 0.0005], rel=0.01)
 
