@@ -47,10 +47,7 @@ MEMCPY: Final = "e2e.backends.lmcache_memcpy"
 HANDED_OVER: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 }
 """Request of a proxy to the engine that prefills; the answer says where the blocks are."""
 

@@ -133,8 +133,7 @@ _Sized = TypeVar("_Sized", Sizes, HeavySizes)
 
 def sized(usual: _Sized, given: Mapping[str, Any]) -> _Sized:
     """Return sizes with those of their fields that are given."""
-    names = {field.name for field in dataclasses.fields(usual)}
-    return dataclasses.replace(usual, **{name: value for name, value in given.items() if name in names})
+    return dataclasses.replace(usual, **{name: value for name, value in given.items() if hasattr(usual, name)})
 
 
 class Player(Protocol):
@@ -181,11 +180,16 @@ def agents(sizes: HeavySizes, *, step: int) -> list[Request]:
     for agent in range(sizes.agents):
         seed = _AGENT + agent * _PARTS
         chooser = random.Random(seed + step)
-        grown = [(seed + number, sizes.agent_step_tokens) for number in range(1, step + 1)]
         output = chooser.randint(sizes.agent_output, 2 * sizes.agent_output)
         gap = sizes.agent_gap_seconds * chooser.uniform(0.5, 1.5)
-        found.append(make_request(f"step {step}", [(seed, sizes.agent_tokens), *grown], output, gap=gap))
+        parts = _history(seed, sizes.agent_tokens, sizes.agent_step_tokens, turns=step)
+        found.append(make_request(f"step {step}", parts, output, gap=gap))
     return found
+
+
+def _history(seed: int, tokens: int, turn_tokens: int, *, turns: int) -> list[tuple[int, int]]:
+    """Return the parts of a prompt that so many turns were added to."""
+    return [(seed, tokens), *((seed + number, turn_tokens) for number in range(1, turns + 1))]
 
 
 def steps(sizes: HeavySizes) -> list[Request]:
@@ -216,13 +220,7 @@ def steady(sizes: HeavySizes) -> list[Request]:
     return [
         make_request(
             f"of turn {turn}",
-            [
-                (_KILLED + conversation * _PARTS, sizes.killed_tokens),
-                *(
-                    (_KILLED + conversation * _PARTS + number, sizes.killed_turn_tokens)
-                    for number in range(1, turn + 1)
-                ),
-            ],
+            _history(_KILLED + conversation * _PARTS, sizes.killed_tokens, sizes.killed_turn_tokens, turns=turn),
             sizes.killed_output,
             start=(turn * sizes.killed_conversations + conversation) / sizes.killed_per_second,
         )
@@ -393,8 +391,7 @@ def hit_share(requests: Sequence[Mapping[str, Any]]) -> float:
 
 def windows(requests: Sequence[Request], figure: Callable[[Sequence[Request]], float]) -> list[float]:
     """Return a figure of the requests whose first token came in each window."""
-    last = max(request["at"] for request in requests)
-    ends = range(int(last // WINDOW_SECONDS) + 1)
+    ends = range(int(max(request["at"] for request in requests) // WINDOW_SECONDS) + 1)
     return [figure([each for each in requests if each["at"] // WINDOW_SECONDS == end]) for end in ends]
 
 

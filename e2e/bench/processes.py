@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,7 @@ _END_SECONDS = 120
 
 
 def until(condition: Callable[[], object], *, seconds: float, pause: float = 0.2) -> float:
-    """Wait until the condition holds and return the seconds that took.
-
-    Raises:
-        TimeoutError: it does not hold in time.
-    """
+    """Wait until the condition holds and return the seconds that took; raise TimeoutError if they are not enough."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > seconds:
@@ -63,8 +59,7 @@ def running(log: Path, module: str, *arguments: str, **environment: str) -> Iter
         yield MeasuredProcess(process, log)
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()

@@ -43,7 +43,6 @@ CELLS: Final = {
     "E": "E, shared prefix",
     "E in GPU": "E, the prefix in the GPU",
     "never": "never hits",
-    "never eager": "never hits, eager",
 }
 SINGLES: Final = {
     "single first": "from the volume, after a restart",

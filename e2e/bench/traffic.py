@@ -51,12 +51,6 @@ STARTS_WITH = 0.1
 """Share of the GPU's memory that must be free where an engine starts beside others."""
 Run = tuple[str, str, Sequence[str]]
 """A backend, a stage and the cells to play; none for the stage's own."""
-GRAPHS = {
-    "enforce_eager": False,
-    # Without compiling the model, which takes minutes and changes nothing about the copies.
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-}
-"""Decode steps as CUDA graphs, vLLM's default: then the GPU is the limit, not its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +98,7 @@ class Traffic:
         self._cells: Sequence[str] = ()
         self.blocks = settings.volume
 
-    def play(self, backend: str, name: str, given: Sequence[str]) -> None:
-        """Play one stage, with other cells than its own if some are given."""
-        self.play_together([(backend, name, given)])
-
-    def play_together(self, runs: Sequence[Run]) -> None:
+    def play(self, runs: Sequence[Run]) -> None:
         """Start the engines of these runs at once, then play the runs in their order: one engine works at a time.
 
         Runs of the same backend and stage are played by one engine.
@@ -260,11 +250,10 @@ class Traffic:
 
     def _never(self, cell: str) -> None:
         sizes = self.sizes
-        name = f"{cell} eager" if self._settings.engine["enforce_eager"] else cell
         self.ask(workloads.never(sizes, sizes.never_rounds), at_a_time=sizes.never_at_a_time)
         for number in range(sizes.never_rounds):
             self.empty()
-            self._measure(name, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
+            self._measure(cell, workloads.never(sizes, number), at_a_time=sizes.never_at_a_time)
 
     def forget_all(self) -> None:
         """Leave the engine as it is after a restart, once it has served: what is cached is on the volume alone."""
@@ -378,7 +367,7 @@ def main() -> None:
         try:
             for group in options.runs:
                 runs = [run.split(":") for run in group.split(",")]
-                traffic.play_together([(backend, stage, given) for backend, stage, *given in runs])
+                traffic.play([(backend, stage, given) for backend, stage, *given in runs])
         finally:
             print(report.write(options.out))
     log.say("done")
@@ -429,7 +418,10 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 64,
             "gpu_memory_utilization": 0.9,
-            **({} if options.eager else GRAPHS),
+            # Decode steps are CUDA graphs, vLLM's default, so that the GPU is the limit. The model is not compiled:
+            # that takes minutes and changes nothing about the copies.
+            "enforce_eager": False,
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         }
     # Spawned processes have the path of this one, and what they start has the environment's.
     os.environ.update(
@@ -479,7 +471,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--variant", default="", help="name of what is special about this run")
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of A, B and C, each with other prompts")
     parser.add_argument("--sizes", type=json.loads, default={}, help="of workloads, other than usual, as JSON")
-    parser.add_argument("--eager", action="store_true", help="decode without CUDA graphs")
     parser.add_argument("--time-limit", type=float, default=0.0, help="end after so many seconds")
     parser.add_argument("--device", choices=("gpu", "cpu", "paced"), default="gpu")
     options = parser.parse_args()

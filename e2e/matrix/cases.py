@@ -51,6 +51,8 @@ class ModelClass(BaseModel, frozen=True, extra="forbid"):
     """Whether the reader is to run out of blocks while it answers."""
     ranks: tuple[int, int] = (1, 1)
     """Tensor parallelism of the engine that writes and of the one that reads."""
+    sleeps: bool = False
+    """Whether the first engine gives up its memory, reads its weights anew and answers once more."""
     is_plain: bool = False
     """Whether it is another class without what the operator sets, to compare with."""
     draft: str = ""

@@ -118,11 +118,13 @@ class _Inside:
         os.environ.update({**rendered.env, SEEDS_WEIGHTS: "1"})
         seed_weights()
         from kvtier_connector.cascade.rates import Rates, Way
+        from kvtier_connector.cascade.split import Splits
 
         # These models are computed sooner than any block is looked up and read, and reading is to be seen.
         ways = {True: Way.SPLIT, False: Way.LOAD}
         Rates.choose = lambda *_, may_split=False, **__: ways[may_split]  # type: ignore[method-assign]  # see above
         Rates.seconds_to_compute = lambda *_: 0.0  # type: ignore[method-assign]  # see above
+        Splits.join_seconds = 0.0
         if plugin:
             importlib.import_module(plugin).register()
         from vllm import LLM
@@ -172,6 +174,12 @@ class _Inside:
                 return
             time.sleep(0.2)
         raise RuntimeError("the prefix cache cannot be emptied: blocks are still in use")
+
+    def sleep(self) -> None:
+        self._llm.sleep(level=2)
+        self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc("reload_weights")
+        self._llm.wake_up(tags=["kv_cache"])
 
     def shut_down(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -85,7 +85,8 @@ def prove(model: ModelClass, work: Path, *, device: str, split_hits: str) -> dic
     if model.loras:
         time.sleep(ADAPTER_AGE_SECONDS)
     # Blocks of the last prompts have the least time to reach the volume.
-    rounds = {"cold": prompts, "pair": [first], "gpu": prompts, "twins": twins}
+    woken = {"woken": prompts} if model.sleeps else {}
+    rounds = {"cold": prompts, **woken, "pair": [first], "gpu": prompts, "twins": twins}
     # Of prompts in one step, vLLM's CPU build gives those without an adapter another one's.
     at_once = {} if model.loras and device == "cpu" else {"cold": AT_ONCE_COLD}
     try:
@@ -123,10 +124,11 @@ def _run(
 ) -> dict[str, Round]:
     """Ask an engine of its own round after round, until all lies on the volume; raise EngineEnded if it ends."""
     with ForkedEngine(rendered, log, limit_seconds=LIMIT_SECONDS) as engine:
-        found = {
-            name: engine.ask(requests, at_once=at_once.get(name, 1), answer_tokens=answer_tokens)
-            for name, requests in rounds.items()
-        }
+        found = {}
+        for name, requests in rounds.items():
+            if name == "woken":
+                engine.call("sleep")
+            found[name] = engine.ask(requests, at_once=at_once.get(name, 1), answer_tokens=answer_tokens)
         engine.settle()
         return found
 
@@ -156,7 +158,7 @@ def judge_rewritten(before: Sequence[ScoredAnswer], found: Round, computed: Sequ
     """Compare what an adapter answered before it was written anew, what it answers now, and does without the tier."""
     now = found.answers
     changed = sum(one.tokens != other.tokens for one, other in zip(before, now, strict=True))
-    right = sum(one.tokens == other.tokens or is_tie(one, other) for one, other in zip(now, computed, strict=True))
+    right = sum(_is_same(*pair) for pair in zip(now, computed, strict=True))
     blocks = found.counts.get(_READ, 0)
     row: dict[str, Any] = {
         "rewritten": len(before),
@@ -275,9 +277,7 @@ def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round
         "twins_difference": difference(*made["twins"].answers),
         "alone": len(alone),
         "alone_difference": max(map(difference, alone, disk), default=0.0),
-        "alone_same": sum(
-            one.tokens == other.tokens or is_tie(one, other) for one, other in zip(alone, disk, strict=False)
-        ),
+        "alone_same": sum(map(_is_same, alone, disk)),
         "disk_blocks": counts.get(_READ, 0),
         "external_tokens": counts.get(_EXTERNAL, 0),
         # Blocks that were on the volume and were computed instead.
@@ -294,6 +294,11 @@ def judge(model: ModelClass, made: Mapping[str, Round], read: Mapping[str, Round
         "pair_common": model.pair_tokens * 2 // 3,
     }
     row["verdict"] = _verdict(row, is_drafting=model.is_drafting)
+    if model.sleeps:
+        row["woken_same"] = sum(_is_same(*pair) for pair in zip(gpu, made["woken"].answers, strict=True))
+        row["woken_blocks"] = made["woken"].counts.get(_READ, 0)
+        if row["woken_same"] < row["prompts"] or not row["woken_blocks"]:
+            row["verdict"] = "wrong answers after a sleep, or none from the volume"
     if model.must_preempt and not row["preemptions"]:
         row["verdict"] = "blind: nothing was preempted"
     return row
@@ -320,6 +325,10 @@ def _verdict(row: Mapping[str, Any], *, is_drafting: bool) -> str:
     if row["missed_blocks"]:
         return "undecided: the volume was too slow"
     return "works" if row["disk_blocks"] and row["external_tokens"] else "works without disk"
+
+
+def _is_same(one: ScoredAnswer, other: ScoredAnswer) -> bool:
+    return one.tokens == other.tokens or is_tie(one, other)
 
 
 def is_tie(one: ScoredAnswer, other: ScoredAnswer) -> bool:

@@ -291,21 +291,18 @@ def paces(
     if not read:
         return []
     mean, long = statistics.fmean(read), sorted(read)[math.ceil(0.99 * len(read)) - 1]
-    found = []
-    for rate in rates:
-        pace = rate * 1e9 / token_bytes
-        found.append(
-            Pace(
-                rate=rate,
-                tokens_per_second=pace,
-                mean_seconds=mean / pace,
-                long_seconds=long / pace,
-                busy=None if seconds is None else sum(read) / pace / seconds,
-                computing_seconds=None if prefill_rate is None else mean / prefill_rate,
-                split_seconds=None if prefill_rate is None else mean / (pace + prefill_rate),
-            )
+    return [
+        Pace(
+            rate=rate,
+            tokens_per_second=pace,
+            mean_seconds=mean / pace,
+            long_seconds=long / pace,
+            busy=None if seconds is None else sum(read) / pace / seconds,
+            computing_seconds=None if prefill_rate is None else mean / prefill_rate,
+            split_seconds=None if prefill_rate is None else mean / (pace + prefill_rate),
         )
-    return found
+        for rate, pace in ((rate, rate * 1e9 / token_bytes) for rate in rates)
+    ]
 
 
 def busiest_minute(trace: Trace, read: Iterable[int]) -> float:
@@ -384,9 +381,8 @@ class Forecast:
 
     def _pace_page(self, size: str) -> str:
         has_computing = self.paces[0].computing_seconds is not None
-        rows = [
-            ("VOLUME GIVES", "TOKENS/S", "READS", "MEAN HIT", "P99", *(("COMPUTED", "BOTH AT ONCE") * has_computing))
-        ]
+        more = ("COMPUTED", "BOTH AT ONCE") if has_computing else ()
+        rows = [("VOLUME GIVES", "TOKENS/S", "READS", "MEAN HIT", "P99", *more)]
         for each in self.paces:
             busy = "" if each.busy is None else f"{each.busy:.0%} of the time"
             row = [f"{each.rate:g} GB/s", f"{each.tokens_per_second:,.0f}", busy]

@@ -109,7 +109,7 @@ LEASE_KIND: Final = "Lease"
 ENGINE_STATE: Final = f"{SCRATCH_MOUNT}/kvtier"
 """Where an engine says, for its startup probe, whether it serves with the volume."""
 CONFIG_VARIABLE: Final = "KVTIER_CONFIG_DIGEST"
-"""Variable of an attached engine: the configuration that it was attached with."""
+"""Variable of an attached engine: digest of the configuration that it was attached with; another restarts it."""
 MODEL_CACHE: Final = f"{SCRATCH_MOUNT}/hf"
 """Where engines keep what they download; a volume of the user's mounted there outlives the pod."""
 

@@ -45,10 +45,7 @@ def test_an_agent_asks_for_its_history_again_and_has_computed_nearly_all_of_it_b
     assert min(reused) >= 0.95
 
 
-@pytest.mark.parametrize(
-    ("played", "tokens"),
-    TABLES["longest_prompts"],
-)
+@pytest.mark.parametrize(("played", "tokens"), TABLES["longest_prompts"])
 def test_the_context_is_as_long_as_the_longest_prompt_of_the_cells(played: list[str], tokens: int) -> None:
     assert cells.model_length(played, GPU_SIZES, GPU_HEAVY) == tokens
 
@@ -303,7 +300,7 @@ def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(
     tmp_path: Path, backend: str, stage: str, given: list[str], cells: list[str]
 ) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play(backend, stage, given)
+    rig.traffic.play([(backend, stage, given)])
     records = rig.records("cell")
     assert [(each["cell"], each["backend"], each["stage"]) for each in records] == [(c, backend, stage) for c in cells]
     assert all(engine.is_closed for engine in rig.engines)
@@ -311,8 +308,8 @@ def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(
 
 def test_a_stage_that_fails_is_a_record_and_the_next_one_is_played(tmp_path: Path) -> None:
     rig = Rig(tmp_path, fails_at=2)
-    rig.traffic.play("none", "all-in-gpu", [])
-    rig.traffic.play("none", "all-in-gpu", ["E"])
+    rig.traffic.play([("none", "all-in-gpu", [])])
+    rig.traffic.play([("none", "all-in-gpu", ["E"])])
     assert [record["error"] for record in rig.records("failed")] == ["no answer", "no answer"]
     assert [engine.is_closed for engine in rig.engines] == [True, True]
 
@@ -321,20 +318,20 @@ def test_a_cell_without_an_answer_is_a_failure(tmp_path: Path, monkeypatch: pyte
     nothing = {"seconds": 1.0, "began": 0.0, "counts": {}, "requests": []}
     monkeypatch.setattr(FakeEngine, "run", lambda *_, **__: nothing)
     rig = Rig(tmp_path)
-    rig.traffic.play("none", "killed", [])
+    rig.traffic.play([("none", "killed", [])])
     assert [record["error"] for record in rig.records("failed")] == ["killed before: no request was answered"]
 
 
 def test_no_engine_is_started_when_the_time_is_up(tmp_path: Path) -> None:
     rig = Rig(tmp_path, deadline=time.monotonic() - 1)
-    rig.traffic.play("none", "all-in-gpu", [])
+    rig.traffic.play([("none", "all-in-gpu", [])])
     assert not rig.engines
     assert len(rig.records("skipped")) == 1
 
 
 def test_a_restart_finds_what_was_prepared_and_nothing_else(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("fs", "traffic", [])
+    rig.traffic.play([("fs", "traffic", [])])
     prepared = rig.stored()
     prompts = [
         *([TINY_SIZES.arrival_tokens] * TINY_SIZES.arrivals),
@@ -343,21 +340,21 @@ def test_a_restart_finds_what_was_prepared_and_nothing_else(tmp_path: Path) -> N
         *TINY_SIZES.single_tokens,  # of the warm-up
     ]
     assert prepared == sum(prompts) // BLOCK_TOKENS
-    rig.traffic.play("fs", "restart", ["D"])
+    rig.traffic.play([("fs", "restart", ["D"])])
     assert rig.stored() >= prepared
     assert not rig.records("missing")
 
 
 def test_a_new_run_of_a_backend_begins_with_an_empty_volume(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("fs", "traffic", ["prepare"])
-    rig.traffic.play("fs", "traffic", ["A"])
+    rig.traffic.play([("fs", "traffic", ["prepare"])])
+    rig.traffic.play([("fs", "traffic", ["A"])])
     assert rig.stored() == 0
 
 
 def test_blocks_that_a_backend_did_not_store_are_counted(tmp_path: Path) -> None:
     rig = Rig(tmp_path, block_bytes=BLOCK_BYTES + 1)
-    rig.traffic.play("fs", "traffic", ["prepare"])
+    rig.traffic.play([("fs", "traffic", ["prepare"])])
     missing, again = rig.records("missing")  # what the volume left out is asked for once more
     assert again == missing
     assert missing["found"] == 0
@@ -367,13 +364,13 @@ def test_blocks_that_a_backend_did_not_store_are_counted(tmp_path: Path) -> None
 @pytest.mark.parametrize(("stage", "size"), [("traffic", (2304 + 16) * 4), ("restart", 0)])
 def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, stage: str, size: int) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("none", stage, ["C"])
+    rig.traffic.play([("none", stage, ["C"])])
     assert rig.records("engine")[0]["gpu_bytes"] == size
 
 
 def test_engines_of_a_group_start_together_and_play_in_turns(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play_together([("none", "traffic", ["C"]), ("fs", "traffic", ["C"]), ("none", "traffic", ["E"])])
+    rig.traffic.play([("none", "traffic", ["C"]), ("fs", "traffic", ["C"]), ("none", "traffic", ["E"])])
     played = [(record["backend"], record["cell"]) for record in rig.records("cell")]
     assert played[:4] == [("none", "C first"), ("none", "C"), ("fs", "C first"), ("fs", "C")]
     assert {backend for backend, _ in played[4:]} == {"none"}
@@ -382,7 +379,7 @@ def test_engines_of_a_group_start_together_and_play_in_turns(tmp_path: Path) -> 
 
 def test_every_replica_of_a_stage_is_warm_and_has_requests_of_its_own(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("none", "router", [])
+    rig.traffic.play([("none", "router", [])])
     assert len(rig.engines) == TINY_STAGES["router"].engines
     for engine in rig.engines:
         warm, *_, at_random, by_prefix = engine.asked
@@ -396,7 +393,7 @@ def test_every_replica_of_a_stage_is_warm_and_has_requests_of_its_own(tmp_path: 
 
 def test_an_engine_that_does_not_start_leaves_the_others_of_its_group(tmp_path: Path) -> None:
     rig = Rig(tmp_path, fails_to_start="fs")
-    rig.traffic.play_together([("fs", "traffic", ["C"]), ("none", "traffic", ["C"])])
+    rig.traffic.play([("fs", "traffic", ["C"]), ("none", "traffic", ["C"])])
     assert [record["backend"] for record in rig.records("failed")] == ["fs"]
     assert {record["backend"] for record in rig.records("cell")} == {"none"}
 
@@ -407,7 +404,7 @@ def test_an_engine_has_the_scheduler_that_its_tier_has(tmp_path: Path, backend: 
     tier = {"model": model, "cpu": {"size": "1Gi"}, "volume": {"existingClaim": "blocks"}, "disk": disk}
     container, _ = rendering.engine_of(rendering.body_of("bench", tier))
     rig = Rig(tmp_path)
-    rig.traffic.play(backend, "restart", ["D"])
+    rig.traffic.play([(backend, "restart", ["D"])])
     given = rig.engines[0].arguments.get("scheduler_cls")
     flags = [word for word in container["args"] if word.startswith("--scheduler-cls")]
     assert flags == ([f"--scheduler-cls={given}"] if given else [])
@@ -415,7 +412,7 @@ def test_an_engine_has_the_scheduler_that_its_tier_has(tmp_path: Path, backend: 
 
 def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
     rig = Rig(tmp_path, rounds=2)
-    rig.traffic.play("none", "all-in-gpu", [])
+    rig.traffic.play([("none", "all-in-gpu", [])])
     seeds = [{request["parts"][0][0] for request in record["requests"]} for record in rig.records("cell")]
     assert len(seeds) == 6
     assert not seeds[0] & seeds[1]
@@ -425,13 +422,13 @@ def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
 
 def test_prompts_arrive_again_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("fs", "restart", ["D"])
+    rig.traffic.play([("fs", "restart", ["D"])])
     assert rig.engines[0].calls[1:] == ["forget all"] * 3
 
 
 def test_those_who_share_a_prefix_come_again_with_parts_that_nobody_has_seen(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.traffic.play("none", "restart", ["E"])
+    rig.traffic.play([("none", "restart", ["E"])])
     parts = [request["parts"] for record in rig.records("cell") for request in record["requests"]]
     assert len({str(prefix) for prefix, _ in parts}) == 1
     assert len({str(own) for _, own in parts}) == len(parts) == 6 * TINY_SIZES.sharers

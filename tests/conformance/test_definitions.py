@@ -55,9 +55,7 @@ def test_a_wrong_value_is_refused_by_its_field(http: Http, widgets: str, spec: J
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"),
-    TABLES["refused_schemas"],
-    ids=["root", "untyped", "items", "default", "both"],
+    ("schema", "words"), TABLES["refused_schemas"], ids=["root", "untyped", "items", "default", "both"]
 )
 def test_a_schema_that_is_not_structural_is_refused(http: Http, schema: Json, words: str) -> None:
     code, refused = http("POST", CRDS, definition("Refused", schema))

@@ -23,6 +23,7 @@ sys.path[:0] = [str(HERE / name) for name in ("tier", "faults", "io_workers", "j
 
 from faulty_mounts import FaultyVolume, mounted, why_no_fuse  # noqa: E402 - found through the line above
 from pools import Pools  # noqa: E402 - as above
+from store_contract import K1, K2  # noqa: E402 - as above
 from tier_dir import Engine, Rig  # noqa: E402 - as above
 
 from kvtier_connector.store.identity import claim  # noqa: E402 - as above
@@ -37,6 +38,15 @@ def root(tmp_path: Path) -> Iterator[Path]:
     claim(root, {"model": "test"}, "d1gest")
     yield root
     assert check(root, partial_age_seconds=0) == []
+
+
+@pytest.fixture
+def keys_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "keys"
+    directory.mkdir()
+    (directory / "k1").write_bytes(K1)
+    (directory / "k2").write_bytes(K2)
+    return directory
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from waiting import until
+from waiting import is_alive, until
 
 from kvtier_demo import __main__ as demo
 from kvtier_demo import report
@@ -45,25 +45,18 @@ class Usage(NamedTuple):
     free: int
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_nothing_survives_a_demo_that_is_killed_and_the_next_one_starts(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTED_AND_WAITING, str(ROOT), str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = next([int(pid) for pid in line.split()[1:]] for line in process.stdout if line.startswith("pids"))
         assert len(pids) == 2
-        assert all(alive(pid) for pid in pids)
+        assert all(is_alive(pid) for pid in pids)
         process.kill()
         process.wait()
         with running_stack(ROOT, tmp_path, Progress()) as stack:
             stack.check()
-            until(lambda: not any(alive(pid) for pid in pids))
+            until(lambda: not any(is_alive(pid) for pid in pids))
     assert not is_running(DataDirectory(tmp_path / "cluster"))
 
 

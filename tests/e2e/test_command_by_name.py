@@ -78,10 +78,7 @@ def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tie
     assert "purge\tRemove blocks" in run("__complete", "kvtier", "pur").stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    TABLES["mistakes"],
-)
+@pytest.mark.parametrize(("words", "code", "said"), TABLES["mistakes"])
 def test_a_mistake_is_named_with_its_remedy_and_changes_nothing(
     typed: Tier, kvtier: Command, words: list[str], code: int, said: str
 ) -> None:

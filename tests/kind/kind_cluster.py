@@ -35,14 +35,8 @@ class Cluster:
     kubectl_program: Path = field(default_factory=lambda: ci_tools.load("helm").binary("kubectl"))
 
     def kubectl(self, *words: str, given: str | None = None) -> str:
-        done = subprocess.run(
-            [str(self.kubectl_program), "--kubeconfig", self.kubeconfig, "-n", NAMESPACE, *words],
-            input=given,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS + 60,
-        )
+        command = [str(self.kubectl_program), "--kubeconfig", self.kubeconfig, "-n", NAMESPACE, *words]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=SECONDS + 60)
         assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 

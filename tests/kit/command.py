@@ -19,16 +19,16 @@ class Command:
         self.err = ""
         """Of the last run."""
 
-    def __call__(self, *words: str, code: int | None = 0) -> str:
+    def __call__(self, *words: object, code: int | None = 0) -> str:
         self._capsys.readouterr()
-        found = main(list(words))
+        found = main([*map(str, words)])
         printed, self.err = self._capsys.readouterr()
         assert code in {found, None}, (words, printed, self.err)
         return printed
 
-    def fails(self, *words: str, code: int = 1) -> str:
+    def fails(self, *words: object, code: int = 1) -> str:
         self(*words, code=code)
         return self.err
 
-    def json(self, *words: str, code: int = 0) -> Any:
+    def json(self, *words: object, code: int = 0) -> Any:
         return json.loads(self(*words, "-o", "json", code=code))

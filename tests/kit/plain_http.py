@@ -35,7 +35,7 @@ class PlainHttp:
         """Return the code and the answer, decoded if it is JSON. Bytes are sent as they are, all else as JSON."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         sent = {"Content-Type": media_type, "Accept": accept, "User-Agent": "tester/1", **(headers or {})}
-        url = f"{self._address}{path}?{urllib.parse.urlencode(query)}"
+        url = f"{self._address}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         request = urllib.request.Request(url, data=data, method=method, headers=sent)
         try:
             with urllib.request.urlopen(request, timeout=self._seconds) as answer:
@@ -55,6 +55,15 @@ class PlainHttp:
 
     def close(self) -> None:
         self._watches.close()
+
+
+def is_answered(url: str, *, seconds: float = 60.0) -> bool:
+    """Tell whether a server says that all is well."""
+    try:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def has_ipv6() -> bool:

@@ -7,7 +7,6 @@ import builtins
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from kvtier_localcluster import kinds
@@ -64,14 +63,6 @@ def claim(name: str, **fields: Any) -> Json:
 def claimed(name: str) -> Json:
     """Return what a volume is that is in a claim."""
     return {"persistentVolumeClaim": {"claimName": name}}
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether a process runs: one that ended and that its parent has not asked about does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def fetch(url: str) -> str | None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import waiting
+from plain_http import is_answered
 
 from kvtier_localcluster.apiserver.discovery import version_info
 from kvtier_localcluster.client import ApiClient
@@ -141,7 +142,7 @@ def of_assets(assets: Path, folder: Path, program: Path) -> Iterator[Target]:
         start("kube-apiserver", *_server_arguments(folder, api, etcd))
         kubectl = (str(program), f"--kubeconfig={kubeconfig}", f"--cache-dir={folder}/cache")
         proxy = stack.enter_context(proxied(kubectl))
-        waiting.until(lambda: _is_ready(proxy), seconds=120, pause_seconds=0.2)
+        waiting.until(lambda: is_answered(f"{proxy}/readyz", seconds=5), seconds=120, pause_seconds=0.2)
         offers = {"compaction"}
         key = f"--service-account-private-key-file={folder}/key.pem"
         common = (f"--kubeconfig={kubeconfig}", "--leader-elect=false")
@@ -202,14 +203,6 @@ def _server_arguments(folder: Path, port: int, etcd: int) -> list[str]:
         "--disable-admission-plugins=ServiceAccount",
         "--allow-privileged=true",
     ]
-
-
-def _is_ready(proxy: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{proxy}/readyz", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def _compact(etcd: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for a condition with a deadline, so that no test sleeps and none hangs; a clock that a test moves."""
+"""Waits for a condition with a deadline, so that no test sleeps and none hangs, and has a clock that a test moves."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ def until_the_next_tick(directory: Path) -> None:
         return clock.stat().st_mtime_ns > before
 
     until(has_moved_on, "the volume's clock has moved on")
+
+
+def is_alive(process: int) -> bool:
+    """Tell whether a process runs: one that ended and that its parent has not asked about does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Clock:

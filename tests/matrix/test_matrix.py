@@ -29,6 +29,7 @@ DRAFTING = ModelClass(name="draft", title="Draft", shape="llama", draft="llama")
 RANKS = ModelClass(name="ranks", title="Ranks", shape="llama", ranks=(1, 2))
 PICTURED = ModelClass(name="pictured", title="Picture", shape="qwen2_vl", asks="image", picture_at=200)
 PREEMPTED = ModelClass(name="preempted", title="Preempted", shape="llama", must_preempt=True)
+SLEEPING = ModelClass(name="sleeping", title="Sleeping", shape="llama", sleeps=True)
 MODELS = {each.name: each for each in (DRAFTING, RANKS, PICTURED, PREEMPTED)}
 READ, EXTERNAL, MISSES = "vllm:kvtier_disk_read_blocks", "vllm:external_prefix_cache_hits", "vllm:kvtier_disk_misses"
 
@@ -46,14 +47,15 @@ def row(
     *,
     model: ModelClass = MODEL,
     gpu: list[ScoredAnswer] = ANSWERS,
-    twin: int = 6,
     alone: Sequence[ScoredAnswer] = (),
+    woken: Round | None = None,
     **counts: float,
 ) -> dict[str, Any]:
     """Return the row of two prompts that the volume answers with ``disk``, and another engine's GPU with ``gpu``."""
-    made = {"cold": Round(answers=gpu), "gpu": Round(answers=gpu), "twins": Round(answers=[answer(5), answer(twin)])}
+    twin = answer(int(counts.pop("twin", 6)))
+    made = {"cold": Round(answers=gpu), "gpu": Round(answers=gpu), "twins": Round(answers=[answer(5), twin])}
     strangers = counts.pop("strangers", 0)
-    made |= {"alone": Round(answers=list(alone))} if alone else {}
+    made |= ({"alone": Round(answers=list(alone))} if alone else {}) | ({"woken": woken} if woken else {})
     found = {READ: 2, EXTERNAL: 256, **{f"{MISSES}:{cause}": count for cause, count in counts.items()}}
     read = {
         "disk": Round(answers=disk, counts=found | {name: counts[name] for name in counts.keys() & found.keys()}),
@@ -97,6 +99,16 @@ def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier(
 ) -> None:
     found = judge_rewritten(ANSWERS, Round(answers=now, counts={READ: read}), [answer(5, 6), answer(7, 8)])
     assert found.get("verdict") == verdict
+
+
+@pytest.mark.parametrize(
+    ("answers", "read", "works"), [(ANSWERS, 2, True), ([ANSWERS[0], answer(3, 5)], 2, False), (ANSWERS, 0, False)]
+)
+def test_an_engine_that_slept_must_answer_as_before_and_read_the_volume(
+    answers: list[ScoredAnswer], read: float, works: bool
+) -> None:
+    found = row(model=SLEEPING, woken=Round(answers=answers, counts={READ: read}))
+    assert (found["verdict"] == "works") is works
 
 
 def test_an_adapter_that_changes_nothing_proves_nothing_and_every_row_belongs_to_a_class() -> None:

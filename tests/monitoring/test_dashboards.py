@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import yaml
+from plain_http import is_answered
 from waiting import until
 
 from kvtier_connector.store.header import Fault
@@ -131,9 +132,7 @@ def _running(folder: Path) -> Iterator[str]:
 
 def _is_ready(url: str, process: subprocess.Popen[bytes]) -> bool:
     assert process.poll() is None, "Prometheus ended: see prometheus.log"
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/-/ready", timeout=5) as answer:
-        return bool(answer.status == 200)
-    return False
+    return is_answered(f"{url}/-/ready", seconds=5)
 
 
 @pytest.fixture(scope="module")

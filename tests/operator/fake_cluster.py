@@ -209,8 +209,7 @@ def edited(cluster: FakeCluster, **spec: Any) -> ReconcileResult:
 
 
 def status(cluster: FakeCluster) -> dict[str, Any]:
-    body = cluster.look(TIER_KEY)
-    return dict(body["status"])
+    return dict(cluster.look(TIER_KEY)["status"])
 
 
 def condition(cluster: FakeCluster, kind: str) -> dict[str, Any]:

@@ -123,8 +123,7 @@ VIEW = progress()
 def conditions(view: Progress, previous: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
     """Return the conditions by type; each has a reason that the page of conditions lists for it."""
     found = {each["type"]: each for each in status.report(view, previous or {}, now=NOON)["conditions"]}
-    summaries = {"Ready", "Reconciling", "Stalled"}
-    for kind in found.keys() - summaries:
+    for kind in found.keys() - {"Ready", "Reconciling", "Stalled"}:
         assert found[kind]["reason"] in {*SECTIONS[kind], *COMMON}
     return found
 

@@ -58,8 +58,7 @@ def engine_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     pod = step_into(document, KINDS[document["kind"]].pod)
     containers = [pod["model"]] if "model" in pod else pod["containers"]
     engine = next(each for each in containers if "PYTHONHASHSEED" in str(each))
-    words = [*engine.get("args", ()), *(each.get("value", "") for each in engine["env"])]
-    return pod, engine, words
+    return pod, engine, [*engine.get("args", ()), *(each.get("value", "") for each in engine["env"])]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -152,8 +151,7 @@ def test_what_would_break_the_engine_is_refused_by_its_field(where: str, value: 
 
 def steps_of(path: str) -> Steps:
     """Return the steps of a path such as ``spec.containers[vllm].args``."""
-    found = re.findall(r"\[(.+?)\]|([^.\[]+)", path)
-    return tuple(("name", item) if item else field for item, field in found)
+    return tuple(("name", item) if item else field for item, field in re.findall(r"\[(.+?)\]|([^.\[]+)", path))
 
 
 @pytest.mark.parametrize(("name", "where", "value", "words"), TABLES["refused_of_kinds"])
@@ -173,8 +171,7 @@ def test_an_engine_that_cannot_be_told_needs_a_name_and_an_object_of_another_tie
     with pytest.raises(AttachRefused, match=r"\.image: is example.org/inference"):
         attach_document(document, plan(), container="server")
     _, document, _ = attach_document(read("deployment"), plan())
-    record = json.loads(document["spec"]["template"]["metadata"]["annotations"][ANNOTATION])
-    assert record["tier"] == "default/qwen"
+    assert json.loads(document["spec"]["template"]["metadata"]["annotations"][ANNOTATION])["tier"] == "default/qwen"
     other = plan_of(merge(yaml.safe_load(TIER.read_text()), {"metadata": {"name": "other"}}))
     with pytest.raises(AttachRefused, match="names tier default/qwen: take that out first"):
         attach_document(document, other)
@@ -183,8 +180,7 @@ def test_an_engine_that_cannot_be_told_needs_a_name_and_an_object_of_another_tie
 
 def test_models_of_one_values_file_are_attached_and_detached_one_by_one() -> None:
     original = read("values")
-    model = step_into(original, MODEL)
-    step_into(original, MODEL[:-1]).append({**copy.deepcopy(model), "name": "other"})
+    step_into(original, MODEL[:-1]).append({**copy.deepcopy(step_into(original, MODEL)), "name": "other"})
     with pytest.raises(AttachRefused, match="has qwen, other: name one with --container"):
         attach_document(original, plan())
     _, one, _ = attach_document(copy.deepcopy(original), plan(), container="qwen")
@@ -241,9 +237,8 @@ def test_a_refusal_is_told_line_by_line_and_prints_no_object(kvtier: Command, tm
     assert kvtier.err.startswith("spec.template.spec.containers[vllm].image is example.org/vllm:1, which makes blocks")
 
 
-HERE = Path(__file__).parent
-SCHEMAS = {path.stem: yaml.safe_load(path.read_text()) for path in (HERE / "foreign_schemas").glob("*.yaml")}
-SAMPLES_OF_OTHERS = HERE / "foreign_samples"
+SCHEMAS = {path.stem: yaml.safe_load(path.read_text()) for path in FOREIGN.with_name("foreign_schemas").glob("*.yaml")}
+SAMPLES_OF_OTHERS = FOREIGN.with_name("foreign_samples")
 """Samples and presets of other projects; foreign_schemas/ has the schemas of their objects."""
 PRESETS = yaml.safe_load((SAMPLES_OF_OTHERS / "presets.yaml").read_text())
 Manifest = dict[str, Any]

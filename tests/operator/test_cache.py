@@ -27,7 +27,7 @@ from kvtier_operator.kube.client import KubernetesCluster, connect
 from kvtier_operator.kube.informer import Informer
 from kvtier_operator.kube.object_store import ObjectStore, Scope, WatchedKind, read_json
 from kvtier_operator.kube.work_queue import Priority, Requeue, WorkQueue
-from kvtier_operator.names import ObjectKey, TierName, TierRef
+from kvtier_operator.names import TierName, TierRef
 
 CONFIGS = WatchedKind(api_version="v1", kind="ConfigMap")
 SCOPE = Scope("v1", "ConfigMap")
@@ -95,7 +95,7 @@ def test_a_watch_whose_answer_cannot_be_read_is_told(store: ObjectStore) -> None
             raise RecursionError("too deep")
             yield
 
-    informer = Informer(Unreadable(), SCOPE, store, is_followed=False, list_seconds=600)
+    informer = Informer(Unreadable(), SCOPE, store, list_seconds=600)
     informer.start()
     until(lambda: "cannot read" in informer.trouble()[1], "it is told")
     informer.stop()
@@ -289,8 +289,7 @@ def test_what_was_made_meanwhile_is_not_written_over(api: ApiServerThread) -> No
         kubectl.call("POST", kubectl.path(CORE, "configmaps"), theirs)
         with pytest.raises(ClusterConflict, match="meanwhile there is one"):
             cluster.apply(MINE, over=None)
-        found = cluster.get(names.key_of(MINE), "default")
-        assert (found or {})["data"] == {"their": "own"}
+        assert (cluster.get(names.key_of(MINE), "default") or {})["data"] == {"their": "own"}
         kubectl.delete(CORE, "configmaps", "llama-connector")
         until(lambda: cluster.get(names.key_of(MINE), "default") is None)
         assert cluster.apply(MINE, over=None)["data"] == {"a": "b"}
@@ -305,17 +304,12 @@ def test_a_tier_is_found_by_the_claim_that_it_uses(told: Told) -> None:
     assert tiers.names_of(NAMESPACE, "mine") == ("llama",)
 
 
-KEY = ObjectKey(api_version="v1", kind="ConfigMap", name="a")
+KEY = names.key_of(MINE)
 TIER = TierRef(namespace="default", name="llama", uid="u1")
 
 
 def config_map(**data: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "a", "namespace": "default", "labels": {"x": "y"}},
-        "data": data,
-    }
+    return {**MINE, "data": data}
 
 
 @pytest.fixture
@@ -337,9 +331,9 @@ def test_a_field_of_others_is_not_taken_when_creating_and_lists_are_of_the_selec
     api: ApiServerThread, cluster: KubernetesCluster
 ) -> None:
     cluster.apply(config_map(a="1"), over=None)
-    found = cluster.list("v1", "ConfigMap", namespace="default", selector="x=y")
-    assert [(each["kind"], each["metadata"]["name"]) for each in found] == [("ConfigMap", "a")]
-    assert cluster.list("v1", "ConfigMap", namespace="default", selector="x=z") == []
+    found = cluster.list("v1", "ConfigMap", namespace="default", selector=f"{names.LABEL_TIER}=llama")
+    assert [(each["kind"], each["metadata"]["name"]) for each in found] == [("ConfigMap", KEY.name)]
+    assert cluster.list("v1", "ConfigMap", namespace="default", selector=f"{names.LABEL_TIER}=x") == []
     api.create(theirs := {**config_map(a="theirs"), "metadata": {**config_map()["metadata"], "name": "b"}})
     with pytest.raises(errors.ClusterConflict, match="conflict"):
         cluster.apply({**theirs, "data": {"a": "ours"}}, over=None)
@@ -379,10 +373,10 @@ def test_every_answer_has_its_exception_and_a_server_that_is_gone_is_unavailable
 ) -> None:
     for code in codes:
         api.server.faults[:] = [lambda request, code=code: ApiError(code, "Reason", "because")]
-        with pytest.raises(error, match=rf"^cannot read ConfigMap/a: {code} because$"):
+        with pytest.raises(error, match=rf"^cannot read {KEY}: {code} because$"):
             cluster.get(KEY, "default")
     api.close()
-    with pytest.raises(errors.ClusterUnavailable, match="cannot read ConfigMap/a"):
+    with pytest.raises(errors.ClusterUnavailable, match=f"cannot read {KEY}"):
         cluster.get(KEY, "default")
 
 
@@ -390,21 +384,27 @@ NEVER = 3600.0
 
 
 @contextmanager
-def queue(
-    work: Callable[[str, int], Requeue],
-    *,
-    resync_seconds: float = NEVER,
-    debounce_seconds: float = 0.0,
-    workers: int = 2,
-) -> Iterator[WorkQueue[str]]:
-    found: WorkQueue[str] = WorkQueue(
-        work, workers=workers, resync_seconds=resync_seconds, debounce_seconds=debounce_seconds
-    )
+def queue(work: Callable[[str, int], Requeue], *, workers: int = 2, **seconds: float) -> Iterator[WorkQueue[str]]:
+    found: WorkQueue[str] = WorkQueue(work, workers=workers, **{"resync_seconds": NEVER, **seconds})
     found.start()
     try:
         yield found
     finally:
         assert found.close(timeout=60)
+
+
+class Held:
+    """Work that begins, and ends once the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.entered, self.release = threading.Event(), threading.Event()
+        self.ended: list[Any] = []
+
+    def __call__(self, key: Any, attempt: int) -> Requeue:
+        self.entered.set()
+        self.release.wait(60)
+        self.ended.append(key)
+        return Requeue(is_gone=True)
 
 
 class Seen(Counter[str]):
@@ -516,41 +516,25 @@ def test_a_key_comes_back_by_itself_until_it_is_gone() -> None:
 
 
 def test_closing_lets_a_running_pass_end_and_starts_no_other() -> None:
-    entered, release = threading.Event(), threading.Event()
-    ended: list[str] = []
-
-    def work(key: str, attempt: int) -> Requeue:
-        entered.set()
-        release.wait(60)
-        ended.append(key)
-        return Requeue()
-
-    found: WorkQueue[str] = WorkQueue(work, workers=1, resync_seconds=NEVER)
+    found: WorkQueue[str] = WorkQueue(work := Held(), workers=1, resync_seconds=NEVER)
     found.start()
     found.add("a")
     found.add("b")
-    assert entered.wait(60)
+    assert work.entered.wait(60)
     assert found.close(timeout=0) is False
-    release.set()
+    work.release.set()
     assert found.close(timeout=60) is True
-    assert ended == ["a"]
+    assert work.ended == ["a"]
 
 
 def test_a_queue_that_does_not_move_shows_it() -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    def work(key: str, attempt: int) -> Requeue:
-        entered.set()
-        release.wait(60)
-        return Requeue()
-
-    with queue(work, workers=1) as found:
+    with queue(work := Held(), workers=1) as found:
         assert found.seconds_overdue() == 0
         found.add("stuck")
-        assert entered.wait(60)
+        assert work.entered.wait(60)
         found.add("waits")
         until(lambda: found.seconds_overdue() > 0)
-        release.set()
+        work.release.set()
         until(lambda: found.seconds_overdue() == 0)
 
 
@@ -567,25 +551,15 @@ def test_being_added_again_does_not_make_a_failing_key_wait_longer_nor_does_its_
 
 def order_of(add: Callable[[WorkQueue[int]], None], count: int) -> list[int]:
     """Return in which order one worker, busy at first, takes the keys that were added meanwhile."""
-    order: list[int] = []
-    is_full, may_go = threading.Event(), threading.Event()
-
-    def work(key: int, _attempt: int) -> Requeue:
-        if key < 0:
-            is_full.set()
-            may_go.wait(60)
-        order.append(key)
-        return Requeue(is_gone=True)
-
-    queue: WorkQueue[int] = WorkQueue(work, workers=1, resync_seconds=60)
+    queue: WorkQueue[int] = WorkQueue(work := Held(), workers=1, resync_seconds=60)
     queue.start()
     queue.add(-1)
-    assert is_full.wait(60)
+    assert work.entered.wait(60)
     add(queue)
-    may_go.set()
-    until(lambda: len(order) >= count + 1 and queue.depth() == 0)
+    work.release.set()
+    until(lambda: len(work.ended) >= count + 1 and queue.depth() == 0)
     assert queue.close(timeout=60)
-    return order[1:]
+    return work.ended[1:]
 
 
 def test_what_somebody_changed_goes_before_what_can_wait_and_an_edit_before_creations() -> None:

@@ -64,13 +64,8 @@ def test_what_lies_beside_a_tier_in_its_file_is_passed_over(verb: str, kvtier: C
 
 def start(*args: str, kubeconfig: Path) -> subprocess.Popen[str]:
     env = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvtier_cli", *args],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "kvtier_cli", *args]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_a_missing_crd_is_said_in_words(tmp_path: Path) -> None:
@@ -152,13 +147,8 @@ sys.exit(main({arguments!r}))
 
 
 def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", prelude("operator", paths=PATHS) + script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"HOME": str(directory)},
-    )
+    command = [sys.executable, "-c", prelude("operator", paths=PATHS) + script]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={"HOME": str(directory)})
 
 
 def test_every_module_finds_what_it_imports(tmp_path: Path) -> None:

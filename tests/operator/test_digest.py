@@ -83,8 +83,7 @@ def test_engines_of_other_numbers_of_ranks_share_a_generation_only_in_the_canoni
     assert len({made.generation.digest for made in plans}) == 1
     assert len({json.dumps(made.decisions.chunking.settings()) for made in plans}) == 1
     assert all(extra_config(made)["canonical_layout"] is True for made in plans)
-    digests = {made.generation.digest for made in (plan(), plan(on=False), plan(on=False, ranks=2))}
-    assert len(digests) == 3
+    assert len({made.generation.digest for made in (plan(), plan(on=False), plan(on=False, ranks=2))}) == 3
     assert "canonical_layout" not in extra_config(plan(on=False))
 
 
@@ -171,8 +170,7 @@ def upgraded() -> Snapshot:
     """Return what stands of a tier whose engines an earlier operator made, which had another generation of blocks."""
     cluster = FakeCluster(tier())
     run(cluster, image="c:0")
-    live = cluster.look(DEPLOYMENT)
-    note = json.loads(live["metadata"]["annotations"][names.ANNOTATION_RENDERED])
+    note = json.loads(cluster.look(DEPLOYMENT)["metadata"]["annotations"][names.ANNOTATION_RENDERED])
     note["config"] = json.dumps({**json.loads(note["config"]), "digest": "feed"})
     cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: json.dumps(note)}}})
     return gather(cluster, cluster.look(TIER_KEY), now=NOON)
@@ -241,11 +239,8 @@ def write(path: Path, *bodies: dict[str, Any]) -> str:
 
 def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, kvtier: Command) -> None:
     (found,) = kvtier.json("plan", write(tmp_path / "tier.yaml", tier()))
-    assert (found["tier"], found["sizing"]["cpuTokens"], found["sizing"]["memoryBytes"]) == (
-        "serving/llama",
-        524288,
-        331 << 28,
-    )
+    sizing = found["sizing"]
+    assert (found["tier"], sizing["cpuTokens"], sizing["memoryBytes"]) == ("serving/llama", 524288, 331 << 28)
     assert "nodes" not in found
 
 

@@ -9,21 +9,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, condition, status
-from tiers import (
-    CONFIG,
-    DEPLOYMENT,
-    JANITOR,
-    NAMESPACE,
-    NOON,
-    RUNNING,
-    TIER,
-    TIER_KEY,
-    engine_pod,
-    made_by,
-    merge,
-    plan_of,
-    tier,
-)
+from tiers import CONFIG, DEPLOYMENT, JANITOR, NOON, RUNNING, TIER, TIER_KEY, engine_pod, made_by, merge, plan_of, tier
 
 from kvtier_operator import names
 from kvtier_operator.api import parse
@@ -70,7 +56,7 @@ class World:
     def add(self, name: str, spec: dict[str, Any], *, labels: dict[str, str] = SELECTOR) -> None:
         metadata = {
             "name": name,
-            "namespace": NAMESPACE,
+            "namespace": TIER.namespace,
             "labels": {**labels, names.LABEL_TEMPLATE_HASH: "5d4f"},
             "ownerReferences": [made_by("vllm-5d4f")],
         }
@@ -193,7 +179,7 @@ def test_a_pod_that_is_not_attached_as_it_must_be_is_named_with_the_command_that
     assert words in message
     if pod is not UNTOLD:
         assert "container vllm of pod poor" in message
-        assert f"`kvtier attach llama -n {NAMESPACE} deployment/vllm`" in message
+        assert f"`kvtier attach llama -n {TIER.namespace} deployment/vllm`" in message
     assert world.condition("Ready")[:2] == ("False", "NotAttached")
 
 
@@ -229,8 +215,7 @@ def test_a_refused_spec_takes_attached_engines_off_the_volume_and_bounds_it_unle
     world = World()
     world.condition("Ready")
     before, bounds = world.cluster.look(CONFIG), settings()
-    edit = merge(refused, {"disk": {"mode": "Bypass", "budget": {"maxBytes": "1Gi"}}})
-    assert world.edited(**edit)[0] == "False"
+    assert world.edited(**merge(refused, {"disk": {"mode": "Bypass", "budget": {"maxBytes": "1Gi"}}}))[0] == "False"
     after = world.cluster.look(CONFIG)
     assert json.loads(after["data"]["live.json"])["mode"] == "Bypass"
     assert after["data"]["connector.json"] == before["data"]["connector.json"]
@@ -241,8 +226,7 @@ def test_a_refused_spec_takes_attached_engines_off_the_volume_and_bounds_it_unle
 def test_the_janitor_of_attached_engines_goes_beside_them_and_shares_their_group() -> None:
     world = World(external(volume={"claim": {"accessModes": ["ReadWriteOnce"]}}))
     world.condition("Ready")
-    affinity = world.cluster.look(JANITOR)["spec"]["template"]["spec"]["affinity"]
-    (term,) = affinity["podAffinity"].popitem()[1]
+    (term,) = world.cluster.look(JANITOR)["spec"]["template"]["spec"]["affinity"]["podAffinity"].popitem()[1]
     assert term["labelSelector"]["matchLabels"] == SELECTOR
     body = external(engine={"podTemplate": {"securityContext": {"fsGroup": 2000}}})
     assert attached(POD, body)["securityContext"]["fsGroup"] == 2000
@@ -287,7 +271,7 @@ def test_only_attached_pods_that_no_other_tier_claims_are_sent_the_key_of_the_ap
 
     claims = PodClaims()
     assert asked(claims) == ["engine"]
-    other = TierRef(namespace=NAMESPACE, name="other", uid="other")
+    other = TierRef(namespace=TIER.namespace, name="other", uid="other")
     pod = world.cluster.look(ObjectKey(api_version="v1", kind="Pod", name="engine")) or {}
     claims.note(other, [pod["metadata"]["uid"]])
     assert asked(claims) == []

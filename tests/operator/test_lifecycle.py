@@ -368,10 +368,6 @@ def set_env(kubectl: Client, deployment: str) -> None:
     kubectl.call("PATCH", path, {"spec": {"template": {"spec": {"containers": [more]}}}}, STRATEGIC)
 
 
-def has_extra(kubectl: Client, deployment: str) -> bool:
-    return "EXTRA" in json.dumps(kubectl.get(APPS, "deployments", deployment))
-
-
 def test_a_field_that_another_manager_adds_stays_theirs_and_is_not_fought_over(served: Client) -> None:
     set_env(served, "llama-engine")
     until(served.is_ready)
@@ -379,7 +375,7 @@ def test_a_field_that_another_manager_adds_stays_theirs_and_is_not_fought_over(s
     until(
         lambda: served.is_ready() and (served.get(APPS, "deployments", "llama-engine") or {})["spec"]["replicas"] == 3
     )
-    assert has_extra(served, "llama-engine")
+    assert "EXTRA" in json.dumps(served.get(APPS, "deployments", "llama-engine"))
 
 
 LEASES = "/apis/coordination.k8s.io/v1"

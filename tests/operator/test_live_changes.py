@@ -40,8 +40,7 @@ def age(cluster: FakeCluster, change: Any) -> None:
     document = json.loads(cluster.look(DEPLOYMENT)["metadata"]["annotations"][names.ANNOTATION_RENDERED])
     change(document)
     annotations = {names.ANNOTATION_RENDERED: json.dumps(document)}
-    made = {"metadata": {"annotations": annotations}, "spec": {"template": document["template"]}}
-    cluster.edit(DEPLOYMENT, made)
+    cluster.edit(DEPLOYMENT, {"metadata": {"annotations": annotations}, "spec": {"template": document["template"]}})
 
 
 def test_another_version_of_the_operator_restarts_no_engine_and_each_value_of_the_annotation_once() -> None:
@@ -121,8 +120,7 @@ def test_an_edit_from_which_no_pod_is_made_rolls_nothing_under_another_version(p
 
 def test_a_new_tier_that_is_refused_makes_nothing_and_a_spec_too_long_for_a_note_does_without() -> None:
     cluster = made(model={"config": {"x": "y" * (200 << 10)}})
-    found = cluster.look(DEPLOYMENT)
-    assert found["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
+    assert cluster.look(DEPLOYMENT)["metadata"]["annotations"].keys() == {names.ANNOTATION_DECISIONS}
     assert run(cluster, image=OLD).written == ()
     cluster = FakeCluster(tier())
     cluster.refuse = lambda manifest: "422 invalid" if manifest["kind"] == "Deployment" else ""
@@ -190,9 +188,7 @@ def test_the_lease_is_left_to_its_holder_and_the_janitor_is_told_of_a_generation
 def make_stricter(cluster: FakeCluster, refused: dict[str, Any]) -> None:
     """Store fields in a tier that today's release refuses, and that its engines were made from."""
     cluster.edit(TIER_KEY, {"spec": refused})
-    note = json.loads(cluster.look(DEPLOYMENT)["metadata"]["annotations"][names.ANNOTATION_RENDERED])
-    note = json.dumps({**note, "spec": merge(note["spec"], refused)})
-    cluster.edit(DEPLOYMENT, {"metadata": {"annotations": {names.ANNOTATION_RENDERED: note}}})
+    age(cluster, lambda document: document.update(spec=merge(document["spec"], refused)))
 
 
 @pytest.mark.parametrize(("refused", "field"), TABLES["refused"], ids=str)
@@ -202,12 +198,9 @@ def test_a_stored_spec_that_a_stricter_release_refuses_is_followed_as_far_as_no_
     cluster = reconciled()
     make_stricter(cluster, refused)
     template = cluster.look(DEPLOYMENT)["spec"]["template"]
-    edit = {
-        "replicas": 5,
-        "disk": {"mode": "Bypass", "budget": {"maxBytes": "1Ti"}},
-        "generations": {"keepPrevious": 0},
-    }
-    assert set(edited(cluster, **edit).written) == {CONFIG, DEPLOYMENT, JANITOR_CONFIG}
+    disk = {"mode": "Bypass", "budget": {"maxBytes": "1Ti"}}
+    outcome = edited(cluster, replicas=5, disk=disk, generations={"keepPrevious": 0})
+    assert set(outcome.written) == {CONFIG, DEPLOYMENT, JANITOR_CONFIG}
     assert live(cluster)["mode"] == "Bypass"
     assert cluster.look(DEPLOYMENT)["spec"]["replicas"] == 5
     assert cluster.look(DEPLOYMENT)["spec"]["template"] == template
@@ -225,10 +218,7 @@ def test_an_edit_that_the_api_server_refuses_for_the_engines_moves_nothing_that_
     generation = cluster.look(TIER_KEY)["status"]["generation"]
     cluster.refuse = lambda manifest: "422 invalid label" if "--served-model-name=x" in json.dumps(manifest) else ""
     refused = {"args": ["--served-model-name=x"]}
-    cluster.edit(
-        TIER_KEY, {"spec": {"model": {"name": "another/model"}, "engine": refused, "disk": {"mode": "ReadOnly"}}}
-    )
-    outcome = run(cluster)
+    outcome = edited(cluster, model={"name": "another/model"}, engine=refused, disk={"mode": "ReadOnly"})
     assert outcome.written == (CONFIG,)
     assert cluster.look(DEPLOYMENT) == before[DEPLOYMENT]
     assert cluster.look(JANITOR_CONFIG) == before[JANITOR_CONFIG]

@@ -13,8 +13,6 @@ import test_golden
 import yaml
 from cel_expr_python import cel
 from chart import NAMESPACE, ROOT, render
-from chart import NAMESPACE as SYSTEM
-from chart import render as chart
 from test_golden import CASES
 from tiers import rendered, tier
 
@@ -87,7 +85,7 @@ def _covers(rule: dict[str, Any], port: int) -> bool:
 def network(
     *, policy: Mapping[str, Any] | None = None, values: Mapping[str, Any] | None = None, **spec: Any
 ) -> Network:
-    operator = chart({"networkPolicy": {"enabled": True, "scrapers": [MONITORING], **(values or {})}})
+    operator = render({"networkPolicy": {"enabled": True, "scrapers": [MONITORING], **(values or {})}})
     return Network(*rendered(tier(**spec, networkPolicy=dict(policy or {}))).values(), *operator)
 
 
@@ -124,14 +122,13 @@ def test_the_api_servers_ports_are_the_named_ones_and_engines_reach_their_redis_
     assert found.lets("decode", "llama-engine", 5600)
     assert found.lets("llama-engine", "decode", 5600)
     assert not network().lets("client", "llama-engine", 5600)
-    made = rendered(tier()).values()
-    assert not [each for each in (*made, *chart()) if each["kind"] == "NetworkPolicy"]
+    assert not [each for each in (*rendered(tier()).values(), *render()) if each["kind"] == "NetworkPolicy"]
 
 
 @pytest.mark.parametrize("connector", [None, HYBRID, TRIAL], ids=["bundled", "nixl", "redis"])
 def test_each_pod_of_a_tier_is_selected_by_one_policy(connector: dict[str, Any] | None) -> None:
     found = network(**ROUTED if connector is None else {"connector": connector})
-    ours = [pod for pod, (namespace, labels) in found.pods.items() if names.LABEL_TIER in labels or namespace == SYSTEM]
+    ours = [pod for pod, (home, labels) in found.pods.items() if names.LABEL_TIER in labels or home == NAMESPACE]
     assert len(ours) >= 3
     assert {pod: len(found.of(pod)) for pod in ours} == dict.fromkeys(ours, 1)
 
@@ -150,8 +147,7 @@ SPEC = policy()
 
 
 def holds(expression: str, **data: Any) -> bool:
-    kind = cel.Type
-    environment = cel.NewEnv(variables=dict.fromkeys(("object", "oldObject", "request"), kind.DYN))
+    environment = cel.NewEnv(variables=dict.fromkeys(("object", "oldObject", "request"), cel.Type.DYN))
     return bool(environment.compile(expression).eval(data=data).value())
 
 
@@ -177,10 +173,9 @@ def test_the_admission_policy_is_that_of_people_without_helm_and_covers_all_that
     assert found["ValidatingAdmissionPolicy"] == SPEC
     assert found["ValidatingAdmissionPolicyBinding"]["validationActions"] == ["Deny"]
     assert allows(service("llama-engine", **OURS), service("llama-engine", is_owned=True))
-    rules = next(each for each in render() if each["kind"] == "ClusterRole")["rules"]
     written = {
         resource
-        for rule in rules
+        for rule in next(each for each in render() if each["kind"] == "ClusterRole")["rules"]
         for resource in rule["resources"]
         if {"create", "patch", "delete"} & set(rule["verbs"]) and "/" not in resource and resource != "events"
     }

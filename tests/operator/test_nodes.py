@@ -66,15 +66,13 @@ def share(percent: str = "50%", **spec: Any) -> dict[str, Any]:
     return tier(cpu={"size": None, "fraction": percent}, **spec)
 
 
-def decided(body: dict[str, Any], *objects: Any, kept: str = "") -> Decisions | Refusal:
+def seen(*objects: Any, kept: str = "") -> Snapshot:
     found = from_objects(objects) if objects else None
-    snapshot = Snapshot(tier=REF, claim=None, engines=Engines(decisions=kept), pods=(), live={}, nodes=found)
-    return decide(parse(body), REF, snapshot)
+    return Snapshot(tier=REF, claim=None, engines=Engines(decisions=kept), pods=(), live={}, nodes=found)
 
 
-def cpu_gib(*objects: Any, percent: str = "50%", **spec: Any) -> float:
-    found = decided(share(percent, **spec), *objects)
-    return found.cpu_bytes / GIB
+def decided(body: dict[str, Any], *objects: Any, kept: str = "") -> Decisions | Refusal:
+    return decide(parse(body), REF, seen(*objects, kept=kept))
 
 
 OURS = pod("llama-engine-1", "200Gi", gpus=1, labels={**names.selector(REF), "pod-template-hash": "5f"})
@@ -100,7 +98,7 @@ TAKEN = (node("gpu-2", "64Gi", gpus=1), pod("other", "32Gi", on="gpu-2", gpus=1)
 def test_a_share_is_of_the_node_on_which_an_engine_has_least_room(
     objects: tuple[Any, ...], percent: str, args: list[str], gib: float
 ) -> None:
-    assert cpu_gib(*objects, percent=percent, engine={"args": args}) == gib
+    assert decided(share(percent, engine={"args": args}), *objects).cpu_bytes == gib * GIB
 
 
 @pytest.mark.parametrize(("template", "spec", "matches"), TABLES["taints"])
@@ -115,8 +113,7 @@ def test_required_affinity_counts(key: str, operator: str, values: list[str] | N
     terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
     required = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     parsed = parse(tier(engine={"podTemplate": {"affinity": required}}))
-    labelled = node(labels={"zone": "a", "generation": "10"})
-    assert bool(nodes.matching(parsed, from_objects([labelled]))) is matches
+    assert bool(nodes.matching(parsed, from_objects([node(labels={"zone": "a", "generation": "10"})]))) is matches
 
 
 @pytest.mark.parametrize(("spec", "gpus", "reason", "words"), TABLES["undecided"])
@@ -135,8 +132,7 @@ def test_what_was_decided_stays_until_a_field_changes_that_it_was_decided_for() 
     assert decided(share(), *smaller, kept=kept) == first
     assert decided(share(), kept=kept) == first
     assert decided(share(replicas=5), *smaller, kept=kept) == first
-    again = decided(share("40%"), *smaller, kept=kept)
-    assert again.cpu_bytes == 25.5 * GIB
+    assert decided(share("40%"), *smaller, kept=kept).cpu_bytes == 25.5 * GIB
 
 
 def test_a_longer_table_of_models_changes_no_running_tier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +167,7 @@ def test_a_file_is_given_so_many_blocks(name: str, layout: dict[str, Any], block
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_files_of_known_models_have_4_to_16_mebibytes(name: str, tp: int, kv_dtype: str) -> None:
     found = kv(name, tensor_parallel=tp, args=engine_args.read([f"--kv-cache-dtype={kv_dtype}"]))
-    chunking = chunks.choose_chunking(found, asked_tokens=None)
-    tokens = chunks.tokens_of(chunking, found)
+    tokens = chunks.tokens_of(chunks.choose_chunking(found, asked_tokens=None), found)
     assert tokens % found.block_tokens == 0
     if not found.has_states and tokens < chunks.MOST_AUTO_TOKENS and found.block_tokens * found.group_bytes <= 8 << 20:
         assert 4 << 20 <= chunks.bytes_of(tokens, found) <= 16 << 20
@@ -187,12 +182,10 @@ def test_a_tier_never_holds_more_tokens_than_its_bytes_allow(size: int, asked: i
         assert held % (16 * asked) == 0
 
 
-def capacity(body: dict[str, Any], *objects: Any) -> Capacity:
-    found = decided(body, *objects)
+def capacity(body: dict[str, Any]) -> Capacity:
+    found = decided(body)
     assert isinstance(found, Decisions), found
-    nodes_found = from_objects(objects) if objects else None
-    snapshot = Snapshot(tier=REF, claim=None, engines=Engines(), pods=(), live={}, nodes=nodes_found)
-    return make_capacity(parse(body), found, snapshot)
+    return make_capacity(parse(body), found, seen())
 
 
 def test_a_config_of_its_own_goes_before_the_table_and_weights_without_room_are_remarked_upon() -> None:
@@ -213,8 +206,7 @@ def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
     before = cluster.look(DEPLOYMENT)
     cluster.put(pod("newcomer", "100Gi"))
     cluster.put(node("gpu-2", "96Gi"))
-    outcome = run(cluster, inventory=inventory)
-    assert outcome.written == ()
+    assert run(cluster, inventory=inventory).written == ()
     assert ("list", "Pod") in cluster.calls  # the engines' own
     assert cluster.look(DEPLOYMENT) == before
 
@@ -321,8 +313,7 @@ def test_pods_on_the_nodes_network_resolve_services_and_a_node_must_have_room_fo
     pod = pod_of(containers=[{"name": "driver", "image": "d", "securityContext": {"privileged": True}}])
     assert container(pod, "driver")["securityContext"] == {"privileged": True}
     room = replace(NODE, memory_bytes=VIEW.stage.sizing.memory_bytes + (1 << 29))
-    spec = parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}}))
-    for found, is_enough in ((SPEC, True), (spec, False)):
+    for found, is_enough in ((SPEC, True), (parse(tier(engine={"podTemplate": {"containers": [SIDECAR]}})), False)):
         snapshot = replace(VIEW.stage.snapshot, nodes=Nodes(nodes=(room,)), pods=(), engines=Engines())
         fits = conditions(varied(VIEW, spec=found, snapshot=snapshot))["SizingFits"]
         assert (fits["status"] != "False") is is_enough
@@ -367,8 +358,7 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
     asked = parse(tier(engine={"podTemplate": template}))
     assert nodes.sidecar_requests(asked) == (2 << 30, 500)
     assert not nodes.matching(asked, Nodes(nodes=(NODE,)))
-    equipped = replace(NODE, devices={"nvidia.com/gpu": 8, "rdma/hca": 2})
-    assert nodes.matching(asked, Nodes(nodes=(equipped,)))
+    assert nodes.matching(asked, Nodes(nodes=(replace(NODE, devices={"nvidia.com/gpu": 8, "rdma/hca": 2}),)))
     assert "2 rdma/hca" in nodes.wanted_text(asked)
     assert nodes.share_inputs(asked) != nodes.share_inputs(SPEC)
 
@@ -396,7 +386,6 @@ def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str,
 def test_what_an_engine_takes_to_end_fits_into_its_pods(template: dict[str, Any], grace: int, shutdown: int) -> None:
     pod = pod_of(**template)
     (waits,) = (int(each) for each in re.findall(r"sleep\((\d+)\)", str(container(pod)["lifecycle"]["preStop"])))
-
     assert pod["terminationGracePeriodSeconds"] == grace
     assert f"--shutdown-timeout={shutdown}" in container(pod)["args"]
     assert waits + shutdown + engine.TEARDOWN_SECONDS <= grace

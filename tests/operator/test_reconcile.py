@@ -120,8 +120,7 @@ def test_a_failure_is_told_once_when_it_lasts_whatever_its_words_are() -> None:
 
 
 def of_somebody(key: ObjectKey) -> dict[str, Any]:
-    metadata = {"name": key.name, "namespace": NAMESPACE}
-    return {"apiVersion": key.api_version, "kind": key.kind, "metadata": metadata}
+    return {"apiVersion": key.api_version, "kind": key.kind, "metadata": {"name": key.name, "namespace": NAMESPACE}}
 
 
 @pytest.mark.parametrize("key", sorted(CHILDREN), ids=str)
@@ -144,8 +143,7 @@ def waiting_for(key: ObjectKey) -> set[ObjectKey]:
         return set(JANITORS)
     if key == CLAIM:
         return {DEPLOYMENT, *JANITORS}
-    account = ObjectKey(api_version="v1", kind="ServiceAccount", name="llama-engine")
-    return {DEPLOYMENT} if key in {CONFIG, account, DEPLOYMENT} else {key}
+    return {DEPLOYMENT} if key in {CONFIG, ACCOUNT, DEPLOYMENT} else {key}
 
 
 JANITORS = sorted(key for key in CHILDREN if key.name == "llama-janitor")
@@ -340,10 +338,8 @@ def mode(cluster: FakeCluster) -> str:
 def test_a_forbidden_kind_holds_up_its_users_and_is_named(kind: str, waiting: set[ObjectKey], verbs: set[str]) -> None:
     cluster = FakeCluster(tier())
     cluster.broken[kind] = (verbs, forbidden(kind))
-    outcome = run(cluster)
-    assert isinstance(outcome.failure, ClusterForbidden)
-    made = CHILDREN - waiting
-    assert {key for key in made if key not in JANITORS} <= cluster.existing()
+    assert isinstance(run(cluster).failure, ClusterForbidden)
+    assert CHILDREN - waiting - {*JANITORS} <= cluster.existing()
     assert not waiting & cluster.existing()
     ready = condition(cluster, "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "ApplyFailed")
@@ -383,8 +379,7 @@ def test_an_outage_is_not_waited_for_and_another_missing_right_is_told_in_its_pl
 def test_engines_that_run_follow_the_mode_of_a_spec_that_is_refused(change: dict[str, Any], replicas: int) -> None:
     cluster = reconciled()
     before, config = cluster.look(DEPLOYMENT), cluster.look(CONFIG)["data"][engine.CONFIG_FILE]
-    disk = {**change.get("disk", {}), "mode": "Bypass"}
-    edited(cluster, **change, replicas=1, disk=disk)
+    edited(cluster, **change, replicas=1, disk={"mode": "Bypass"})
     assert condition(cluster, "Ready")["status"] == "False"
     assert mode(cluster) == "Bypass"
     assert cluster.look(CONFIG)["data"][engine.CONFIG_FILE] == config

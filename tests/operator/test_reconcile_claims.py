@@ -12,26 +12,12 @@ import fake_cluster
 import kubernetes_schemas
 import pytest
 import yaml
-from fake_cluster import FakeCluster, condition, edited, reconciled, run
+from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from healthy_tier import LATER, NOON, USAGE, VIEW, check_verdict, conditions, varied
 from live import TIERS, Client, body, running
 from test_golden import VERSIONS
 from test_reconcile import CHILDREN, of_somebody
-from tiers import (
-    CLAIM,
-    CONFIG,
-    DEPLOYMENT,
-    JANITOR,
-    NAMESPACE,
-    RUNNING,
-    SERVICE,
-    TIER_KEY,
-    claim,
-    pod,
-    ready_deployment,
-    tier,
-    waiting,
-)
+from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, RUNNING, SERVICE, TIER_KEY, claim, pod, tier, waiting
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -150,8 +136,7 @@ def test_a_tier_whose_claim_was_grown_by_hand_goes_on_and_one_made_anew_gets_its
 
 @pytest.mark.parametrize(("mode", "is_beside"), [("ReadWriteOnce", True), ("ReadWriteMany", False)])
 def test_janitor_and_replicas_run_on_one_node_where_the_users_claim_is_of_one(mode: str, is_beside: bool) -> None:
-    volume = {"claim": None, "existingClaim": "mine"}
-    cluster = FakeCluster(tier(replicas=2, volume=volume), claim("mine", mode))
+    cluster = FakeCluster(tier(replicas=2, volume={"claim": None, "existingClaim": "mine"}), claim("mine", mode))
     assert run(cluster).failure is None
     found, engine = (cluster.look(key)["spec"]["template"]["spec"] for key in (JANITOR, DEPLOYMENT))
     assert ("affinity" in found, "nvidia.com/gpu" in str(found["tolerations"])) == (is_beside, is_beside)
@@ -190,11 +175,10 @@ def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_wa
 def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wanted() -> None:
     cluster = reconciled(proof={"preflight": "Always"})
     run(cluster)
-    preflight = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
-    assert preflight in cluster.existing()
+    assert JOB in cluster.existing()
     cluster.edit(CLAIM, {"metadata": {"deletionTimestamp": "2026-01-01T11:00:00Z"}, "status": {"phase": "Bound"}})
     run(cluster)
-    assert preflight not in cluster.existing()
+    assert JOB not in cluster.existing()
     assert cluster.look(JANITOR)["spec"]["replicas"] == 1
     assert "set spec.replicas to 0, which stops the janitor" in condition(cluster, "VolumeBound")["message"]
     edited(cluster, replicas=0)
@@ -205,7 +189,7 @@ def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wa
     run(cluster)
     run(cluster)
     assert cluster.look(JANITOR)["spec"]["replicas"] == 1
-    assert {CLAIM, preflight} <= cluster.existing()
+    assert {CLAIM, JOB} <= cluster.existing()
 
 
 BUDGET = 900 << 30
@@ -215,8 +199,7 @@ LITTLE = LiveJanitor(usage=replace(USAGE, used_bytes=1 << 30))
 def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
     """Return a tier on its claim of 2Ti, with this budget, beside others with theirs."""
     neighbours = tuple(Neighbour(name=name, max_bytes=budget) for name, budget in others.items())
-    budget = {} if most is None else {"maxBytes": most}
-    spec = parse(tier(disk={"budget": budget}))
+    spec = parse(tier(disk={"budget": {} if most is None else {"maxBytes": most}}))
     return varied(VIEW, spec=spec, snapshot=replace(VIEW.stage.snapshot, neighbours=neighbours, janitor=LITTLE))
 
 
@@ -362,12 +345,11 @@ def test_engines_wait_until_the_volume_was_tried_and_everything_else_does_not() 
     assert condition(cluster, "Reconciling")["status"] == "True"
     ends(cluster, 0, json.dumps(GOOD))
     assert DEPLOYMENT in run(cluster).written
-    assert condition(cluster, "StorageChecked")["status"] == "True"
-    assert "read 2 GiB/s" in condition(cluster, "StorageChecked")["message"]
-    message = condition(cluster, "StorageChecked")["message"]
-    assert message.startswith("NFS: engines can use the volume")
-    assert "reads go past the page cache" in message
-    assert "mount with nconnect=8" in message
+    told = condition(cluster, "StorageChecked")
+    assert told["status"] == "True"
+    assert told["message"].startswith("NFS: engines can use the volume")
+    for words in ("read 2 GiB/s", "reads go past the page cache", "mount with nconnect=8"):
+        assert words in told["message"]
     storage = fake_cluster.status(cluster)["storage"]
     assert (storage["fileSystem"], storage["roundTripMicroseconds"]) == ("NFS", 900)
     assert (storage["readBytesPerSecond"], storage["directIo"], storage["statMicroseconds"]) == (2 << 30, True, 400)
@@ -450,8 +432,7 @@ def test_where_pods_may_not_be_read_the_job_itself_tells_how_it_ended() -> None:
 
 def test_engines_that_run_are_not_held_up_by_a_preflight() -> None:
     cluster = reconciled()
-    cluster.edit(DEPLOYMENT, {"status": ready_deployment()})
-    cluster.edit(CLAIM, {"status": {"phase": "Bound"}})
+    serving(cluster)
     assert DEPLOYMENT in edited(cluster, proof={"preflight": "Always"}, replicas=3).written
     ends(cluster, 1, json.dumps({**GOOD, "problem": "only 3 MiB are free"}))
     run(cluster)
@@ -530,12 +511,10 @@ def test_the_job_is_what_kubernetes_knows_and_goes_where_engines_may_go_without_
 
 @pytest.mark.parametrize(("phase", "asks"), [("Pending", True), ("Bound", False)])
 def test_a_volume_of_one_node_is_made_where_an_engine_has_room(phase: str, asks: bool) -> None:
-    volume = {"claim": {"accessModes": ["ReadWriteOnce"], "size": "10Gi"}}
-    cluster = reconciled(replicas=1, volume=volume, **ALWAYS)
+    cluster = reconciled(replicas=1, volume={"claim": {"accessModes": ["ReadWriteOnce"], "size": "10Gi"}}, **ALWAYS)
     cluster.edit(CLAIM, {"status": {"phase": phase}})
     run(cluster)
-    job = cluster.look(JOB)
-    requests = job["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    requests = cluster.look(JOB)["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
     assert ("nvidia.com/gpu" in requests, requests["memory"] == "84736Mi") == (asks, asks)
 
 

@@ -212,8 +212,7 @@ def test_the_server_of_a_connector_is_judged(connector: dict[str, Any], name: st
     assert f"kubectl describe deployment/{name}" in message
     pulls = ContainerStatus(name="redis", image="redis:no", waiting_reason="ImagePullBackOff")
     assert judged(replace(UNREADY_POD, containers=(pulls,)))[1] == "StoreImagePullFailed"
-    unscheduled = replace(UNREADY_POD, is_scheduled=False)
-    assert judged(unscheduled)[1] == "StoreNotScheduled"
+    assert judged(replace(UNREADY_POD, is_scheduled=False))[1] == "StoreNotScheduled"
 
 
 def test_pods_of_the_server_are_read() -> None:

@@ -113,8 +113,7 @@ def vllm_flags() -> list[str]:
 @pytest.fixture
 def template() -> dict[str, Any]:
     """Return the pods that the operator renders for a tier without additions of its user."""
-    body = {**FULL, "spec": {**FULL["spec"], "engine": {}}}
-    return dict(engine.deployment(plan_of(body))["spec"]["template"])
+    return dict(engine.deployment(plan_of({**FULL, "spec": {**FULL["spec"], "engine": {}}}))["spec"]["template"])
 
 
 def is_accepted(word: str) -> bool:
@@ -146,8 +145,7 @@ def test_users_cannot_take_flags_mounts_and_labels_and_read_where_downloads_go(t
     for key, value in template["metadata"]["labels"].items():
         assert is_refused({"labels": {key: value}}), key
     variables = {entry["name"]: entry.get("value") for entry in template["spec"]["containers"][0]["env"]}
-    directory = re.search(r"points it at (\S+);", engine_spec.ENV["HF_HOME"])
-    assert directory[1] == variables["HF_HOME"]
+    assert re.search(r"points it at (\S+);", engine_spec.ENV["HF_HOME"])[1] == variables["HF_HOME"]
     assert set(engine_spec.ENV) - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(variables)
 
 

@@ -123,8 +123,7 @@ def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None
 
 def test_only_what_changed_is_written_and_a_time_moves_only_when_the_status_flips() -> None:
     first = status.report(with_pod(), {}, now=NOON)
-    other_reason = with_container(waiting_reason="CrashLoopBackOff", exit_code=1)
-    second = status.report(other_reason, first, now=LATER)
+    second = status.report(with_container(waiting_reason="CrashLoopBackOff", exit_code=1), first, now=LATER)
     third = status.report(VIEW, second, now=LATER)
     times = [
         {each["type"]: each["lastTransitionTime"] for each in report["conditions"]}["Ready"]
@@ -148,8 +147,7 @@ def test_events_tell_transitions_once_and_only_problems_are_warnings() -> None:
     told = [[(each.level, each.reason) for each in status.transitions(before, after)] for before, after in steps]
     normal, warning = [("Normal", "EnginesStarting")], [("Warning", "EngineCrashed")]
     assert told == [normal, warning, [], [("Normal", "Ready")], [("Normal", "Paused")]]
-    lost = {(each.level, each.reason) for each in status.transitions(ready, crashed)}
-    assert ("Warning", "Unavailable") in lost
+    assert ("Warning", "Unavailable") in {(each.level, each.reason) for each in status.transitions(ready, crashed)}
 
 
 def test_what_a_spec_that_cannot_be_read_does_not_tell_stays_as_it_was() -> None:
@@ -225,8 +223,7 @@ def test_a_ready_tier_stays_ready_while_it_is_scaled_up() -> None:
 @pytest.mark.parametrize(("made_by", "verdict"), [("c:2", "True"), ("", "False")], ids=["scaled", "edited"])
 def test_a_change_that_nobody_has_seen_takes_ready_away_only_where_pods_change(made_by: str, verdict: str) -> None:
     before = status.report(VIEW, {}, now=NOON)
-    unseen = changed(engines=replace(READY, generation=2))
-    view = varied(unseen, spec=parse(tier(replicas=3)), made_by=made_by)
+    view = varied(changed(engines=replace(READY, generation=2)), spec=parse(tier(replicas=3)), made_by=made_by)
     assert told(view, "Ready", before)[0] == verdict
 
 
@@ -247,8 +244,7 @@ def test_what_is_no_growth_takes_ready_away(view: Progress) -> None:
     snapshot = view.stage.snapshot
     if snapshot.pods == HEALTHY.pods:
         view = varied(view, snapshot=replace(snapshot, pods=(replace(READY_POD, is_ready=False),)))
-    before = status.report(VIEW, {}, now=NOON)
-    assert told(view, "Ready", before)[0] == "False"
+    assert told(view, "Ready", status.report(VIEW, {}, now=NOON))[0] == "False"
 
 
 def janitor_pod(**container: Any) -> Pod:

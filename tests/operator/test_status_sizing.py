@@ -58,8 +58,7 @@ def test_sizing_shows_every_term_and_the_generation_its_place() -> None:
 
 def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> Progress:
     """Return the view of a tier whose cluster has these nodes."""
-    snapshot = replace(HEALTHY, pods=pods, nodes=Nodes(nodes=nodes))
-    return varied(VIEW, snapshot=snapshot)
+    return varied(VIEW, snapshot=replace(HEALTHY, pods=pods, nodes=Nodes(nodes=nodes)))
 
 
 TERMS = "engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB + 1.75 GiB to move blocks"
@@ -115,8 +114,7 @@ def test_a_message_stays_short_however_many_pods_there_are_and_however_much_othe
     strays = tuple(replace(READY_POD, name=f"llama-engine-{number}", hash_seed="7") for number in range(1000))
     found = conditions(changed(pods=strays))["HashSeedConsistent"]
     assert "llama-engine-4 (7, sha256_cbor) and 995 more. These engines" in found["message"]
-    talkative = with_engines(problem="x" * 100_000)
-    assert all(len(each["message"]) <= 4096 for each in conditions(talkative).values())
+    assert all(len(each["message"]) <= 4096 for each in conditions(with_engines(problem="x" * 100_000)).values())
 
 
 def sized(cpu: int, memory: int = GIB, engines: int = 1, *, ranks: int = 1) -> PodSizing:
@@ -129,8 +127,7 @@ def sized(cpu: int, memory: int = GIB, engines: int = 1, *, ranks: int = 1) -> P
 def test_data_parallel_engines_and_flags_are_read_alike_in_every_spelling(args: list[str], engines: int) -> None:
     assert engine_args.read(args).engines_per_pod == engines
     spelled = ["--dtype", "bfloat16", "--kv_cache_dtype=fp8", "--hf-overrides.rope_theta", "5e5", "-q", "awq"]
-    found = engine_args.read([*spelled, "--enforce-eager", "--seed", "-1"]).words
-    assert found == {
+    assert engine_args.read([*spelled, "--enforce-eager", "--seed", "-1"]).words == {
         "dtype": ("bfloat16",),
         "kv-cache-dtype": ("fp8",),
         "hf-overrides": (".rope_theta", "5e5"),
@@ -141,8 +138,7 @@ def test_data_parallel_engines_and_flags_are_read_alike_in_every_spelling(args: 
 
 
 def test_every_term_fits_a_status_and_page_tables_count_for_each_process_that_maps_the_tier() -> None:
-    sizing = sized(1 << 62, 1 << 62, 9999)
-    found = report.terms(sizing, None, node_bytes=None)
+    found = report.terms(sized(1 << 62, 1 << 62, 9999), None, node_bytes=None)
     assert found["shmBytes"] == found["memoryBytes"] == 2**63 - 1
     one, eight = (sized(1 << 40, ranks=ranks) for ranks in (1, 8))
     assert eight.io_worker_bytes - one.io_worker_bytes == 7 * 2 * GIB
@@ -300,7 +296,6 @@ def test_the_use_of_each_tier_is_shown_stays_and_is_written_once() -> None:
     after = told(view(None, silence="refused"), before)
     assert (after["tiers"], after["generations"]) == (before["tiers"], before["generations"])
     assert told(view(usage(is_counted=False, used_bytes=1)), before)["tiers"] == before["tiers"]
-    before = told(view(usage(generations=GENERATIONS)))
     assert TierStatus.model_validate(before).tiers[1]["used"] == "100%"
     assert status.changes(before, told(view(usage(generations=GENERATIONS)), before)) == {}
 

@@ -12,8 +12,8 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 
-JOIN_SECONDS = 0.03
-"""Price of a join: the step under way, and the step that notices that the tail is on the GPU."""
+JOIN_SECONDS = 0.015
+"""A join takes so much longer than a load: it waits for the step under way, and for chunks that come between steps."""
 PAUSE_WEIGHT = 0.25
 """A second by which an answer under way is paused counts as so many seconds until a first token."""
 LONG_TOKENS = 4096
@@ -94,8 +94,8 @@ class Rates:
         """Tokens a second, as the engine computes prompts."""
         self.volume = Rate()
         """Tokens a second that the volume gives, to all requests; 0 before the first, and after it hung."""
-        self.is_hanging = False
-        """Whether the volume is read and gives nothing."""
+        self.is_hanging = self.has_hung = False
+        """Whether the volume is read and gives nothing, and whether that was so since it was measured last."""
         self.latency_seconds = 0.0
         """Time that reading one chunk takes, where few others are read."""
         self.step_seconds = 0.0
@@ -158,7 +158,8 @@ class Rates:
             is_more = not is_reading and self._window_landed > self.volume.value * seconds
             if self._window_began and is_whole and (seconds >= LEAST_WINDOW_SECONDS or is_more):
                 self.volume.observe(self._window_landed, max(seconds, 1e-3))
-                self._window_began, self._window_landed, self._window_longest, self._measured_at = ended, 0, 0.0, now
+                self._window_began, self._window_landed, self._window_longest = ended, 0, 0.0
+                self._measured_at, self.has_hung = now, False
         if not is_reading:
             self._window_began, self._window_landed, self._window_longest = 0.0, 0, 0.0
         elif not self._window_began:
@@ -166,7 +167,7 @@ class Rates:
         self.is_hanging = is_reading and now - self._moved_at >= STALLED_SECONDS
         if self.is_hanging:
             # When the reads under way have ended, the next hit measures the volume anew.
-            self.volume.value, self._window_began = 0.0, now
+            self.volume.value, self._window_began, self.has_hung = 0.0, now, True
 
     @property
     def busy_seconds(self) -> float:
@@ -183,7 +184,6 @@ class Rates:
         backlog: float = 0,
         answering: int = 0,
         may_split: bool = False,
-        most_ahead: float = math.inf,
     ) -> Way:
         """Say how a hit is there soonest, without pausing the answers of others for long.
 
@@ -194,7 +194,6 @@ class Rates:
             backlog: Tokens that the engine computes before.
             answering: Requests whose answers are under way; a step that computes a prompt pauses them.
             may_split: Whether the hit may be split.
-            most_ahead: Tokens that a split hit may read before it joins.
         """
         if tokens < self._min_tokens:
             return Way.SHORT
@@ -211,14 +210,12 @@ class Rates:
         }
         if may_split:
             work = queued + unread * (1 + paused) + backlog + busy * prefill
-            head = busy + self.prefill.seconds(backlog + tokens - most_ahead) if tokens > most_ahead else 0.0
-            seconds[Way.SPLIT] = max(work / (prefill + volume), head) + JOIN_SECONDS
+            seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS
             if tokens >= LONG_TOKENS:
                 # Its head is computed anyway, and a volume that is not read is not measured.
                 del seconds[Way.COMPUTE]
         way = min(seconds, key=seconds.__getitem__)
-        is_old = self.now() - self._measured_at >= KNOWN_SECONDS
-        return trial if way is Way.COMPUTE and is_old else way
+        return trial if way is Way.COMPUTE and self.now() - self._measured_at >= KNOWN_SECONDS else way
 
     def is_stalled(self, computing: float) -> bool:
         """Say whether the volume gives nothing to any request, for a share of so many seconds that computing takes."""

@@ -2,8 +2,8 @@
 """Splits a hit: the engine computes its head while the volume is read from its end.
 
 A split hit is ordered from its last chunk backwards, and its head is computed in small chunks of prefill. Where both
-meet, the request joins: it takes the tail from the CPU tier and goes on behind it. The rates of the volume and of
-prefill decide how many tokens of the head are computed next. The scheduler's thread only.
+meet, the request joins: it goes on behind the tail, which was copied to the GPU meanwhile. The rates of the volume and
+of prefill decide how many tokens of the head are computed next. The scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestGroupState
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.request import Request
@@ -53,7 +54,13 @@ class Split:
     ordered: int = 0
     """Chunks that were ordered, counted from the end."""
     ready: int = 0
-    """Chunks that lie in the CPU tier, counted from the end without a gap."""
+    """Chunks that have come, counted from the end without a gap."""
+    handed: int = 0
+    """Chunks that workers copy to the GPU, or have copied, counted from the end."""
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    """Blocks of the GPU for `handed`, from the end of the hit."""
+    copied_at: float = 0.0
+    """When these copies are expected to end."""
     moved_at: float = 0.0
     """When `ready` grew last."""
     waits_since: float = 0.0
@@ -72,18 +79,27 @@ class Split:
 
     @property
     def ready_from(self) -> int:
-        """Where the part of the hit begins that lies in the CPU tier."""
+        """Where the part of the hit begins that has come."""
         return self.end - self.ready * self.chunk_tokens
 
     @property
     def missing(self) -> int:
-        """Tokens that are neither computed nor in the CPU tier."""
+        """Tokens that are neither computed nor have come."""
         return max(0, self.ready_from - self.computed)
 
     @property
+    def uncopied(self) -> int:
+        """Chunks behind the head that have come, and that no worker copies yet."""
+        return min(self.ready, -(-(self.end - self.computed) // self.chunk_tokens)) - self.handed
+
+    @property
     def has_met(self) -> bool:
-        """Whether the head reaches the chunks that were read."""
-        return self.ready > 0 and self.computed // self.chunk_tokens * self.chunk_tokens >= self.ready_from
+        """Whether the head reaches the chunks that were read, and all of them are handed to workers."""
+        return (
+            self.ready > 0
+            and self.uncopied <= 0
+            and self.computed // self.chunk_tokens * self.chunk_tokens >= self.ready_from
+        )
 
     @property
     def is_overtaken(self) -> bool:
@@ -91,10 +107,12 @@ class Split:
         return self.computed >= self.end
 
     def offer(self, state: RequestGroupState, primary: CpuTier, request: TierRequest) -> None:
-        """Offer the head to the CPU tier like anything that was computed, unless it would take most of its rows."""
-        # Chunks that could not be read are offered in any case.
-        if request.missing or (self.computed - self.local_tokens) // self.chunk_tokens <= primary.room // 2:
-            state.next_stored_chunk_idx = self.local_tokens // self.chunk_tokens
+        """Offer the hit to the CPU tier like anything that was computed, unless it would take most of its rows."""
+        # Where chunks could not be read, it may take all of them.
+        is_offered = len(self.keys) <= (primary.room if request.missing else primary.room // 2)
+        # vLLM 0.33 takes nothing for offered of a request that was preempted.
+        done = max(state.next_stored_chunk_idx, self.end // self.chunk_tokens)
+        state.next_stored_chunk_idx = self.local_tokens // self.chunk_tokens if is_offered else done
 
     def count(self, stats: metrics.Stats, *, has_joined: bool) -> None:
         """Count how it ended: one that joins loads the chunks that were read, another computes them."""
@@ -161,13 +179,15 @@ def order_backwards(
 class Splits:
     """The split hits of an engine."""
 
+    join_seconds = JOIN_SECONDS
+    """A hit whose computing takes no longer does not join."""
+
     def __init__(self, rates: Rates, order: Callable[[Split], None]) -> None:
-        """Store the parts; `order` orders more chunks of a split, and notes which lie in the CPU tier."""
+        """Store the parts; `order` orders more chunks of a split, and notes which have come."""
         self.rates = rates
         self._order = order
         self.head_tokens, self.least_head_tokens = HEAD_TOKENS, LEAST_HEAD_TOKENS
         """Most and fewest tokens of a head in one step."""
-        self.join_seconds = JOIN_SECONDS
         self._splits: dict[str, Split] = {}
         self._first_of: dict[OffloadKey, Split] = {}
         """By chunk, the split that began to read it first."""
@@ -175,6 +195,10 @@ class Splits:
     def __len__(self) -> int:
         """Return how many hits are split at present."""
         return len(self._splits)
+
+    def count_blocks(self) -> int:
+        """Return how many blocks of the GPU were taken for their tails."""
+        return sum(len(split.blocks) for split in self._splits.values())
 
     def get(self, name: str) -> Split | None:
         """Return the split of a request, if it has one."""
@@ -208,10 +232,9 @@ class Splits:
     def work(self) -> tuple[float, float]:
         """Return the tokens that are yet to be computed of all hits, and those that are yet to be ordered."""
         prefill, volume = self.rates.prefill.value, self.rates.volume.value
-        computed_share = prefill / (prefill + volume) if volume else 1.0
-        heads = sum(split.missing * computed_share for split in self._splits.values())
-        ordered = sum((split.ordered - split.ready) * split.chunk_tokens for split in self._splits.values())
         missing = sum(split.missing for split in self._splits.values())
+        heads = missing * prefill / (prefill + volume) if volume else float(missing)
+        ordered = sum((split.ordered - split.ready) * split.chunk_tokens for split in self._splits.values())
         return heads, max(0.0, missing - heads - ordered)
 
     def begin(self, name: str, split: Split) -> None:
@@ -233,10 +256,9 @@ class Splits:
                     del self._first_of[key]
         return split
 
-    def clear(self) -> None:
-        """Forget all splits."""
-        for name in list(self._splits):
-            self.end(name)
+    def clear(self) -> list[Split]:
+        """Forget all splits, and return them."""
+        return [split for name in list(self._splits) if (split := self.end(name)) is not None]
 
     def advance(self) -> None:
         """Order more chunks, and note which have come."""
@@ -278,8 +300,10 @@ class Splits:
         return min(split.end, -(-target // size) * size) - computed
 
     def is_worth_joining(self, split: Split) -> bool:
-        """Say whether computing the rest of a hit takes longer than a join."""
-        return self.rates.prefill.seconds(split.end - split.computed) > self.join_seconds
+        """Say whether computing what the volume may give of a hit takes longer than a join."""
+        # Of a volume that hung, only what has come counts: the small steps of a head would cost more than it gives.
+        begin = split.ready_from if self.rates.has_hung else split.computed
+        return self.rates.prefill.seconds(split.end - begin) > self.join_seconds
 
     def is_patient(self, split: Split) -> bool:
         """Say whether the head may be held back for requests that must compute.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_connector.janitor.policy import BlockColumns, Ints, link
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem, replacing, write_all
+from kvtier_connector.store.fs import FileSystem, opened, read_into, replacing, write_all
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, MAX_TIME_NS
 from kvtier_connector.store.layout import (
@@ -65,7 +65,6 @@ _VERSION = 7
 """Of the saved file, its document and its rows."""
 _HEAD = struct.Struct("<IQ")
 """Checksum of everything after it, and length of the document."""
-_PIECE_BYTES = 1 << 22
 _MOST_DOCUMENT_BYTES = 64 << 20
 
 Rows = NDArray[Any]
@@ -419,11 +418,8 @@ def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | N
         OSError: the volume does not give it.
     """
     try:
-        fd = fs.open(f"{tier_dir}/{CATALOG_FILE}", READ_FLAGS)
-    except FileNotFoundError:
-        return None
-    try:
-        document, rows = _read_file(fs, fd)
+        with opened(fs, f"{tier_dir}/{CATALOG_FILE}") as fd:
+            document, rows = _read_file(fs, fd)
         version, generations, tenants, *rest = document
         saved = SavedCatalog(*rest)
         offsets = [offset for places in saved.places.values() for offset in places.values()]
@@ -435,11 +431,11 @@ def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | N
         )
         if not (is_known and is_sound and _are_in_range(rows, len(generations), len(tenants))):
             return None
+    except FileNotFoundError:
+        return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError, struct.error):
         # Damaged, of another version, or not written by a janitor: other processes can write here, too.
         return None
-    finally:
-        fs.close(fd)
     catalog.restore(rows, [*generations], [*tenants])
     return saved
 
@@ -459,10 +455,7 @@ def _read_file(fs: FileSystem, fd: int) -> tuple[Any, Rows]:
 
 
 def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:
-    done = 0
-    while done < into.nbytes and (count := fs.preadv(fd, [into[done : done + _PIECE_BYTES]], offset + done)):
-        done += count
-    return into[:done]
+    return into[: read_into(fs, fd, into, offset)]
 
 
 def _are_in_range(rows: Rows, generations: int, tenants: int) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem
+from kvtier_connector.store.fs import FileSystem, reading_from
 from kvtier_connector.store.journal import LOST, RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
 
@@ -205,12 +205,8 @@ class JournalFollower:
         segment.read_at = self._now()
         buffer = memoryview(bytearray(_READ_BYTES))
         # Opened anew each time: a client of NFS asks the server for the length of a file whenever it opens it.
-        fd = self._fs.open(f"{self._tier_dir}/{path}", READ_FLAGS)
-        try:
+        with reading_from(self._fs, f"{self._tier_dir}/{path}") as fd:
             count = self._fs.preadv(fd, [buffer], segment.offset)
-        finally:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
         records = self._decode(segment, buffer[: count - count % RECORD_BYTES])
         if not segment.offset and segment.stalls >= _MOST_STALLS:
             self._fail(path, f"{self._tier_dir}/{path}: no journal of this release")

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from kvtier_connector.janitor.catalog import CATALOG_FILE
 from kvtier_connector.janitor.policy import Room
-from kvtier_connector.store.fs import CREATE_FLAGS, FIRST_WRITE_FLAGS, NO_FILE, FileSystem, new_token
+from kvtier_connector.store.fs import CREATE_FLAGS, FIRST_WRITE_FLAGS, NO_FILE, FileSystem, new_token, opened
 from kvtier_connector.store.layout import partial_path
 from kvtier_connector.store.permit import PERMIT_FILE, UNLIMITED_BYTES, Permit, encode_permit
 
@@ -116,15 +116,9 @@ class PermitWriter:
             self._overwrite(content)
 
     def _overwrite(self, content: bytes) -> None:
-        fd = self._fs.open(self._path, FIRST_WRITE_FLAGS)
-        try:
+        with opened(self._fs, self._path, FIRST_WRITE_FLAGS) as fd:
             # One call, so that a reader sees one text or the other.
             self._fs.pwritev(fd, [memoryview(content)], 0)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
-            raise
-        self._fs.close(fd)
 
 
 def make_tier_directory(fs: FileSystem, tier_dir: str) -> None:

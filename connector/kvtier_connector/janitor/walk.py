@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
-from kvtier_connector.store.fs import NO_FILE, READ_FLAGS, FileSystem, read_into
+from kvtier_connector.store.fs import NO_FILE, FileSystem, opened, read_into
 from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import (
@@ -159,13 +159,10 @@ def look_at_block(fs: FileSystem, root: str, key: BlockKey, lineage: Lineage | N
         if lineage is not None:
             status = fs.stat(path)
             return BlockFile(status.st_size, status.st_mtime_ns, lineage) if stat.S_ISREG(status.st_mode) else None
-        fd = fs.open(path, READ_FLAGS)
-        try:
+        with opened(fs, path) as fd:
             status = fs.fstat(fd)
             page = memoryview(bytearray(HEADER_BYTES))
             header = decode_header(page[: read_into(fs, fd, page)])
-        finally:
-            fs.close(fd)
     except OSError as error:
         return None if error.errno in _ABSENT else error
     known = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE

@@ -36,6 +36,8 @@ from kvtier_connector.store.fs import (
     VolumeProfile,
     make_directories,
     new_token,
+    opened,
+    read_file,
     read_into,
     write_block,
     write_profile,
@@ -154,25 +156,19 @@ def _try(
         buffer[:] = os.urandom(1 << 20) * (FILE_BYTES >> 20)  # what compresses would flatter the volume
 
     def write(path: str, buffer: memoryview) -> int:
-        fd = fs.open(path, CREATE_FLAGS | direct.flag(buffer))
-        try:
+        with opened(fs, path, CREATE_FLAGS | direct.flag(buffer)) as fd:
             is_direct, end_first = bool(direct.flag(buffer)), mount.is_end_written_first
             write_block(fs, fd, (buffer[:4096], buffer[4096:]), is_direct=is_direct, end_first=end_first)
             fs.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            fs.close(fd)
         return FILE_BYTES
 
     def read(path: str, buffer: memoryview, flag: int | None = None) -> int:
         flag = direct.flag(buffer) if flag is None else flag
-        fd = fs.open(path, READ_FLAGS | flag)
-        try:
+        with opened(fs, path, READ_FLAGS | flag) as fd:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             size = buffer.nbytes if flag else PIECE_BYTES
             return sum(fs.preadv(fd, [buffer[at : at + size]], at) for at in range(0, buffer.nbytes, size))
-        finally:
-            fs.close(fd)
 
     written, write_rate = _measure(write, paths, buffers, most_seconds)
     files = paths[: written // FILE_BYTES]
@@ -238,11 +234,8 @@ def _check_renames(fs: FileSystem, directory: str) -> None:
         page = memoryview(mmap.mmap(-1, 4096))
         while not done.is_set():
             try:
-                fd = fs.open(target, READ_FLAGS)
-                try:
+                with opened(fs, target) as fd:
                     found = read_into(fs, fd, page)
-                finally:
-                    fs.close(fd)
             except OSError as error:
                 if error.errno != errno.ESTALE:  # NFS says so of a file replaced meanwhile, and the store asks again
                     torn.append(f"the file was away for a moment: {error.strerror}")
@@ -270,11 +263,8 @@ def _check_renames(fs: FileSystem, directory: str) -> None:
 
 
 def _write_page(fs: FileSystem, path: str, content: int) -> None:
-    fd = fs.open(path, CREATE_FLAGS)
-    try:
+    with opened(fs, path, CREATE_FLAGS) as fd:
         fs.pwritev(fd, [memoryview(bytes([content]) * 4096)], 0)
-    finally:
-        fs.close(fd)
 
 
 def _missing_property(fs: FileSystem, directory: str) -> str:
@@ -320,18 +310,9 @@ def _lists_at_once(fs: FileSystem, directory: str) -> str:
 def _appends(fs: FileSystem, directory: str) -> str:
     path = f"{directory}/appended"
     for number in range(3):
-        fd = fs.open(path, NEXT_WRITE_FLAGS if number else FIRST_WRITE_FLAGS)
-        try:
+        with opened(fs, path, NEXT_WRITE_FLAGS if number else FIRST_WRITE_FLAGS) as fd:
             fs.pwritev(fd, [memoryview(bytes([number + 1]) * 1024)], 1024 * number)
-        finally:
-            fs.close(fd)
-    page = memoryview(bytearray(4096))
-    fd = fs.open(path, READ_FLAGS)
-    try:
-        count = read_into(fs, fd, page)
-    finally:
-        fs.close(fd)
-    if bytes(page[:count]) != b"".join(bytes([number + 1]) * 1024 for number in range(3)):
+    if read_file(fs, path, most_bytes=4096) != b"".join(bytes([number + 1]) * 1024 for number in range(3)):
         return "what is written to a file again is not there when it is opened: the janitor would miss records"
     return ""
 

@@ -441,10 +441,34 @@ def abandon(fs: FileSystem, fd: int, path: str) -> None:
             fs.unlink(path)
 
 
+@contextlib.contextmanager
+def opened(fs: FileSystem, path: str, flags: int = READ_FLAGS) -> Iterator[int]:
+    """Open a file for the caller, and close it, which may raise: network file systems report failed writes there."""
+    fd = fs.open(path, flags)
+    try:
+        yield fd
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fs.close(fd)
+        raise
+    fs.close(fd)
+
+
+@contextlib.contextmanager
+def reading_from(fs: FileSystem, path: str, flags: int = READ_FLAGS) -> Iterator[int]:
+    """Open a file for a caller who only reads; an error of the close after it says nothing of the bytes."""
+    fd = fs.open(path, flags)
+    try:
+        yield fd
+    finally:
+        with contextlib.suppress(OSError):
+            fs.close(fd)
+
+
 def read_into(fs: FileSystem, fd: int, buffer: memoryview, offset: int = 0) -> int:
     """Fill the buffer through the page cache; return the bytes read, fewer if the file ends."""
     done = 0
-    while done < buffer.nbytes and (count := fs.preadv(fd, [buffer[done:]], offset + done)):
+    while done < buffer.nbytes and (count := fs.preadv(fd, [buffer[done : done + _PIECE_BYTES]], offset + done)):
         done += count
     return done
 
@@ -452,12 +476,8 @@ def read_into(fs: FileSystem, fd: int, buffer: memoryview, offset: int = 0) -> i
 def read_file(fs: FileSystem, path: str, *, most_bytes: int, flags: int = READ_FLAGS) -> bytes:
     """Return the content of a small file, cut at `most_bytes`; raise OSError where it cannot be read."""
     buffer = memoryview(bytearray(most_bytes))
-    fd = fs.open(path, flags)
-    try:
+    with reading_from(fs, path, flags) as fd:
         return bytes(buffer[: read_into(fs, fd, buffer)])
-    finally:
-        with contextlib.suppress(OSError):
-            fs.close(fd)
 
 
 def write_block(
@@ -486,7 +506,7 @@ def write_block(
 
 
 _PIECE_BYTES = 1 << 22
-"""Written by one system call at most, so that a slow volume holds a thread no longer than that takes."""
+"""Moved by one system call at most, so that a slow volume holds a thread no longer than that takes."""
 
 
 @contextlib.contextmanager

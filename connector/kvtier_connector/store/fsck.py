@@ -7,7 +7,6 @@ reads names, sizes and times only. Engines and the janitor may be at work meanwh
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.crypto import Keyring, begin_reading
-from kvtier_connector.store.fs import LOCAL, READ_FLAGS, FileSystem, read_into
+from kvtier_connector.store.fs import LOCAL, FileSystem, read_into, reading_from
 from kvtier_connector.store.header import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -167,37 +166,31 @@ def _verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | No
     A compressed payload is not decompressed: its checksum says that it is the one that was written.
     """
     try:
-        fd = fs.open(f"{root}/{entry.path}", READ_FLAGS)
+        with reading_from(fs, f"{root}/{entry.path}") as fd:
+            page = memoryview(bytearray(HEADER_BYTES))
+            header = decode_header(page[: read_into(fs, fd, page)])
+            if isinstance(header, Fault):
+                return header
+            # A directory that no generation can have is the home of no block.
+            home = find_home(root.absolute().name) or Home("")
+            if (fault := misplaced(header, entry.key, home)) is not None:
+                return fault
+            size = fs.fstat(fd).st_size
+            if size != HEADER_BYTES + header.payload_bytes:
+                return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.TRAILING
+            reader = begin_reading(header, page, keyring if header.encryption else None)
+            if isinstance(reader, Fault):
+                return reader
+            piece = memoryview(bytearray(PIECE_BYTES))
+            offset = HEADER_BYTES
+            while count := fs.preadv(fd, [piece], offset):
+                reader.take(piece[:count])
+                offset += count
+            return reader.end() or header
     except FileNotFoundError:
         return None
     except OSError:
         return Fault.IO
-    try:
-        page = memoryview(bytearray(HEADER_BYTES))
-        header = decode_header(page[: read_into(fs, fd, page)])
-        if isinstance(header, Fault):
-            return header
-        # A directory that no generation can have is the home of no block.
-        home = find_home(root.absolute().name) or Home("")
-        if (fault := misplaced(header, entry.key, home)) is not None:
-            return fault
-        size = fs.fstat(fd).st_size
-        if size != HEADER_BYTES + header.payload_bytes:
-            return Fault.TRUNCATED if size < HEADER_BYTES + header.payload_bytes else Fault.TRAILING
-        reader = begin_reading(header, page, keyring if header.encryption else None)
-        if isinstance(reader, Fault):
-            return reader
-        piece = memoryview(bytearray(PIECE_BYTES))
-        offset = HEADER_BYTES
-        while count := fs.preadv(fd, [piece], offset):
-            reader.take(piece[:count])
-            offset += count
-        return reader.end() or header
-    except OSError:
-        return Fault.IO
-    finally:
-        with contextlib.suppress(OSError):
-            fs.close(fd)
 
 
 def _identity_problem(fs: FileSystem, root: Path) -> str:

@@ -41,6 +41,7 @@ from kvtier_connector.store.fs import (
     FileSystem,
     make_directories,
     new_token,
+    opened,
     read_file,
     read_into,
     replacing,
@@ -333,14 +334,9 @@ class JournalWriter:
         if self._offset == 0:
             data = encode_head(self.writer, self._clock()) + data
         # Opened anew each time: an NFS client sends what was written when the file is closed, and others see it then.
-        fd = self._fs.open(self._path(self._number), FIRST_WRITE_FLAGS if self._offset == 0 else NEXT_WRITE_FLAGS)
-        try:
+        flags = FIRST_WRITE_FLAGS if self._offset == 0 else NEXT_WRITE_FLAGS
+        with opened(self._fs, self._path(self._number), flags) as fd:
             write_all(self._fs, fd, memoryview(data), self._offset)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
-            raise
-        self._fs.close(fd)
         self._offset += len(data)
         self._shown_at = self.written_at = self._now()
 
@@ -391,12 +387,9 @@ def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
         finally:
             fs.close(fd)
         # Another purger may have written at the same place, from another node of NFS.
-        fd = fs.open(path, READ_FLAGS)
-        try:
+        with opened(fs, path) as fd:
             found = memoryview(bytearray(_MOST_READ_BYTES))
             count = read_into(fs, fd, found, end)
-        finally:
-            fs.close(fd)
         if line in bytes(found[:count]):
             return
     raise OSError(errno.EIO, "another purge overwrites the purge log again and again; try again", path)

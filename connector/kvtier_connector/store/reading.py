@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvtier_connector.store.compression import Codec, Take
 from kvtier_connector.store.crypto import Keyring, begin_reading, can_read, can_unpack
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem, make_directories, new_token, read_into
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem, make_directories, new_token, read_into, reading_from
 from kvtier_connector.store.header import HEADER_BYTES, NOT_PACKED, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.layout import ALIGNMENT, BlockKey, Home, block_path, home_of, quarantine_path
 from kvtier_connector.store.mounts import mount_of
@@ -176,17 +176,11 @@ class Access:
     def has_whole(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> bool:
         """Return whether length and header of the file that has the block's name are right."""
         try:
-            fd = self._fs.open(self.path(key), READ_FLAGS)
+            with reading_from(self._fs, self.path(key)) as fd:
+                size = self._fs.fstat(fd).st_size
+                header = decode_header(page[: read_into(self._fs, fd, page)])
         except OSError:
             return False
-        try:
-            size = self._fs.fstat(fd).st_size
-            header = decode_header(page[: read_into(self._fs, fd, page)])
-        except OSError:
-            return False
-        finally:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
         if isinstance(header, Fault) or misplaced(header, key, self.home) is not None:
             return False
         is_sized_right = header.block_bytes == block_bytes and size == HEADER_BYTES + header.payload_bytes
@@ -198,8 +192,7 @@ class Access:
             self._explain(key)
 
     def _read_once(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
-        fd = self._fs.open(self.path(key), READ_FLAGS | direct)
-        try:
+        with reading_from(self._fs, self.path(key), READ_FLAGS | direct) as fd:
             found = read(fd, bool(direct))
             if isinstance(found, int) and self._fs.fstat(fd).st_size != found:
                 found = Fault.TRAILING
@@ -207,9 +200,6 @@ class Access:
                 # Before the close: the open file keeps its inode number from being given to another.
                 self._quarantine(self._fs.fstat(fd), key, found)
             return found
-        finally:
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
 
     def _explain(self, key: BlockKey) -> Fault:
         """Return why a file cannot be read: the volume fails, or it is no file. The latter is put away.

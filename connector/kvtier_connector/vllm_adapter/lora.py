@@ -218,6 +218,8 @@ class LoadedAdapters:
 
     def look(self) -> None:
         """Load and digest what was asked, and compare what vLLM has in memory. Called after a step has computed."""
+        if self._watched:
+            self._compare()
         asked, self._asked = self._asked, {}
         for number, request in asked.items():
             try:
@@ -228,8 +230,8 @@ class LoadedAdapters:
                 logger.warning("The LoRA adapter %s cannot be loaded", request.lora_name)
             else:
                 self._watched.setdefault(number, _Watched())
-        if self._watched:
-            self._compare()
+                # One that is loaded next may take its place, as this one took that of an adapter of this step.
+                self._compare()
         self._reports += [AdapterReport(number, self._digest_of(number)) for number in asked]
 
     def take_reports(self) -> list[AdapterReport]:

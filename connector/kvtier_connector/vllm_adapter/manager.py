@@ -168,7 +168,6 @@ class KVTierManager(TieringOffloadingManager):
             backlog=backlog + heads,
             answering=answering,
             may_split=may_split,
-            most_ahead=self.fetches.most_leased * size[0],
         )
 
     def are_ready(self, keys: Iterable[OffloadKey]) -> bool:
@@ -197,8 +196,9 @@ class KVTierManager(TieringOffloadingManager):
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        if not (self.tier.attachment.is_current and self.request(req_context).hints.may_store):
-            # Whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
+        request = self.request(req_context)
+        if request.is_mixed or not (self.tier.attachment.is_current and request.hints.may_store):
+            # Nor whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         return super().prepare_store(keys, req_context)
 
@@ -262,6 +262,23 @@ class KVTierManager(TieringOffloadingManager):
         leased = order_backwards(split, window, fetches=self.fetches, request=request, find=self._chunks)
         self._note_source(leased, split.context)
 
+    def take_tail(self, split: Split) -> tuple[set[OffloadKey], list[int]]:
+        """Return the chunks of a split that workers copy to the GPU next, and their rows in the order of the prompt.
+
+        They stay in their rows until `complete_load`.
+        """
+        end, leased = len(split.keys) - split.handed, self.request(split.context).leased
+        keys = split.keys[end - split.uncopied : end]
+        rows = [chunk.chunk_id for key in keys if (chunk := self._chunks(key)) is not None and chunk.is_ready]
+        if len(rows) < len(keys):
+            # A load needed the rows of some. They are ordered anew.
+            split.ready = split.ordered = split.handed
+            return set(), []
+        self.primary_tier.prepare_read([key for key in keys if key not in leased], split.context)
+        leased.difference_update(keys)
+        split.handed += len(keys)
+        return set(keys), rows
+
     def load_of(self, name: str) -> Load:
         """Return the load of a request, from `prepare_load` to `release_load`."""
         return self._loads[name]
@@ -274,7 +291,7 @@ class KVTierManager(TieringOffloadingManager):
         """Forget the load of a request: nothing more of it goes to the GPU. Handed-over chunks stay pinned."""
         load = self._loads.pop(name)
         handed = set(range(len(load.keys))) if is_handed_over else load.handed
-        self._count_saved(load, handed)
+        self.count_saved(load.context, (load.keys[number] for number in handed))
         if is_handed_over:
             return
         unpinned = []
@@ -402,13 +419,12 @@ class KVTierManager(TieringOffloadingManager):
         is_storing = self.primary_tier.is_storing
         return bool(self._jobs or self._copying or is_storing or any(load.has_piece for load in self._loads.values()))
 
-    def _count_saved(self, load: Load, handed: Collection[int]) -> None:
-        """Count what the chunks that came from the volume would have taken to compute."""
-        sources = self._request_load_sources.get(load.context.req_id) or {}
-        keys = (load.keys[number] for number in handed)
+    def count_saved(self, context: ReqContext, keys: Iterable[OffloadKey]) -> None:
+        """Count what those of these chunks that came from the volume would have taken to compute."""
+        sources = self._request_load_sources.get(context.req_id) or {}
         if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
             seconds = self.tier.rates.seconds_to_compute(chunks * self.tier.requests.tokens[0])
-            self.tier.stats.count_saved(self.request(load.context).tenant, seconds)
+            self.tier.stats.count_saved(self.request(context).tenant, seconds)
 
     def _retry_stores(self) -> None:
         """Write deferred chunks, as long as nothing is loaded and the CPU tier has them."""

@@ -75,7 +75,7 @@ class LoggingScheduler(AdmittingScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        is_joining = request.request_id in self._joined
+        is_joining = request.request_id in self.joined
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         entry = self._entries.get(request.request_id)
         if entry is None or tokens is None or is_joining:
@@ -96,6 +96,10 @@ class LoggingScheduler(AdmittingScheduler):
         split, entry = self._splits.get(name), self._entries.get(name)
         if has_joined and split is not None and entry is not None:
             entry.joined = f"{split.computed}@{time.monotonic() - entry.began_at:.3f}"
+            entry.loaded_tokens, entry.load_seconds = (
+                split.end - split.computed,
+                self._splits.rates.now() - split.began_at,
+            )
         super().end_split(name, has_joined=has_joined)
 
     def _note_over(self, name: str) -> None:

@@ -9,6 +9,7 @@ its condition is met. Reading begins when a request arrives.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,12 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingSpec, OffloadKey, ReqContext
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier_connector.cascade.fetch import Load
+from kvtier_connector.cascade.fetch import Load, Piece
 from kvtier_connector.cascade.hints import parse_hints
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
@@ -38,7 +39,7 @@ from kvtier_connector.cascade.split import Split, may_be_split
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.metrics import DISK, MEMORY, NOTHING, FirstTokens
-from kvtier_connector.vllm_adapter.worker import KVTierMetadata, WorkerQuestion
+from kvtier_connector.vllm_adapter.worker import KVTierMetadata, WorkerQuestion, find_caller
 
 
 class KeyedRequestState(RequestOffloadState):
@@ -104,6 +105,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             self.config = self.config._replace(sync_load_budget_bytes=0)
         # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
         self._chunks_being_loaded = None
+        self._scheduler = find_caller("_preempt_request")
         self.is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
         self._loading: dict[OffloadKey, Load] = {}
         """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
@@ -130,8 +132,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self.is_splitting = False
         """Whether hits are split that can be."""
         self.manager.count_work = self._count_work
-        self._joined: dict[str, Split] = {}
-        """Splits of requests that have joined, until they are asked for their tails."""
+        self.joined: dict[str, Split] = {}
+        """Splits of requests that join in this step, until these have found head and tail in the GPU."""
+        self.free_tail: Callable[[Split], None] = lambda _: None
+        """Gives back the GPU blocks that were taken for a tail."""
         self.count_local_tokens: Callable[[Request], int] = lambda _: 0
         """How many tokens of a request's prompt the GPU has now."""
 
@@ -170,11 +174,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             del self._waits[name]
         status = self._req_status[name]
         if self._splits.get(name) is not None:
-            if not request.num_preemptions:
-                # There was no room to compute its head when it was asked for before.
-                return 0, False
-            self.end_split(name, has_joined=False)
-        if request.num_preemptions and name not in self._joined:
+            # There was no room to compute its head when it was asked for before.
+            return 0, False
+        if request.num_preemptions and name not in self.joined:
             # It gets other blocks: all its chunks are offered again, as later releases of vLLM do.
             for group in status.group_states:
                 group.next_stored_chunk_idx = 0
@@ -190,17 +192,25 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         return None if status is None else self.manager.request(status.req_context)
 
     def end_split(self, name: str, *, has_joined: bool) -> None:
-        """End the split of a request: one that joins loads the chunks that were read, another computes them."""
+        """End the split of a request: one that joins goes on behind what has come, another computes it."""
         split = self._splits.end(name)
         status = self._req_status.get(name)
-        if split is None or status is None:
+        if split is None:
             return
-        split.count(self.manager.tier.stats, has_joined=has_joined)
         if has_joined:
-            self._joined[name] = split
-            return
-        self.manager.fetches.end_lease(status.req_context)
-        split.offer(status.group_states[0], self.manager.primary_tier, self.manager.request(status.req_context))
+            self.joined[name] = split
+        else:
+            self.free_tail(split)
+        split.count(self.manager.tier.stats, has_joined=has_joined)
+        self.manager.fetches.end_lease(split.context)
+        if status is not None and not has_joined:
+            split.offer(status.group_states[0], self.manager.primary_tier, self.manager.request(split.context))
+
+    def forget_joined(self) -> None:
+        """Leave the tails of requests that could not run in this step to the prefix cache."""
+        for split in self.joined.values():
+            self.free_tail(split)
+        self.joined.clear()
 
     def _can_split(self, status: RequestOffloadState) -> bool:
         return self.is_splitting and status.max_load_tokens is None and may_be_split(status.req)
@@ -229,7 +239,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         name = request.request_id
         self._arriving.pop(name, None)
         status = self._req_status[name]
-        if (split := self._joined.pop(name, None)) is not None:
+        if (split := self.joined.pop(name, None)) is not None:
+            self.free_tail(split)
             split.offer(status.group_states[0], self.manager.primary_tier, self.manager.request(status.req_context))
         is_found = num_external_tokens or status.num_locally_computed_tokens
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
@@ -260,8 +271,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
-            if (status := self._req_status.get(name)) is not None and name not in self._joined:
-                self.end_split(name, has_joined=False)
+            if (status := self._req_status.get(name)) is not None and name not in self.joined:
                 self.manager.request(status.req_context).begin_anew()
         if self._loads:
             self.manager.poll()
@@ -281,14 +291,30 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         return KVTierMetadata(*jobs, ended, asked, self._is_reset, orders, self._declared.number)
 
     @override
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        size = self.config.blocks_per_chunk
+        groups = self._sliding_window_groups if size > 1 else ()
+        names = (*scheduler_output.num_scheduled_tokens, *scheduler_output.finished_req_ids) if groups else ()
+        for status in filter(None, map(self._req_status.get, names)):
+            tokens = self._calc_num_offloadable_tokens(status, status.req.num_tokens)
+            for state, group in ((status.group_states[n], self.config.kv_group_configs[n]) for n in groups):
+                # A Mamba state is one block of a chunk.
+                count = 0 if isinstance(group.kv_cache_spec, MambaSpec) else tokens // group.tokens_per_chunk
+                blocks = state.block_ids
+                for end in range((state.next_stored_chunk_idx + 1) * size, min(len(blocks), count * size) + 1, size):
+                    if 0 in blocks[end - size : end]:
+                        # vLLM stores a chunk whose last block is in the window. The rest of its row is another's.
+                        blocks[end - 1] = 0
+        return dict(super()._build_store_jobs(scheduler_output))
+
+    @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reports = connector_output.kv_connector_worker_meta
         # Before what was computed with them counts as stored.
         self._take_weights(getattr(reports, "weights", {}))
         self._adapters.take(getattr(reports, "adapters", {}))
-        for name in getattr(reports, "replaced", ()):
-            if (status := self._req_status.get(name)) is not None:
-                _drop_output_in_flight(status.req)
+        if getattr(reports, "replaced", ()):
+            self._compute_anew(connector_output.invalid_block_ids)
         super().update_connector_output(connector_output)
         for name in connector_output.finished_recving or ():
             self._note_over(name)
@@ -297,6 +323,18 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         if (declared := self._declared.take(getattr(reports, "declared", {}))) is not None:
             # Requests wait for this step.
             self.manager.tier.open(declared, 0.0)
+
+    def _compute_anew(self, wrong: set[int]) -> None:
+        """Have vLLM preempt running requests that hold wrong blocks: its model runners cannot go back by themselves."""
+        if (scheduler := self._scheduler) is not None:
+            manager = scheduler.kv_cache_manager
+            manager.evict_blocks(wrong)
+            for request in reversed(list(scheduler.running)):
+                (blocks,) = manager.get_block_ids(request.request_id)
+                if found := wrong.intersection(blocks):
+                    manager.evict_blocks(set(blocks[min(map(blocks.index, found)) :]))
+                    scheduler.running.remove(request)
+                    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)  # noqa: SLF001 - vLLM has no other call
 
     def _note_over(self, name: str) -> None:
         """Let requests go on that wait for the blocks of a load: they share them from now on."""
@@ -325,7 +363,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self.manager.tier.rates.note_gone(request.num_in_flight_tokens)
         self._first_tokens.end(name)
         self.end_split(name, has_joined=False)
-        self._joined.pop(name, None)
         self._arriving.pop(name, None)
         self._adapters.end(name)
         self._waits.pop(name, None)
@@ -342,12 +379,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         for name, load in list(self._loads.items()):
             self._end(name, unwritten=load.unwritten)
         self._waits.clear()
-        self._joined.clear()
-        self._splits.clear()
+        for split in self._splits.clear():
+            self.free_tail(split)
         self._stale_jobs.update({job_id: job.pending_count for job_id, job in self._jobs.items() if job.pending_count})
         # vLLM does not expect to be asked again before a step has told the workers what to wait for.
         flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
+        for state in (each.group_states[n] for each in self._req_status.values() for n in self._sliding_window_groups):
+            # vLLM offers all chunks again, and does not know which blocks have left the window and are another's.
+            state.block_ids[:] = [0] * len(state.block_ids)
         self._weights.drop()
         self._is_reset = True
         self._is_clean = self.manager.is_gpu_empty()
@@ -465,16 +505,20 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _hand_over(self, name: str, load: Load) -> None:
         """Give the worker what has become ready of a load, and tell it when that was all."""
         if load.has_piece:
-            keys, source, target = load.take_piece()
-            job_id = self._generate_job_id()
-            self._current_batch_load_jobs[job_id] = TransferJob(req_id=name, src_spec=source, dst_spec=target)
-            self._jobs[job_id] = TransferJobStatus(
-                req_id=name, pending_count=self.config.num_workers, keys=keys, is_store=False
-            )
-            self._req_status[name].transfer_jobs.add(job_id)
-            self.manager.note_copying(len(keys))
+            self._req_status[name].transfer_jobs.add(self._begin_copy(name, load.take_piece()))
         if load.is_handed_over:
             self._end(name, unwritten=load.unwritten)
+
+    def _begin_copy(self, name: str, piece: Piece) -> int:
+        """Have workers copy chunks of a request with this step; return the number of the job."""
+        keys, source, target = piece
+        job_id = self._generate_job_id()
+        self._current_batch_load_jobs[job_id] = TransferJob(req_id=name, src_spec=source, dst_spec=target)
+        self._jobs[job_id] = TransferJobStatus(
+            req_id=name, pending_count=self.config.num_workers, keys=keys, is_store=False
+        )
+        self.manager.note_copying(len(keys))
+        return int(job_id)
 
     def _end(self, name: str, *, unwritten: list[int]) -> None:
         """Hand over no more of a load; the GPU blocks `unwritten` are computed."""
@@ -501,15 +545,3 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _may_store_to(self, name: str, token: int) -> bool:
         status = self._req_status.get(name)
         return status is not None and (status.max_offload_tokens is None or token <= status.max_offload_tokens)
-
-
-def _drop_output_in_flight(request: Request) -> None:
-    """Have vLLM ignore the output in flight of a request whose blocks are reported as load errors.
-
-    vLLM does the same to a request that it preempts; for blocks that could not be loaded it does not, and asynchronous
-    scheduling has begun the next step by now.
-    """
-    if request.num_in_flight_tokens > 0:
-        request.num_stale_output_tokens = request.num_in_flight_tokens
-        request.drop_stale_output = True
-        request.num_output_placeholders = 0

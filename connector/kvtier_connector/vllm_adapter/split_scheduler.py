@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scheduler for vLLM that splits hits of the volume: ``--scheduler-cls`` names `SplitScheduler`.
 
-vLLM asks a connector only for requests that wait. So a request that may join is put back to waiting by vLLM's own
-preemption: its computed blocks stay in the prefix cache, it finds them again in the same step, and asks the connector
-for the tail. Heads get the tokens of a step that no other request wants.
+Chunks of the tail are copied to blocks of the GPU as they come, while the head is computed. When both meet, these
+blocks enter the prefix cache, and the request is put back to waiting by vLLM's own preemption. It finds head and tail
+in the same step, and goes on behind them. Heads get the tokens of a step that no other request wants.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from typing_extensions import override
@@ -23,10 +23,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
+from kvtier_connector.cascade.fetch import Piece
 from kvtier_connector.cascade.rates import Rate
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter.scheduler import KVTierScheduler
@@ -52,8 +55,8 @@ class AdmittingScheduler(KVTierScheduler):
         super().__init__(*args, **kwargs)
         self._admitted: set[str] = set()
         """Requests that compute already, whose loads are not reported."""
-        self._waited: set[str] = set()
-        """Those of them whose copies the next step waits for."""
+        self._waited: dict[str, list[int] | None] = {}
+        """Requests whose copies the next step waits for, see `KVTierMetadata.waited`."""
         self._at_once: dict[str, float] = {}
         """Requests that compute in the step that copies their chunks, with the seconds of that."""
         self._copies: dict[int, str] = {}
@@ -84,10 +87,43 @@ class AdmittingScheduler(KVTierScheduler):
                 found.append(name)
         return self._let_compute(found)
 
-    def admit(self, names: Iterable[str]) -> None:
+    def admit(self, names: Collection[str]) -> None:
         """Note that requests may compute from now on."""
         self._admitted.update(names)
-        self._waited.update(names)
+        for name in names:
+            self._waited[name] = self._waited.get(name) or []
+
+    def copy_tail(self, split: Split, blocks: list[int], keys: set[OffloadKey], rows: list[int]) -> None:
+        """Have workers copy chunks of a split from their rows to GPU blocks, both in the order of the prompt."""
+        name = split.context.req_id
+        first = split.end // split.chunk_tokens * self.config.blocks_per_chunk - len(split.blocks)
+        target = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[first])
+        # A store may still read what a request had in them that has ended.
+        self._current_batch_allocated_block_ids.update(blocks)
+        self._copies[self._begin_copy(name, Piece(keys, CPULoadStoreSpec(rows), target))] = name
+
+    def is_copied_soon(self, split: Split) -> bool:
+        """Say whether the next step may wait for the copies of a tail, as far as they are not reported."""
+        name, jobs, rates = split.context.req_id, self._current_batch_load_jobs, self.manager.tier.rates
+        if name not in self._copies.values():
+            return True
+        if all(job.req_id != name for job in jobs.values()):
+            return split.copied_at - rates.now() - rates.busy_seconds <= self.most_wait_seconds
+        return (
+            self._seconds_until_copied(sum(len(self._jobs[job_id].keys) for job_id in jobs)) <= self.most_wait_seconds
+        )
+
+    def join(self, split: Split, blocks: list[int]) -> None:
+        """Have a request go on behind these blocks, with its tail, whose copies the next step waits for."""
+        name = split.context.req_id
+        self.manager.count_saved(split.context, split.keys[len(split.keys) - split.handed :])
+        self.end_split(name, has_joined=True)
+        self._adapters.begin(name, None)
+        self._waited[name] = blocks
+
+    def wait_for_copies(self, name: str) -> None:
+        """Have the next step wait for copies to blocks that are given back: it may compute in them."""
+        self._waited.setdefault(name, None)
 
     @override
     def get_num_new_matched_tokens(
@@ -102,10 +138,10 @@ class AdmittingScheduler(KVTierScheduler):
         # vLLM computes a token at least with the step that loads.
         is_whole = num_computed_tokens + (tokens or 0) >= request.num_tokens
         if tokens and is_async and self.may_admit and not is_whole and request.lora_request is None:
-            rates, status = self.manager.tier.rates, self._req_status[name]
-            queued = max(0.0, self._copies_end - rates.now() - rates.busy_seconds)
-            seconds = self._seconds_to_copy(-(-tokens // self.config.kv_group_configs[0].tokens_per_chunk))
-            wait = queued + sum(self._at_once.values()) + seconds
+            status = self._req_status[name]
+            chunks = -(-tokens // self.config.kv_group_configs[0].tokens_per_chunk)
+            seconds = self._seconds_to_copy(chunks)
+            wait = self._seconds_until_copied(chunks) + sum(self._at_once.values())
             # The chunks of a long hit are not walked over to find that it takes too long.
             if wait <= self.most_wait_seconds and self.manager.are_ready(self._keys_of(status, tokens)):
                 self._at_once[name] = seconds
@@ -134,7 +170,7 @@ class AdmittingScheduler(KVTierScheduler):
                 self.admit(self._let_compute([name]))
         self._at_once.clear()
         made = super().build_connector_meta(scheduler_output)
-        made.admitted, self._waited = self._waited, set()
+        made.waited, self._waited = self._waited, {}
         self._expect_copies(made, begin)
         return made
 
@@ -152,6 +188,16 @@ class AdmittingScheduler(KVTierScheduler):
             reported = connector_output.finished_recving & self._admitted
             connector_output.finished_recving -= reported
             self._admitted -= reported
+
+    def end_split(self, name: str, *, has_joined: bool) -> None:
+        """End a split, without the copies of this step where their blocks are given back."""
+        split = None if has_joined else self._splits.get(name)
+        if split is not None:
+            # vLLM may take a request back in the step that copies for it, and have another one compute in its blocks.
+            for job_id in [each for each, job in self._current_batch_load_jobs.items() if job.req_id == name]:
+                del self._current_batch_load_jobs[job_id], self._copies[job_id]
+                self.manager.complete_load(self._jobs.pop(job_id).keys, split.context)
+        super().end_split(name, has_joined=has_joined)
 
     @override
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -186,14 +232,21 @@ class AdmittingScheduler(KVTierScheduler):
         ended = [name for name, unwritten in made.ended_loads.items() if not unwritten]
         if chunks := sum(len(self._jobs[job_id].keys) for job_id in made.load_jobs):
             self._copies_end = max(begin, self._copies_end) + self._seconds_to_copy(chunks)
+            for job in made.load_jobs.values():
+                if (split := self._splits.get(job.req_id)) is not None:
+                    split.copied_at = self._copies_end
         for name in ended:
             status, load = self._req_status.get(name), self._ending.get(name)
             if status is None or load is None or load.failed or status.req.is_finished():
                 continue
             if status.req.lora_request is None:
                 self._copied_at[name] = self._copies_end
-        # Copies for them begin before this step computes, and not after it.
         self._is_urgent = not self._copied_at.keys().isdisjoint(ended)
+
+    def _seconds_until_copied(self, chunks: int) -> float:
+        """Return how long a step waits for so many chunks behind the copies that were begun in earlier ones."""
+        rates = self.manager.tier.rates
+        return max(0.0, self._copies_end - rates.now() - rates.busy_seconds) + self._seconds_to_copy(chunks)
 
     def _seconds_to_copy(self, chunks: int) -> float:
         return self.copying.seconds(chunks * self.manager.tier.row_bytes / self.config.num_workers)
@@ -214,18 +267,15 @@ class SyncSplitScheduler(Scheduler):
         if self._tier is not None:
             is_staged = self.vllm_config.parallel_config.pipeline_parallel_size > 1
             self._tier.may_admit = self._tier.is_one_prefix and not is_staged
+            self._tier.free_tail = self._free_tail
         self._limits: dict[str, int] = {}
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
         """Tokens that heads may still compute in this step."""
-        self._joined: list[Request] = []
-        """Requests that have joined, until they run again; the seats of those that load are kept for them."""
 
     @override
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Have requests join that may, say how much of each head is computed, and schedule as vLLM does."""
-        loads = {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_REMOTE_KVS}
-        self._joined = [request for request in self._joined if request.status in loads]
         if (splits := self._splits) is not None:
             self._limits, self._room = {}, splits.head_tokens
             if len(splits):
@@ -234,13 +284,16 @@ class SyncSplitScheduler(Scheduler):
             # vLLM's own way to hear that loads have ended.
             self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(names)))
             self._tier.admit(names)
-        state = self.pause_state
+        state, is_joining = self.pause_state, self._tier is not None and bool(self._tier.joined)
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self._pause_state = state
-        if self._tier is not None and self._tier.is_urgent:
-            output.has_sync_kv_loads = True
+        if self._tier is not None:
+            if self._tier.is_urgent or is_joining:
+                # Copies begin before this step computes, and not after it.
+                output.has_sync_kv_loads = True
+            self._tier.forget_joined()
         return output
 
     def _join_and_plan(self, splits: Splits) -> None:
@@ -248,6 +301,7 @@ class SyncSplitScheduler(Scheduler):
         self._tier.manager.poll()
         splits.advance()
         heads: list[tuple[Request, Split]] = []
+        has_room, held = self._has_room_for(0), []
         for request in list(self.running):
             split = splits.get(request.request_id)
             if split is None:
@@ -257,21 +311,48 @@ class SyncSplitScheduler(Scheduler):
                 self._tier.end_split(request.request_id, has_joined=False)
                 if request.num_prompt_tokens - split.computed <= splits.head_tokens:
                     self._room = splits.least_head_tokens
-            elif split.has_met and self.pause_state is PauseState.UNPAUSED and self._has_room_for(0):
-                self._join(request, split)
+                continue
+            if has_room:
+                self._copy_tail(split)
+            if has_room and split.has_met and self.pause_state is PauseState.UNPAUSED:
+                if self._tier.is_copied_soon(split) or len(self.running) + len(self.waiting) == 1:
+                    self._join(request, split)
+                else:
+                    held.append(request.request_id)
             else:
                 heads.append((request, split))
-        if self._joined:
-            # They wait for this step, and perhaps for the next.
+        if self._tier.joined:
+            # Their first tokens come with this step.
             self._room //= 2
         if heads:
             self._limits = self._share_out(splits, heads)
+        # Others compute while they are copied.
+        self._limits.update(dict.fromkeys(held, 0))
+
+    def _copy_tail(self, split: Split) -> None:
+        """Have the chunks that have come copied to the GPU, into blocks that are kept for the prompt anyway."""
+        assert self._tier is not None
+        pool, size = self.kv_cache_manager.block_pool, self._tier.config.blocks_per_chunk
+        if split.uncopied > 0 and pool.get_num_free_blocks() >= split.uncopied * size:
+            keys, rows = self._tier.manager.take_tail(split)
+            blocks = pool.get_new_blocks(len(rows) * size)
+            split.blocks += reversed(blocks)
+            if keys:
+                self._tier.copy_tail(split, [block.block_id for block in blocks], keys, rows)
+
+    def _free_tail(self, split: Split) -> None:
+        if split.blocks:
+            self.kv_cache_manager.block_pool.free_blocks(split.blocks)
+            split.blocks = []
+            assert self._tier is not None
+            self._tier.wait_for_copies(split.context.req_id)
 
     def _is_lost(self, split: Split) -> bool:
-        """Say whether no more of a split comes: a chunk of it could not be read, or the volume hangs."""
+        """Say whether a split is of no use: a chunk could not be read, the volume hangs, or the weights changed."""
         assert self._tier is not None
         manager = self._tier.manager
-        return bool(manager.tier.rates.is_hanging or manager.request(split.context).missing)
+        is_usable = manager.tier.attachment.is_current and not manager.tier.rates.is_hanging
+        return bool(not is_usable or manager.request(split.context).missing)
 
     def _may_find(self, request: Request) -> bool:
         """Say whether a request that waits may have a hit, as far as that is known."""
@@ -281,10 +362,9 @@ class SyncSplitScheduler(Scheduler):
 
     def _share_out(self, splits: Splits, heads: list[tuple[Request, Split]]) -> dict[str, int]:
         """Return the tokens of this step for each head: those that other requests leave."""
-        names = {request.request_id for request, _ in heads}
         left = self.max_num_scheduled_tokens
         for request in self.running:
-            if request.request_id not in names:
+            if splits.get(request.request_id) is None:
                 left -= max(1, request.num_tokens_with_spec - request.num_computed_tokens)
         for request in self.waiting:
             if left <= 0:
@@ -313,8 +393,6 @@ class SyncSplitScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Let a head compute no more than its share of the step; vLLM asks this of each request that it schedules."""
         splits = self._splits
-        if not self._has_seat_for(request):
-            return self._end_admission()
         if splits is not None and (split := splits.get(request.request_id)) is not None:
             limit = self._limits.get(request.request_id)
             if limit is None and not self._has_room_for(request.num_tokens - num_computed_tokens):
@@ -323,34 +401,41 @@ class SyncSplitScheduler(Scheduler):
                 # It is scheduled for the first time, and 0 tokens would keep requests behind it from this step.
                 # While it waited for room, the GPU may have given away what it had of the prompt.
                 split.local_tokens = split.computed = num_computed_tokens
-                limit = splits.next_tokens(split)
-                limit = max(split.chunk_tokens, min(limit, self._room))
-                limit -= (num_computed_tokens + limit) % split.chunk_tokens
+                limit = num_new_tokens
+                if splits.is_worth_joining(split):
+                    limit = max(split.chunk_tokens, min(splits.next_tokens(split), self._room))
+                    limit -= (num_computed_tokens + limit) % split.chunk_tokens
                 self._room -= limit
             # A head that reaches the end of the hit goes on to the end of the prompt, if that is near.
             rest = request.num_tokens - split.end
             if not (num_computed_tokens + limit == split.end and rest <= split.chunk_tokens):
                 num_new_tokens = min(num_new_tokens, limit)
-        elif num_new_tokens > 1 and any(each.status is RequestStatus.PREEMPTED for each in self._joined):
-            # With a full step, vLLM would not ask for the tail of a request that has joined.
+        elif num_new_tokens > 1 and self._tier is not None and self._tier.joined:
+            # With a full step, vLLM would not let a request that has joined go on.
             num_new_tokens -= num_computed_tokens + num_new_tokens < request.num_tokens
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
 
     def _end_admission(self) -> int:
         """Return 0 tokens for a request that has to wait, and schedule no waiting request behind it in this step.
 
-        vLLM 0.32 stops at a request with 0 tokens. vLLM 0.33 continues, and later requests would take the blocks or the
-        seat that this one waits for. So the scheduler counts as paused for new requests until `schedule` ends.
+        vLLM 0.32 stops at a request with 0 tokens. vLLM 0.33 continues, and later requests would take the blocks that
+        this one waits for. So the scheduler counts as paused for new requests until `schedule` ends.
         """
         self._pause_state = PauseState.PAUSED_NEW
         return 0
 
-    def _has_seat_for(self, request: Request) -> bool:
-        """Say whether a request without blocks may run beside those that come back when their tails are loaded."""
-        if not self._joined or request.num_computed_tokens or request in self._joined:
-            return True
-        kept = sum(each.status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in self._joined)
-        return bool(len(self.running) + kept < self.max_num_active_reqs)
+    @override
+    def _inflight_prefill_reserved_blocks(self) -> int:
+        """Return the blocks that prompts in computation still need, without those that were taken for their tails."""
+        taken = 0 if self._splits is None else self._splits.count_blocks()
+        return max(0, int(super()._inflight_prefill_reserved_blocks()) - taken)
+
+    @override
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """End the split of a request that vLLM preempts; one that joins has none any more."""
+        if self._tier is not None:
+            self._tier.end_split(request.request_id, has_joined=False)
+        super()._preempt_request(request, *args, **kwargs)
 
     def _has_room_for(self, tokens: int) -> bool:
         """Say whether the GPU has blocks for more tokens beside all that prompts in computation need until their ends.
@@ -362,28 +447,33 @@ class SyncSplitScheduler(Scheduler):
         return bool(not reserved or free >= reserved - (-tokens // self.block_size))
 
     def _join(self, request: Request, split: Split) -> None:
-        """Put a request back to waiting; in the same step it finds its head in the GPU, its tail in the CPU tier."""
+        """Put a request back to waiting; in the same step it finds head and tail in the GPU."""
         assert self._tier is not None
-        computed = request.num_computed_tokens
+        computed, block_tokens = request.num_computed_tokens, split.chunk_tokens // self._tier.config.blocks_per_chunk
+        end = split.end // block_tokens
+        first = max(computed // block_tokens, end - len(split.blocks))
+        pool = self.kv_cache_manager.block_pool
+        tail = split.blocks[end - first - 1 :: -1]
+        pool.cache_full_blocks(request, [pool.null_block] * first + tail, first, end, block_tokens, 0)
+        head = self.kv_cache_manager.get_block_ids(request.request_id)[0][:first]
+        self._tier.join(split, [*head, *(block.block_id for block in tail)])
         self.running.remove(request)
         # A step under way samples nothing for it: its prefill is unfinished.
         self._preempt_request(request, time.monotonic(), drop_stale_output=True)
         if request.events and request.events[-1].type is EngineCoreEventType.PREEMPTED:
             # Users count preemptions to see whether the GPU's memory is too small.
             request.events.pop()
-        tail = split.end - computed
+        loaded = split.end - computed
         if request.prefill_stats is not None:
             request.prefill_stats.set(
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached_tokens=split.local_tokens,
-                num_external_cached_tokens=tail,
+                num_external_cached_tokens=loaded,
             )
         if (stats := self.connector_prefix_cache_stats) is not None:
             # vLLM counted the queries when the head began, and does not count what a preempted request finds.
-            stats.hits += tail
-            stats.hits_by_source[CacheHitSource.DISK] = stats.hits_by_source.get(CacheHitSource.DISK, 0) + tail
-        self._tier.end_split(request.request_id, has_joined=True)
-        self._joined.append(request)
+            stats.hits += loaded
+            stats.hits_by_source[CacheHitSource.DISK] = stats.hits_by_source.get(CacheHitSource.DISK, 0) + loaded
 
 
 class AsyncSplitScheduler(SyncSplitScheduler, AsyncScheduler):

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier_connector.vllm_adapter.fingerprint import Declared, LoadedWeights, describe_layout
@@ -38,8 +39,8 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     adapters: AdapterOrders | None = None
     declared: int = 0
     """Number of the question for the declarations; 0 if they arrived before the first step."""
-    admitted: Collection[str] = ()
-    """Requests that may compute with this step though their loads are not reported: it waits for the copies."""
+    waited: Mapping[str, list[int] | None] = field(default_factory=dict)
+    """Requests whose copies this step waits for, with the GPU blocks of those that join; None: they are given back."""
 
 
 def no_orders() -> KVTierMetadata:
@@ -108,19 +109,14 @@ class WorkerQuestion:
         return [self._answers[rank] for rank in sorted(self._answers)]
 
 
-def find_model_runner() -> Any:
-    """Return vLLM's model runner from the stack of callers; None without one.
+def find_caller(method: str) -> Any:
+    """Return the nearest caller that has a method; None without one.
 
-    vLLM gives a connector neither the model nor its runner, and `register_kv_caches` is the one call that a runner
-    makes while it has both. Weights and adapters cannot be compared in another way.
+    vLLM gives a connector neither the model, nor its runner, nor the scheduler. Weights and adapters cannot be compared
+    in another way, nor can a running request be computed anew.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if callable(getattr(caller, "get_model", None)):
-            return caller
-        frame = frame.f_back
-    return None
+    callers = (each.frame.f_locals.get("self") for each in inspect.stack(0))
+    return next((caller for caller in callers if callable(getattr(caller, method, None))), None)
 
 
 @dataclass(slots=True)
@@ -158,12 +154,15 @@ class KVTierWorker(OffloadingConnectorWorker):
         """Facts of this worker for the identity of the blocks; None before the KV caches are there."""
         self._declaring = 0
         """Number of the question that is answered with it."""
-        self._is_one_group = len(self.kv_cache_config.kv_cache_groups) == 1
+        self._is_one_group = len(groups := self.kv_cache_config.kv_cache_groups) == 1
+        kept = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+        self._is_one_prefix = self._is_one_group and not isinstance(groups[0].kv_cache_spec, kept)
+        """Whether a request that lacks a block has all blocks before it."""
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        runner = find_model_runner()
+        runner = find_caller("get_model")
         self._weights = LoadedWeights(runner, has_moving_experts=self.vllm_config.parallel_config.enable_eplb)
         self._adapters = LoadedAdapters(runner)
         backends, layout = describe_layout(self.vllm_config, kv_caches, self.kv_cache_config.num_blocks)
@@ -182,18 +181,20 @@ class KVTierWorker(OffloadingConnectorWorker):
         super().handle_preemptions(kv_connector_metadata)
         if isinstance(kv_connector_metadata, KVTierMetadata):
             # vLLM begins loads behind the forward pass, unless it computes with one of them.
-            self._wait_for(kv_connector_metadata.admitted)
+            self._wait_for(kv_connector_metadata.waited)
 
-    def _wait_for(self, admitted: Collection[str]) -> None:
-        """Wait for the copies of loads that this step computes with, as far as they have begun."""
-        if jobs := {job_id for job_id, name in self._load_jobs.items() if name in admitted}:
+    def _wait_for(self, waited: Mapping[str, list[int] | None]) -> None:
+        """Wait for the copies that this step waits for, as far as they have begun."""
+        if jobs := {job_id for job_id, name in self._load_jobs.items() if name in waited}:
             assert self.worker is not None
             self.worker.wait(jobs)
-        for name in self._loaded.keys() & admitted:
-            self._loaded[name].is_reported = True
+        for name in self._loaded.keys() & waited.keys():
+            if (blocks := waited[name]) is not None:
+                self._loaded[name].is_reported = True
+                self._loaded[name].blocks.update(blocks)
 
     def _has_transfers(self, metadata: KVTierMetadata) -> bool:
-        orders = (metadata.load_jobs, metadata.store_jobs, self._unsubmitted_store_jobs)
+        orders = (metadata.load_jobs, metadata.store_jobs, metadata.waited, self._unsubmitted_store_jobs)
         return any(orders) or bool(self._load_jobs or self._ended or self._loaded)
 
     @override
@@ -214,7 +215,7 @@ class KVTierWorker(OffloadingConnectorWorker):
                 if (loaded := self._loaded.get(job.req_id)) is not None:
                     assert isinstance(job.dst_spec, GPULoadStoreSpec)
                     loaded.blocks.update(job.dst_spec.block_ids.tolist())
-            self._wait_for(metadata.admitted)
+            self._wait_for(metadata.waited)
 
     @override
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
@@ -256,7 +257,7 @@ class KVTierWorker(OffloadingConnectorWorker):
             if loaded.is_reported:
                 # It computes already, and `_find_replaced` has looked at it.
                 continue
-            if has_changed or self._is_replaced(loaded) or (unwritten and not self._is_one_group):
+            if has_changed or self._is_replaced(loaded) or (unwritten and not self._is_one_prefix):
                 self._failed.add(name)
             else:
                 self._unwritten.update(unwritten)

@@ -135,18 +135,13 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], list[Measured]
         for moves in contestants:
             play(moves, rows, hit=0, every_seconds=0, seconds=0)
         for turn, (stage, (has_loads, has_stores)) in itertools.product(range(options.rounds), STAGES.items()):
+            stores, seconds = (half, 0) if has_stores else ([], options.seconds)
+            hit = options.hit if has_loads else 0
             for moves in contestants[:: -1 if turn % 2 else 1]:
-                stores = half if has_stores else []
                 for row in stores:
                     Path(moves.path(row)).unlink()
                 volumes.forget_pages(moves.directory)
-                one = play(
-                    moves,
-                    stores,
-                    hit=options.hit if has_loads else 0,
-                    every_seconds=options.every,
-                    seconds=0 if has_stores else options.seconds,
-                )
+                one = play(moves, stores, hit=hit, every_seconds=options.every, seconds=seconds)
                 found[moves.name, stage].append(one)
         assert region.is_intact()
     finally:

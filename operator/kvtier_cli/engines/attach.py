@@ -81,11 +81,8 @@ def _read(name: str | None, file: str | None, where: client.Where) -> list[Any]:
             and (wanted is None or (each.get("kind"), each.get("metadata", {}).get("name")) == wanted)
         ]
         if len(chosen) != 1:
-            there = ", ".join(templates.KINDS)
-            raise click.UsageError(
-                f"{file} has {len(chosen)} objects with engines ({there}, or values of production-stack): name one as "
-                "KIND/NAME"
-            )
+            what = f"objects with engines ({', '.join(templates.KINDS)}, or values of production-stack)"
+            raise click.UsageError(f"{file} has {len(chosen)} {what}: name one as KIND/NAME")
         return [chosen[0], *(each for each in found if each is not chosen[0])]
     if name is None:
         raise click.UsageError("give the engines: -f FILE, or KIND/NAME of the cluster")
@@ -95,10 +92,8 @@ def _read(name: str | None, file: str | None, where: client.Where) -> list[Any]:
 
 def _ask(kind: str, name: str, where: client.Where) -> Manifest:
     """Return an object in the first of its versions that the cluster serves."""
-    known = templates.KINDS[kind]
-    paths = [
-        f"/apis/{version}/namespaces/{where.asked_namespace}/{known.plural}/{name}" for version in known.api_versions
-    ]
+    known, namespace = templates.KINDS[kind], where.asked_namespace
+    paths = [f"/apis/{version}/namespaces/{namespace}/{known.plural}/{name}" for version in known.api_versions]
     what = f"read {kind.lower()}/{name}"
     for path in paths[:-1]:
         with contextlib.suppress(KindMissing):
@@ -108,18 +103,13 @@ def _ask(kind: str, name: str, where: client.Where) -> Manifest:
 
 def _readable(found: Manifest) -> Manifest:
     """Return an object as its owner would write it."""
-    metadata = {
-        field: found["metadata"][field] for field in ("name", "namespace", "labels") if field in found["metadata"]
-    }
-    annotations = found["metadata"].get("annotations") or {}
-    kept = {key: value for key, value in annotations.items() if key not in _PRIVATE}
-    rest = {field: value for field, value in found.items() if field not in {"metadata", "status"}}
-    return {
-        "apiVersion": rest.pop("apiVersion"),
-        "kind": rest.pop("kind"),
-        "metadata": {**metadata, **({"annotations": kept} if kept else {})},
-        **rest,
-    }
+    there = found["metadata"]
+    metadata = {field: there[field] for field in ("name", "namespace", "labels") if field in there}
+    annotations = {key: value for key, value in (there.get("annotations") or {}).items() if key not in _PRIVATE}
+    if annotations:
+        metadata["annotations"] = annotations
+    first = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": metadata}
+    return {**first, **{field: value for field, value in found.items() if field not in {*first, "status"}}}
 
 
 def _printed(before: Manifest, after: Manifest, others: list[Any], output_format: str) -> Any:
@@ -173,9 +163,8 @@ def attach(  # noqa: PLR0913 - options
         else:
             plan = _plan(tier, where)
             if not plan.spec.connector.is_ours:
-                raise click.ClickException(
-                    f"tier {tier} has spec.connector.type {plan.spec.connector.label}, not Bundled"
-                )
+                label = plan.spec.connector.label
+                raise click.ClickException(f"tier {tier} has spec.connector.type {label}, not Bundled")
             before, after, notes = templates.attach_document(document, plan, container=container)
     except AttachRefused as refused:
         for field, text in refused.problems:

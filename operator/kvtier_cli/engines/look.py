@@ -27,7 +27,7 @@ def look_at(where: Where, namespace: str, name: str) -> Document:
         ClusterError: there is no such pod, or it does not answer.
     """
     pod = where.client.ask(f"/api/v1/namespaces/{namespace}/pods/{name}", f"read pod {namespace}/{name}")
-    page, container = metrics_page(pod), _engine_container(pod)
+    *_, container = page = metrics_page(pod)
     lines = where.client.log(pod, container, lines=_LOG_LINES).splitlines()
     warnings = [each for each in lines if "kvtier" in each and ("WARNING" in each or "ERROR" in each)]
     spec = next(each for each in pod["spec"]["containers"] if each["name"] == container)
@@ -41,16 +41,11 @@ def look_at(where: Where, namespace: str, name: str) -> Document:
     }
 
 
-def _engine_container(pod: names.Manifest) -> str:
-    """Return the container of a pod that runs vLLM."""
-    found = find_engine(pod["spec"])
-    return str((found or pod["spec"]["containers"][0])["name"])
-
-
 def metrics_page(pod: names.Manifest) -> tuple[int, str, str]:
-    """Return port, path and container of an engine's metrics."""
+    """Return port, path and container of an engine's metrics: the container of the pod that runs vLLM."""
     port = str((pod["metadata"].get("annotations") or {}).get(PORT, ""))
-    return int(port) if port.isdecimal() else names.HTTP_PORT, "/metrics", _engine_container(pod)
+    engine = find_engine(pod["spec"]) or pod["spec"]["containers"][0]
+    return int(port) if port.isdecimal() else names.HTTP_PORT, "/metrics", str(engine["name"])
 
 
 def engine_page(document: Mapping[str, Any]) -> str:

@@ -113,7 +113,6 @@ class Cache:
                     source,
                     Scope(*key, namespace=each, query=watched.query),
                     store,
-                    is_followed=watched.is_followed,
                     list_seconds=list_seconds if watched is TIERS else None,
                 )
                 for each in (namespaces if watched.is_namespaced else ()) or ("",)

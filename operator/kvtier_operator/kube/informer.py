@@ -14,6 +14,7 @@ Threads: one for each informer, which alone reads.
 
 from __future__ import annotations
 
+import http
 import logging
 import random
 import threading
@@ -35,9 +36,6 @@ WATCH_SECONDS: Final = 300
 LONGEST_PAUSE_SECONDS: Final = 30.0
 SHORT_PAUSE_SECONDS: Final = 0.2
 
-_GONE: Final = 410
-"""HTTP status of a version that the API server has forgotten."""
-
 
 class Informer:
     """One kind in one scope."""
@@ -48,14 +46,12 @@ class Informer:
         scope: Scope,
         store: ObjectStore,
         *,
-        is_followed: bool = True,
         list_seconds: float | None = None,
     ) -> None:
         """Store; `start` starts. A kind that is not followed is listed once, or again after `list_seconds`."""
         self.scope = scope
         self._source = source
         self._store = store
-        self._is_followed = is_followed
         self._list_seconds = list_seconds
         self._stopping = threading.Event()
         self._is_answered = threading.Event()
@@ -106,7 +102,7 @@ class Informer:
             began = time.monotonic()
             try:
                 version = version or self._read()
-                if not self._is_followed:
+                if not self._store.is_followed:
                     self._well()
                     if self._list_seconds is None:
                         return
@@ -160,7 +156,7 @@ class Informer:
                     body = event["object"]
                     if event["type"] == "ERROR":
                         text = f"cannot watch {self.scope}: {body.get('code')} {body.get('message', '')}"
-                        raise (ClusterExpired if body.get("code") == _GONE else ClusterUnavailable)(text)
+                        raise (ClusterExpired if body.get("code") == http.HTTPStatus.GONE else ClusterUnavailable)(text)
                     version = body["metadata"]["resourceVersion"]
                     if event["type"] == "DELETED":
                         self._store.on_delete(body)

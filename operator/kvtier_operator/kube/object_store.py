@@ -112,13 +112,11 @@ class ObjectStore:
         """Changes with every change of what is kept."""
         self.is_followed = watched.is_followed
 
-    def on_update(self, body: Manifest) -> bool:
-        """Keep an object as a watch or a list has it, and tell whether it changed."""
+    def on_update(self, body: Manifest) -> None:
+        """Keep an object as a watch or a list has it."""
         where = _where(body)
-        change = self._enter(where, body)
-        if change is not None:
+        if (change := self._enter(where, body)) is not None:
             self._on_change(*where, change)
-        return change is not None
 
     def enter(self, body: Manifest) -> None:
         """Keep an object as a write of ours, or a read, returned it."""
@@ -286,13 +284,13 @@ def _write_json(body: Manifest) -> bytes:
 
 
 def _pack(text: bytes, like: bytes) -> bytes:
-    # With less memory than by default, which would take longer to clear than all else.
-    packer = zlib.compressobj(1, memLevel=5, zdict=like)
+    # With less memory than by default, which would take longer to clear than all else, and without a checksum.
+    packer = zlib.compressobj(1, wbits=-zlib.MAX_WBITS, memLevel=5, zdict=like)
     return packer.compress(text) + packer.flush()
 
 
 def _unpack(kept: _Kept) -> Manifest:
-    body: Manifest = read_json(zlib.decompressobj(zdict=kept.like).decompress(kept.packed))
+    body: Manifest = read_json(zlib.decompressobj(-zlib.MAX_WBITS, zdict=kept.like).decompress(kept.packed))
     body["metadata"]["resourceVersion"] = kept.version
     return body
 

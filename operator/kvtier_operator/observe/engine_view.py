@@ -29,32 +29,26 @@ _MOST_CAUSES: Final = 6
 
 def hits(expositions: Sequence[str]) -> Document:
     """Return the sums of the engines' counters of prompt tokens since their start; empty without an exposition."""
-    totals: dict[str, float] = {}
-    rates: dict[str, list[float]] = {_COMPUTE_RATE: [], _LOAD_RATE: []}
-    prompt, saved = 0.0, 0.0
-    for name, labels, value in (sample for text in expositions for sample in samples(text)):
-        if name == _PROMPT:
-            prompt += value
-        elif name == _CACHED:
-            source = labels.get("source", "")
-            totals[source] = totals.get(source, 0.0) + value
-        elif name == _SAVED:
-            saved += value
-        elif name in rates and value > 0:
-            rates[name].append(value)
     if not expositions:
         return {}
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    cached: defaultdict[str, float] = defaultdict(float)
+    for name, labels, value in (sample for text in expositions for sample in samples(text)):
+        values[name].append(value)
+        if name == _CACHED:
+            cached[labels.get("source", "")] += value
     return {
-        "promptTokens": round(prompt),
-        "bySource": {source: round(count) for source, count in totals.items() if count},
-        "computeTokensPerSecond": _mean(rates[_COMPUTE_RATE]),
-        "loadTokensPerSecond": _mean(rates[_LOAD_RATE]),
-        "prefillSecondsNotSpent": round(saved, 1),
+        "promptTokens": round(sum(values[_PROMPT])),
+        "bySource": {source: round(count) for source, count in cached.items() if count},
+        "computeTokensPerSecond": _mean_rate(values[_COMPUTE_RATE]),
+        "loadTokensPerSecond": _mean_rate(values[_LOAD_RATE]),
+        "prefillSecondsNotSpent": round(sum(values[_SAVED], 0.0), 1),
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return round(sum(values) / len(values), 1) if values else 0.0
+def _mean_rate(rates: Sequence[float]) -> float:
+    known = [rate for rate in rates if rate > 0]
+    return round(sum(known) / len(known), 1) if known else 0.0
 
 
 def shares(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
@@ -70,7 +64,7 @@ def shares(found: Mapping[str, Any]) -> list[tuple[str, int, str]]:
 def look(text: str) -> Document:
     """Return what the metrics of one engine say."""
     values: defaultdict[str, list[float]] = defaultdict(list)
-    labelled: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    labelled: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     release = {"version": "", "support": ""}
     for name, labels, value in samples(text):
         short = name.removeprefix("vllm:kvtier_").removeprefix("vllm:").removesuffix("_total")
@@ -79,8 +73,7 @@ def look(text: str) -> Document:
             release = {field: labels.get(field, "") for field in release}
         for label in ("cause", "verdict", "field"):
             if value and label in labels:
-                tally = labelled[short]
-                tally[labels[label]] = tally.get(labels[label], 0.0) + value
+                labelled[short][labels[label]] += value
 
     def total(name: str) -> int:
         return round(sum(values[name]))
@@ -91,10 +84,9 @@ def look(text: str) -> Document:
     def share(name: str) -> float | None:
         return sum(values[name]) / len(values[name]) if values[name] else None
 
-    def rate(direction: str) -> int:
-        seconds = sum(values[f"disk_{direction}_seconds"])
-        name = "read_bytes" if direction == "read" else "written_bytes"
-        return round(sum(values[f"disk_{name}"]) / seconds) if seconds else 0
+    def rate(moved: str, way: str) -> int:
+        seconds = sum(values[f"disk_{way}_seconds"])
+        return round(sum(values[f"disk_{moved}_bytes"]) / seconds) if seconds else 0
 
     return {
         "vllm": release,
@@ -115,10 +107,7 @@ def look(text: str) -> Document:
             "waiting": total("num_requests_waiting"),
             "waitingForVolume": total("disk_waiting_requests"),
         },
-        "use": {
-            "gpu": share("kv_cache_usage_perc"),
-            "cpu": share("kv_offload_cpu_cache_usage_perc"),
-        },
+        "use": {"gpu": share("kv_cache_usage_perc"), "cpu": share("kv_offload_cpu_cache_usage_perc")},
         "blocks": {
             **{name: total(f"disk_{name}_blocks") for name in ("read", "written", "present")},
             "bytes": round(max(values["chunk_bytes"], default=0)),
@@ -133,7 +122,7 @@ def look(text: str) -> Document:
             "storeBytes": total("disk_queued_store_bytes"),
             "oldestSeconds": round(max(values["disk_oldest_job_seconds"], default=0.0), 1),
         },
-        "rates": {"readBytesPerSecond": rate("read"), "writeBytesPerSecond": rate("write")},
+        "rates": {"readBytesPerSecond": rate("read", "read"), "writeBytesPerSecond": rate("written", "write")},
         "misses": counts("disk_misses"),
         "notStored": counts("disk_shed_stores"),
     }

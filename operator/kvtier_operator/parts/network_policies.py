@@ -36,9 +36,8 @@ def policies(plan: TierPlan) -> tuple[Manifest, ...]:
     watchers = (_OPERATOR, *settings.scrapers)
     of_tier, http = _of_tier(plan), _ports(names.HTTP_PORT)
     # Data-parallel ranks publish on the ports after the first.
-    events = (
-        [] if spec.kv_events is None else [{**_ports(EVENTS_PORT)[0], "endPort": 2 * REPLAY_PORT - EVENTS_PORT - 1}]
-    )
+    every_rank = {**_ports(EVENTS_PORT)[0], "endPort": 2 * REPLAY_PORT - EVENTS_PORT - 1}
+    events = [] if spec.kv_events is None else [every_rank]
     hub = ({"ports": _ports(443)},) if settings.egress is None else settings.egress
     ports = _ports(*settings.api_server_ports)
     api_server = _rules("to", settings.api_server, ports) or ({"ports": ports},)

@@ -62,6 +62,7 @@ _MEASURED_TYPES: Final = {
 """Types of models whose layers vLLM sizes in code of their own, and the field or trait that it is about."""
 
 _WITHOUT_ATTENTION: Final = frozenset({"mamba", "mamba2", "falcon_mamba"})
+_HEADS: Final = ("num_key_value_heads", "head_dim", "v_head_dim")
 _INDEX_SCALE_TOKENS: Final = 128
 """Numbers of an index that share a scale of 4 bytes."""
 _SPARSE_BLOCK_TOKENS: Final = 64
@@ -208,7 +209,7 @@ def _heads_by_kind(text: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         found["full_attention"]["head_dim"] = text["global_head_dim"]
     if text.get("num_global_key_value_heads") and text.get("attention_k_eq_v"):
         found["full_attention"]["num_key_value_heads"] = text["num_global_key_value_heads"]
-    for field in ("num_key_value_heads", "head_dim", "v_head_dim"):
+    for field in _HEADS:
         if text.get(f"swa_{field}"):
             found["sliding_attention"][field] = text[f"swa_{field}"]
     other = text.get("attention_other_setting")
@@ -229,14 +230,10 @@ def _read_layers_one_by_one(text: Mapping[str, Any], found: Mapping[str, dict[st
         raise ConfigUnclear(f"its layers differ one by one (per_layer_config): {MEASURED}")
     by_index = {int(index): each for index, each in layers.items() if str(index).isdigit()}
     for kind, fields in found.items():
-        of_kind = [by_index.get(layer, {}) for layer, name in enumerate(kinds) if name == kind]
-        if any(each != of_kind[0] for each in of_kind) or not set(of_kind[0] if of_kind else ()) <= {
-            "head_dim",
-            "num_key_value_heads",
-            "v_head_dim",
-        }:
+        first, *others = [by_index.get(layer, {}) for layer, name in enumerate(kinds) if name == kind] or [{}]
+        if any(each != first for each in others) or not set(_HEADS).issuperset(first):
             raise ConfigUnclear(f"its layers differ one by one (per_layer_config): {MEASURED}")
-        fields.update(of_kind[0] if of_kind else {})
+        fields.update(first)
 
 
 def _uneven(full: ModelLayout, windowed: ModelLayout | KvUnknown, layout: EngineLayout) -> ModelLayout:

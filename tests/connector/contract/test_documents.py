@@ -131,9 +131,7 @@ def test_a_document_of_usage_has_defaults_and_never_holds_more_than_a_reader_tak
 
 
 @pytest.mark.parametrize(
-    ("document", "says"),
-    [*TABLES["no_usage"], ("[" * 100_000, "nested")],
-    ids=lambda value: str(value)[:40],
+    ("document", "says"), [*TABLES["no_usage"], ("[" * 100_000, "nested")], ids=lambda value: str(value)[:40]
 )
 def test_nonsense_is_refused_by_name(document: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):

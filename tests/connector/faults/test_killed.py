@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from checks import check
 from plain_engine import PlainEngine
-from store_contract import BLOCK_BYTES, key, pages, payload, whole_file
+from store_contract import BLOCK_BYTES, key, pages, payload, whole_file, write_block
 from store_faults import clear
 
 from kvtier_connector.janitor.permit import PermitWriter
@@ -24,7 +24,6 @@ from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import block_path
 from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
 from kvtier_connector.store.scan import LeftoverKind
 
@@ -117,9 +116,7 @@ def claimed(root: Path, content: bytes = b"") -> None:
     """Make a generation, perhaps with a file under the name of the block."""
     claim(root, {}, "d1gest")
     if content:
-        path = root / block_path(key(1))
-        path.parent.mkdir(parents=True)
-        path.write_bytes(content)
+        write_block(root, key(1), content)
 
 
 def assert_sound(root: Path, *leftovers: LeftoverKind) -> None:

@@ -24,14 +24,16 @@ from kvtier_connector.io_workers.buffers import Region
 from kvtier_connector.io_workers.pool import WorkerPool
 from kvtier_connector.io_workers.tasks import Done, Lane, Task
 from kvtier_connector.io_workers.worker import PoolSettings
-from kvtier_connector.store.blockstore import BlockStore
+from kvtier_connector.store.blockstore import BlockStore, Hit
 from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import Breaker
 from kvtier_connector.store.layout import BlockKey
 from kvtier_connector.store.permit import PERMIT_FILE, Permit, StorePermit, encode_permit
 
 ROW_BYTES = 16384
 ROWS = 32
+HIT = Hit(HEADER_BYTES + ROW_BYTES)
 FIRST_LOAD = 1_000_000
 PATIENCE_SECONDS = 120.0
 wait_until = functools.partial(until, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
@@ -43,12 +45,6 @@ def key(number: int) -> BlockKey:
 
 def payload(number: int) -> bytes:
     return hashlib.sha512(str(number).encode()).digest() * (ROW_BYTES // 64)
-
-
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def children(parent: int) -> list[int]:
@@ -171,6 +167,12 @@ class PoolUnderTest:
 
     def wait_for(self, count: int) -> None:
         wait_until(lambda: self.collect() or len(self.ended) >= count, f"{count} tasks have ended")
+
+    def loads(self, task: int, *, row: int = 0) -> bool:
+        """Load block 1 into a row, and tell whether its bytes are there then."""
+        self.load(task, 1, first_row=row)
+        wait_until(lambda: self.collect() or task in self.ended, "the block is loaded")
+        return self.row(row) == payload(1)
 
     def outcome(self, task: int) -> object:
         return self.ended[task].outcome

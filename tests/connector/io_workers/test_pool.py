@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from pools import (
+    HIT,
     PATIENCE_SECONDS,
     ROW_BYTES,
     ROWS,
@@ -21,14 +22,13 @@ from pools import (
     PoolUnderTest,
     children,
     count_waited,
-    is_alive,
     is_waiting,
     key,
     payload,
     shut,
     wait_until,
 )
-from waiting import Clock
+from waiting import Clock, is_alive
 
 from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers import supervisor as supervisor_module
@@ -41,8 +41,6 @@ from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreF
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.health import CircuitState, Direction
-
-HIT = Hit(HEADER_BYTES + ROW_BYTES)
 
 
 def reading(

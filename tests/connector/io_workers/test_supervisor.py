@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import PATIENCE_SECONDS, ROW_BYTES, Pools, PoolUnderTest, is_alive, is_waiting, payload, shut, wait_until
+from pools import HIT, PATIENCE_SECONDS, Pools, PoolUnderTest, is_waiting, payload, shut, wait_until
+from waiting import is_alive
 
 from kvtier_connector.io_workers.pool import NO_WORKERS
 from kvtier_connector.io_workers.tasks import Lane
 from kvtier_connector.io_workers.worker import start_process
 from kvtier_connector.store.blockstore import Hit
-from kvtier_connector.store.header import HEADER_BYTES, Fault
+from kvtier_connector.store.header import Fault
 from kvtier_connector.store.health import CircuitState, Direction
-
-HIT = Hit(HEADER_BYTES + ROW_BYTES)
 
 
 def test_a_worker_killed_in_the_middle_of_a_read_costs_that_block_and_no_other(pools: Pools) -> None:
@@ -63,9 +62,7 @@ def test_workers_given_up_are_tried_until_they_work_and_told_once(
         step_until(pool, has_processes=True)
     gate.unlink()
     wait_until(lambda: pool.collect() or sum(task < 1000 for task in pool.ended) == 48, "all have ended")
-    pool.load(900, 1, first_row=3)
-    wait_until(lambda: pool.collect() or 900 in pool.ended, "the block is loaded")
-    assert pool.row(3) == payload(1)
+    assert pool.loads(900, row=3)
     assert pool.has_processes
     # After a new start, a single death is enough to give up.
     for attempt in (1, 2):
@@ -98,9 +95,7 @@ def test_workers_that_die_before_they_are_ready_cost_no_block(pools: Pools, monk
         assert seen == {False}
     step_until(pool, has_processes=True)
     pool.write(1)
-    pool.load(1, 1)
-    wait_until(lambda: pool.collect() or 1 in pool.ended, "the block is loaded")
-    assert pool.row(0) == payload(1)
+    assert pool.loads(1)
 
 
 def test_workers_that_die_say_nothing_of_the_volume(pools: Pools) -> None:
@@ -145,9 +140,7 @@ def test_without_processes_all_tasks_are_refused(
         assert {pool.outcome(0), pool.outcome(1)} == {NO_WORKERS}
         assert "serves without its disk tier" in caplog.text
     step_until(pool, has_processes=True)
-    pool.load(2, 1)
-    wait_until(lambda: pool.collect() or 2 in pool.ended, "the block is loaded")
-    assert pool.row(0) == payload(1)
+    assert pool.loads(2)
     assert pool.workers.counts().processes == 2
 
 
@@ -158,9 +151,7 @@ def test_without_room_for_a_process_those_that_run_do_the_work(pools: Pools, mon
         full.setattr(subprocess, "Popen", refuse)
         os.kill(pool.processes[0], signal.SIGKILL)
         wait_until(lambda: pool.collect() or pool.workers.counts().processes == 1, "the dead one is gone")
-        pool.load(1, 1)
-        wait_until(lambda: pool.collect() or 1 in pool.ended, "the block is loaded")
-        assert pool.row(0) == payload(1)
+        assert pool.loads(1)
     wait_until(lambda: pool.collect() or pool.workers.counts().processes == 2, "both run again")
 
 
@@ -229,9 +220,7 @@ def test_the_workers_of_two_engines_of_one_pod_know_nothing_of_each_other(pools:
     one.kill()
     one.communicate()
     wait_until(lambda: not any(is_alive(worker) for worker in workers), "no worker of the dead engine is left")
-    other.load(1, 1)
-    other.wait_for(1)
-    assert other.row(0) == payload(1)
+    assert other.loads(1)
     assert all(is_alive(worker) for worker in other.processes)
 
 

@@ -14,16 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from command import Command
 from store_faults import HookedFs
 from tier_dir import BLOCK_BYTES, Engine, Rig, key, payload
 
 import kvtier_connector
 from kvtier_cli import app
-from kvtier_cli.app import main
 from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.store.blockstore import BlockStore, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.fs import FileSystem
@@ -53,51 +52,41 @@ def filled(rig: Rig) -> Engine:
     return engine
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
-    assert main([*map(str, arguments), "-o", "json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(("yes", "left"), [((), list(range(6))), (("--yes",), [])])
-def test_a_purge_needs_yes(
-    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], yes: tuple[str, ...], left: list[int]
-) -> None:
-    answer = run_json(capsys, "purge", rig.dir, "--all", *yes)
+def test_a_purge_needs_yes(filled: Engine, rig: Rig, kvtier: Command, yes: tuple[str, ...], left: list[int]) -> None:
+    answer = kvtier.json("purge", rig.dir, "--all", *yes)
     assert (answer["dryRun"], answer["blocks"], answer["bytes"]) == (not yes, 6, 6 * BLOCK_BYTES)
     assert filled.there(range(6)) == left
 
 
-def test_what_an_adapter_computed_goes_alone(filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_adapter_computed_goes_alone(filled: Engine, rig: Rig, kvtier: Command) -> None:
     for number, (name, contents) in enumerate([("sql", "a"), ("sql", "b"), ("chat", "a")], start=10):
         filled.put(number, lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
         filled.put(number, tenant="alice", lineage=Lineage(adapter=adapter_name_label(name) + 16 * contents))
-    assert run_json(capsys, "purge", rig.dir, "--lora", "sql")["blocks"] == 4
-    answer = run_json(capsys, "purge", rig.dir, "--lora", "sql", "--tenant", "alice", "--yes")
+    assert kvtier.json("purge", rig.dir, "--lora", "sql")["blocks"] == 4
+    answer = kvtier.json("purge", rig.dir, "--lora", "sql", "--tenant", "alice", "--yes")
     assert answer["blocks"] == 2
-    answer = run_json(capsys, "purge", rig.dir, "--lora", "sql", "--yes")
+    answer = kvtier.json("purge", rig.dir, "--lora", "sql", "--yes")
     assert answer["blocks"] == 2
     assert filled.there(range(20)) == [*range(6), 12]
     assert filled.there(range(20), tenant="alice") == [12]
-    assert run_json(capsys, "purge", rig.dir, "--lora", "sql", "--yes")["blocks"] == 0
+    assert kvtier.json("purge", rig.dir, "--lora", "sql", "--yes")["blocks"] == 0
     (filled.root / block_path(key(12))).write_bytes(OUTDATED.read_bytes())
-    assert main(["purge", str(rig.dir), "--lora", "chat", "--yes", "-o", "json"]) == 1
-    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    (generation,) = kvtier.json("purge", rig.dir, "--lora", "chat", "--yes", code=1)["generations"]
     assert "blocks of another release do not tell their adapter; purge this generation" in generation["problem"]
     assert generation["failed"] == 1
 
 
-def test_a_tenant_goes_with_damage_or_a_generation(
-    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tenant_goes_with_damage_or_a_generation(filled: Engine, rig: Rig, kvtier: Command) -> None:
     filled.put(1, 2, tenant="alice")
     quarantine = filled.root / "tenants/alice/quarantine"
     quarantine.mkdir()
     (quarantine / "x").write_bytes(b"secret")
-    answer = run_json(capsys, "purge", rig.dir, "--tenant", "alice", "--yes")
+    answer = kvtier.json("purge", rig.dir, "--tenant", "alice", "--yes")
     assert (answer["blocks"], answer["generations"][0]["quarantined"]) == (2, 1)
     other = rig.engine("bb")
     other.put(1)
-    run_json(capsys, "purge", rig.dir, "--generation", "bb", "--yes")
+    kvtier.json("purge", rig.dir, "--generation", "bb", "--yes")
     assert other.there(range(6)) == []
     assert filled.there(range(6)) == list(range(6))
     assert list(quarantine.iterdir()) == []
@@ -106,68 +95,62 @@ def test_a_tenant_goes_with_damage_or_a_generation(
 @pytest.mark.parametrize(
     "arguments", [[], ["--all", "--tenant", "alice"], ["--all", "--lora", "sql"], ["--older-than", "7d"]]
 )
-def test_an_unclear_purge_is_misuse(filled: Engine, rig: Rig, arguments: list[str]) -> None:
-    assert main(["purge", str(rig.dir), *arguments]) == 2
+def test_an_unclear_purge_is_misuse(filled: Engine, rig: Rig, kvtier: Command, arguments: list[str]) -> None:
+    kvtier("purge", rig.dir, *arguments, code=2)
     assert len(filled.there(range(6))) == 6
 
 
 @pytest.mark.parametrize(("arguments", "complaint"), TABLES["misuse"])
 def test_a_word_that_cannot_be_meant_is_misuse_and_the_form_is_named(
-    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+    filled: Engine, rig: Rig, kvtier: Command, arguments: list[str], complaint: str
 ) -> None:
-    assert main([word.replace("DIR", str(rig.dir)) for word in arguments]) == 2
-    assert complaint in capsys.readouterr().err
+    assert complaint in kvtier.fails(*(word.replace("DIR", str(rig.dir)) for word in arguments), code=2)
 
 
 @pytest.mark.parametrize(("arguments", "complaint"), TABLES["refused"])
 def test_what_cannot_be_done_is_refused_and_nothing_is_removed(
-    filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+    filled: Engine, rig: Rig, kvtier: Command, arguments: list[str], complaint: str
 ) -> None:
     filled.put(1, tenant="alice")
     rig.engine("bb").put(1, tenant="bob")
     (rig.dir / "blob").write_bytes(b"\xff")
-    assert main([word.replace("DIR", str(rig.dir)) for word in arguments]) == 1
-    assert complaint in capsys.readouterr().err
+    assert complaint in kvtier.fails(*(word.replace("DIR", str(rig.dir)) for word in arguments))
     assert filled.there(range(6)) == list(range(6))
 
 
-def test_a_generation_named_through_a_link_is_purged(
-    filled: Engine, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_generation_named_through_a_link_is_purged(filled: Engine, rig: Rig, tmp_path: Path, kvtier: Command) -> None:
     (tmp_path / "short").symlink_to(filled.root)
-    assert run_json(capsys, "purge", tmp_path / "short", "--all", "--yes")["blocks"] == 6
+    assert kvtier.json("purge", tmp_path / "short", "--all", "--yes")["blocks"] == 6
     assert filled.there(range(6)) == []
 
 
-def test_a_sweep_by_hand_keeps_the_limits_given(filled: Engine, rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_by_hand_keeps_the_limits_given(filled: Engine, rig: Rig, kvtier: Command) -> None:
     limits = ("--max-bytes", str(6 * BLOCK_BYTES), "--high", "80%", "--low", "50%")
-    assert run_json(capsys, "gc", rig.dir, *limits)["evicted"] == {"budget": 3}
+    assert kvtier.json("gc", rig.dir, *limits)["evicted"] == {"budget": 3}
     assert filled.there(range(6)) == list(range(6))
-    assert run_json(capsys, "gc", rig.dir, *limits, "--yes")["evicted"] == {"budget": 3}
+    assert kvtier.json("gc", rig.dir, *limits, "--yes")["evicted"] == {"budget": 3}
     assert filled.there(range(6)) == [0, 1, 2]
     assert not (rig.dir / PERMIT_FILE).exists()
     # More than half of it, so every file is looked at first.
     limits = ("--max-bytes", str(3 * BLOCK_BYTES), "--low", "1%")
-    swept = run_json(capsys, "gc", rig.dir, *limits, "--yes")
+    swept = kvtier.json("gc", rig.dir, *limits, "--yes")
     assert (swept["evicted"], swept["blocks"]) == ({"budget": 3}, 0)
 
 
 @pytest.mark.parametrize("verb", [["inspect"], ["check"], ["purge", "--all"], ["gc"]])
-def test_a_missing_tier_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
+def test_a_missing_tier_is_an_error(tmp_path: Path, kvtier: Command, verb: list[str]) -> None:
     (tmp_path / "holiday.jpg").touch()
-    assert main([verb[0], str(tmp_path), *verb[1:]]) == 1
-    assert "holds no tier" in capsys.readouterr().err
+    assert "holds no tier" in kvtier.fails(verb[0], tmp_path, *verb[1:])
 
 
 @pytest.mark.parametrize("verb", [["inspect"], ["check"], ["purge", "--all", "--yes"], ["gc", "--yes"]])
 @pytest.mark.parametrize("files", [(), sorted(BESIDE_GENERATIONS)])
 def test_a_tier_without_blocks_is_healthy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str], files: Sequence[str]
+    tmp_path: Path, kvtier: Command, verb: list[str], files: Sequence[str]
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    assert main([verb[0], str(tmp_path), *verb[1:]]) == 0
-    assert "nothing yet" in capsys.readouterr().out
+    assert "nothing yet" in kvtier(verb[0], tmp_path, *verb[1:])
     assert sorted(path.name for path in tmp_path.iterdir()) == list(files)
 
 
@@ -209,11 +192,10 @@ def test_without_the_package_of_a_checksum_a_check_says_what_is_missing(filled: 
     assert (done.returncode, "pip install cryptography" in done.stdout) == (1, True)
 
 
-def test_several_tiers_are_not_confused(rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_tiers_are_not_confused(rig: Rig, tmp_path: Path, kvtier: Command) -> None:
     for name in ("one", "two"):
         Engine(tmp_path / name, "aa", rig.clock)
-    assert main(["gc", str(tmp_path)]) == 1
-    assert "holds several tiers; name one of" in capsys.readouterr().err
+    assert "holds several tiers; name one of" in kvtier.fails("gc", tmp_path)
 
 
 QUEUED = 2000

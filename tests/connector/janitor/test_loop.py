@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plain_http import has_ipv6
+from plain_http import PlainHttp, has_ipv6, is_answered
 from prometheus_client.parser import text_string_to_metric_families
 from store_faults import GatedFs
 from tier_dir import BLOCK_BYTES, Clock, Engine, Rig, key
@@ -125,15 +124,6 @@ def test_a_keeper_that_fails_unexpectedly_is_stated_and_begins_anew(rig: Rig) ->
         assert loop.health() == ""
 
 
-def get(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
     rig.engine().put(1, 2, tenant="alice")
     loop = Loop(rig.config, tick_seconds=0.05)
@@ -142,23 +132,16 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
     try:
         with running(loop):
             until(lambda: loop.report().usage.is_counted, "the count")
-            assert get(server.port, "/healthz") == (200, "ok\n")
-            usage = decode(get(server.port, "/usage")[1])
+            client = PlainHttp(f"http://127.0.0.1:{server.port}", seconds=DEADLINE_SECONDS)
+            assert client.send("GET", "/healthz") == (200, "ok\n")
+            usage = decode(json.dumps(client.send("GET", "/usage")[1]))
             assert (usage.blocks, usage.tenants[0].tenant) == (2, "alice")
-            families = {each.name for each in text_string_to_metric_families(get(server.port, "/metrics")[1])}
+            families = {each.name for each in text_string_to_metric_families(client.send("GET", "/metrics")[1])}
             ours = {name for name in families if not name.startswith("process_")}
             assert ours == {metric.name for metric in METRICS}
-            assert get(server.port, "/other")[0] == 404
+            assert client.send("GET", "/other")[0] == 404
     finally:
         server.close()
-
-
-def is_answered(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
@@ -170,8 +153,8 @@ def test_it_serves_the_addresses_that_it_is_told(host: str, over_4: bool, over_6
     server = Server(host, 0, make_pages(metrics=bytes, usage=str, health=str))
     server.start()
     try:
-        assert is_answered(f"http://127.0.0.1:{server.port}") is over_4
-        assert is_answered(f"http://[::1]:{server.port}") is over_6
+        assert is_answered(f"http://127.0.0.1:{server.port}/healthz") is over_4
+        assert is_answered(f"http://[::1]:{server.port}/healthz") is over_6
     finally:
         server.close()
 
@@ -261,25 +244,22 @@ def test_what_grows_old_day_by_day_goes_in_time(rig: Rig, engine: Engine) -> Non
     assert (engine.there(range(6)), problems(sweeper)) == ([], "")
 
 
-def test_a_new_janitor_does_not_believe_for_an_hour_that_all_is_old(rig: Rig, engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("ahead_seconds", "young_seconds", "then_seconds"),
+    [(0.0, HOUR / 2, HOUR), (30 * DAY, DAY - 2 * HOUR, 3 * HOUR)],
+    ids=["of the volume", "of the host alone"],
+)
+def test_a_new_janitor_believes_ages_of_the_volume_after_an_hour_and_those_of_its_host_never(
+    rig: Rig, engine: Engine, ahead_seconds: float, young_seconds: float, then_seconds: float
+) -> None:
     engine.put(*range(10))
     jump(rig, 30 * DAY)
+    rig.ahead_ns = int(ahead_seconds * 1e9)
     sweeper = rig.sweeper(ttl_seconds=DAY)
-    look_on(rig, sweeper, HOUR / 2)
+    look_on(rig, sweeper, young_seconds)
     assert len(engine.there(range(10))) == 10
-    assert "kvtier purge" in problems(sweeper)
-    look_on(rig, sweeper, HOUR)
-    assert engine.there(range(10)) == []
-
-
-def test_ages_are_those_of_the_volume_where_the_host_is_ahead(rig: Rig, engine: Engine) -> None:
-    engine.put(*range(10))
-    jump(rig, 30 * DAY)
-    rig.ahead_ns = int(30 * DAY * 1e9)
-    sweeper = rig.sweeper(ttl_seconds=DAY)
-    look_on(rig, sweeper, DAY - 2 * HOUR)
-    assert len(engine.there(range(10))) == 10
-    look_on(rig, sweeper, 3 * HOUR)
+    assert ahead_seconds or "kvtier purge" in problems(sweeper)
+    look_on(rig, sweeper, then_seconds)
     assert engine.there(range(10)) == []
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_faults import WatchedFs
+from test_records import with_checksum
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 
 from kvtier_connector.contract.errors import StoreUnavailable
@@ -232,7 +232,7 @@ def raw(op: int, number: int, *, payload_bytes: int = PAYLOAD_BYTES, time_ns: in
     fields[8:16] = payload_bytes.to_bytes(8, "little")
     fields[16:24] = time_ns.to_bytes(8, "little")
     fields[24:28] = position.to_bytes(4, "little")
-    return bytes(fields) + zlib.crc32(fields).to_bytes(4, "little")
+    return with_checksum(fields)
 
 
 def sweep(rig: Rig, sweeper: Sweeper) -> None:
@@ -327,9 +327,7 @@ hostile = st.builds(
     time_ns=numbers,
     position=st.integers(0, 2**32 - 1),
 )
-noise = st.binary(min_size=RECORD_BYTES - 4, max_size=RECORD_BYTES - 4).map(
-    lambda fields: fields + zlib.crc32(fields).to_bytes(4, "little")
-)
+noise = st.binary(min_size=RECORD_BYTES - 4, max_size=RECORD_BYTES - 4).map(with_checksum)
 
 
 @given(st.lists(hostile | noise, max_size=60), st.booleans())

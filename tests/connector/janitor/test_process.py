@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from urllib.request import urlopen
 
 import msgspec
 import pytest
 import zmq
 from e2e.bench.stress import FULL_SHARE, stress
 from locked_image import blocked_modules, prelude
+from plain_http import PlainHttp
 from tier_dir import BLOCK_BYTES, Engine, Rig
 from waiting import until
 
@@ -73,13 +74,9 @@ def test_it_runs_with_the_packages_of_its_lock_and_ends_when_told(rig: Rig, engi
         until(lambda: "serving on port" in log.read_text() or process.poll() is not None, log.read_text)
         found = re.search(r"serving on port (\d+)", log.read_text())
         assert found is not None, log.read_text()
-        base = f"http://127.0.0.1:{found[1]}"
-
-        def usage() -> int:
-            with urlopen(f"{base}/usage", timeout=DEADLINE_SECONDS) as answer:
-                return decode(answer.read()).used_bytes
-
-        until(lambda: usage() == 10 * BLOCK_BYTES, log.read_text)
+        server = PlainHttp(f"http://127.0.0.1:{found[1]}", seconds=DEADLINE_SECONDS)
+        used = 10 * BLOCK_BYTES
+        until(lambda: decode(json.dumps(server.send("GET", "/usage")[1])).used_bytes == used, log.read_text)
         assert stored_events(port) == 10
     finally:
         process.send_signal(signal.SIGTERM)

@@ -22,6 +22,8 @@ PAYLOAD_BYTES = 64 * 1024
 BLOCK_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 NOW_NS = 1_750_000_000 * 10**9
 HOME = Home("d1gest")
+K1, K2 = bytes(range(32)), bytes(range(100, 132))
+"""Keys of blocks, which the fixture `keys_dir` has as files."""
 
 
 def key(number: int, group: int = 0) -> BlockKey:
@@ -62,6 +64,14 @@ def read(store: BlockStore, of: BlockKey, size: int = PAYLOAD_BYTES) -> tuple[ob
     return store.get(of, into), bytes(into)
 
 
+def write_block(root: Path, of: BlockKey, content: bytes) -> Path:
+    """Write a file under the name of a block, whatever it holds."""
+    path = root / block_path(of)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
 def remove(root: Path, of: BlockKey) -> None:
     (root / block_path(of)).unlink(missing_ok=True)
 
@@ -98,12 +108,6 @@ class BlockStoreContract:
         """Return the bytes of a file that the store reads, without the store's help."""
         return whole_file(of, data)
 
-    def raw_write(self, root: Path, of: BlockKey, content: bytes) -> Path:
-        path = root / block_path(of)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        return path
-
     def raw_read(self, root: Path, of: BlockKey) -> bytes:
         return (root / block_path(of)).read_bytes()
 
@@ -116,7 +120,7 @@ class BlockStoreContract:
         assert self.raw_read(root, key(1)) == self.whole_file(key(1), payload(1))
 
     def test_a_file_that_another_process_wrote_is_read(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), self.whole_file(key(1), payload(1)))
+        write_block(root, key(1), self.whole_file(key(1), payload(1)))
         assert read(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
 
     def test_groups_of_one_hash_are_different_blocks(self, store: BlockStore) -> None:
@@ -169,7 +173,7 @@ class BlockStoreContract:
         claim(root, {"model": "test"}, "d1gest")
 
     def test_a_block_of_another_length_is_a_fault_and_is_replaced_by_put(self, root: Path, store: BlockStore) -> None:
-        self.raw_write(root, key(1), self.whole_file(key(1), payload(1, 4096)))
+        write_block(root, key(1), self.whole_file(key(1), payload(1, 4096)))
         assert store.get(key(1), pages()) is Fault.LENGTH
         assert (root / block_path(key(1))).exists()
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
@@ -178,7 +182,7 @@ class BlockStoreContract:
     def test_a_damaged_block_is_moved_away_once_and_can_be_written_again(self, root: Path, store: BlockStore) -> None:
         content = bytearray(self.whole_file(key(1), payload(1)))
         content[-1] ^= 1
-        self.raw_write(root, key(1), bytes(content))
+        write_block(root, key(1), bytes(content))
         assert store.get(key(1), pages()) is self.damage
         assert store.get(key(1), pages()) == Miss()
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)

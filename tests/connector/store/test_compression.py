@@ -15,7 +15,7 @@ import yaml
 from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_contract import HOME, NOW_NS, key, pages, read, stream
+from store_contract import HOME, NOW_NS, key, pages, read, stream, write_block
 
 from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.janitor import commands
@@ -66,14 +66,6 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "d1gest"
     claim(root, {}, "d1gest")
     return root
-
-
-@pytest.fixture
-def keys_dir(tmp_path: Path) -> Path:
-    directory = tmp_path / "keys"
-    directory.mkdir()
-    (directory / "k1").write_bytes(bytes(range(32)))
-    return directory
 
 
 def make(
@@ -172,9 +164,7 @@ def test_bytes_that_are_no_packed_block_are_refused_or_make_no_byte_too_many(dat
 def plant(root: Path, number: int, packed: bytes, packing: Packing) -> None:
     """Write a file whose checksum is right, as somebody might who can write to the volume."""
     header = Header(key(number), len(packed), checksum(memoryview(packed)), NOW_NS, HOME, packing=packing)
-    path = root / block_path(key(number))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode_header(header) + packed)
+    write_block(root, key(number), encode_header(header) + packed)
 
 
 def bomb(planes: bytes, block_bytes: int) -> bytes:
@@ -254,10 +244,7 @@ def test_a_check_says_how_many_blocks_are_compressed_and_what_that_saves(root: P
     assert document["problems"] == []
 
 
-@pytest.mark.parametrize(
-    ("change", "is_worth_it"),
-    TABLES["worth"],
-)
+@pytest.mark.parametrize(("change", "is_worth_it"), TABLES["worth"])
 def test_blocks_are_compressed_where_loads_gain_and_no_store_loses(change: dict[str, float], is_worth_it: bool) -> None:
     rates = {
         "ratio": 0.7, "pack_rate": 1e9, "unpack_rate": 1.5e9, "read_rate": 0.5e9, "write_rate": 0.3e9, "processors": 4,
@@ -288,7 +275,5 @@ FROZEN_BLOCK = bytes(index * 7 % 256 if index % 2 == 0 else 60 + index % 3 for i
 
 @pytest.mark.parametrize("read", READS)
 def test_a_compressed_block_that_was_frozen_is_still_read(root: Path, read: Reader) -> None:
-    path = root / block_path(key(1))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(FROZEN.read_bytes())
+    write_block(root, key(1), FROZEN.read_bytes())
     assert read(make(root), key(1), len(FROZEN_BLOCK)) == (Hit(FROZEN.stat().st_size), FROZEN_BLOCK)

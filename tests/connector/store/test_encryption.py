@@ -13,7 +13,21 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_contract import BLOCK_BYTES, HOME, NOW_NS, BlockStoreContract, key, pages, payload, read, stream, whole_file
+from store_contract import (
+    BLOCK_BYTES,
+    HOME,
+    K1,
+    K2,
+    NOW_NS,
+    BlockStoreContract,
+    key,
+    pages,
+    payload,
+    read,
+    stream,
+    whole_file,
+    write_block,
+)
 from store_faults import KubeletMount, flip
 
 from kvtier_connector.janitor import commands
@@ -25,16 +39,6 @@ from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_path
 
 DATA = Path(__file__).parents[1] / "data"
-K1, K2 = bytes(range(32)), bytes(range(100, 132))
-
-
-@pytest.fixture
-def keys_dir(tmp_path: Path) -> Path:
-    directory = tmp_path / "keys"
-    directory.mkdir()
-    (directory / "k1").write_bytes(K1)
-    (directory / "k2").write_bytes(K2)
-    return directory
 
 
 @pytest.fixture
@@ -107,9 +111,7 @@ def test_a_block_under_another_name_or_tenant_is_not_believed(root: Path, keys_d
     store.put(victim, payload(1))
     content = bytearray((root / block_path(victim)).read_bytes())
     for target, offset, value in ((attacker, 120, b"attacker"), (key(2)._replace(tenant="victim"), 48, key(2).hash)):
-        path = root / block_path(target)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        path = write_block(root, target, content)
         assert store.get(target, pages()) is Fault.KEY
         forged = bytearray(content)
         forged[offset : offset + 32] = value.ljust(32, b"\0")
@@ -123,9 +125,7 @@ def test_a_block_under_another_name_or_tenant_is_not_believed(root: Path, keys_d
 
 
 def test_a_block_that_is_not_encrypted_is_not_believed_and_is_replaced(root: Path, keys_dir: Path) -> None:
-    path = root / block_path(key(1))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(whole_file(key(1), payload(9)))
+    path = write_block(root, key(1), whole_file(key(1), payload(9)))
     store = make(root, keys_dir)
     assert store.get(key(1), pages()) is Fault.CLEAR
     assert path.exists()
@@ -183,22 +183,18 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
 
 
 def test_the_tag_covers_the_generation_and_the_weights_that_a_block_names(root: Path, keys_dir: Path) -> None:
-    other, path = make(root.with_name("d2gest"), keys_dir), root / block_path(key(1))
+    other = make(root.with_name("d2gest"), keys_dir)
     assert isinstance(other.put(key(1), payload(1)), Stored)
     page = bytearray((root.with_name("d2gest") / block_path(key(1))).read_bytes())
     page[page.index(b"d2gest") + 1] = ord("1")
     page[4092:4096] = struct.pack("<I", zlib.crc32(page[:4092]))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(page)
+    write_block(root, key(1), page)
     assert make(root, keys_dir).get(key(1), pages()) is Fault.TAG
 
 
 def test_a_block_that_was_frozen_is_still_decrypted(root: Path, keys_dir: Path) -> None:
-    frozen = (DATA / "block_v4_encrypted.kvb").read_bytes()
     of = BlockKey(bytes(range(32)), 3, "acme")
-    path = root / block_path(of)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(frozen)
+    write_block(root, of, (DATA / "block_v4_encrypted.kvb").read_bytes())
     expected = bytes(index * 7 % 256 for index in range(8192))
     assert read(make(root, keys_dir), of, 8192) == (Hit(HEADER_BYTES + 8192), expected)
 
@@ -244,7 +240,6 @@ class TestContractWithEncryption(BlockStoreContract):
 
 
 SECRET = bytes(range(200, 232))
-OTHER = bytes(range(32))
 
 
 @pytest.fixture
@@ -277,7 +272,7 @@ def test_a_key_of_another_length_is_none(content: bytes) -> None:
 
 
 def test_two_keys_of_one_name_have_different_checks_and_one_key_always_the_same() -> None:
-    one, other = parse_key("k1", SECRET), parse_key("k1", OTHER)
+    one, other = parse_key("k1", SECRET), parse_key("k1", K1)
     assert one.check != other.check
     assert one.check.hex() == "6bf495a1b2f22956", "another value makes every block unreadable that is there"
 
@@ -290,11 +285,11 @@ def ring_of(mount: KubeletMount, active: str = "", **keys: bytes) -> Keyring:
 
 
 def test_the_active_key_is_found_in_a_mounted_secret(mount: KubeletMount) -> None:
-    ring = ring_of(mount, k1=SECRET, k2=OTHER.hex().encode())
+    ring = ring_of(mount, k1=SECRET, k2=K1.hex().encode())
     assert ring.active() is None
     ring.active_name = "k2"
     key = ring.active()
-    assert key.secret == OTHER
+    assert key.secret == K1
     assert ring.is_usable
     assert ring.problem == ""
     assert ring.find("k1") is not None
@@ -329,7 +324,7 @@ def test_keys_stay_good_while_the_directory_cannot_be_read(mount: KubeletMount) 
 
 
 def test_what_is_wrong_is_said_with_a_remedy(mount: KubeletMount) -> None:
-    ring = ring_of(mount, k1=SECRET[:16], k2=OTHER)
+    ring = ring_of(mount, k1=SECRET[:16], k2=K1)
     assert "spec.disk.encryption.activeKey" in ring.problem
     ring.active_name = "k1"
     assert ring.active() is None

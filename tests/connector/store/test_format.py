@@ -18,7 +18,7 @@ import yaml
 from checks import check
 from hypothesis import given
 from hypothesis import strategies as st
-from store_contract import HOME, NOW_NS, key, pages, payload, read, stream, whole_file
+from store_contract import HOME, NOW_NS, key, pages, payload, read, stream, whole_file, write_block
 
 from kvtier_connector.contract.engine import GENERATION_PATTERN, KEY_ID_PATTERN, TENANT_PATTERN
 from kvtier_connector.io_workers.worker import WorkerFileSystem
@@ -244,9 +244,7 @@ def test_a_block_that_was_frozen_is_still_read(root: Path, algorithm: Algorithm)
     digest = checksum(memoryview(FROZEN_DATA), algorithm)
     assert decode_header(frozen) == Header(FROZEN_KEY, 8192, digest, FROZEN_NS, HOME, FROZEN_LINEAGE, algorithm)
     assert frozen[HEADER_BYTES:] == FROZEN_DATA
-    path = root / block_path(FROZEN_KEY)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(frozen)
+    write_block(root, FROZEN_KEY, frozen)
     assert read(BlockStore(root), FROZEN_KEY, 8192) == (Hit(HEADER_BYTES + 8192), FROZEN_DATA)
 
 
@@ -287,9 +285,7 @@ def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, w
     content, fault = DAMAGES[damage]
     root = tmp_path / "d1gest"
     claim(root, {}, "d1gest")
-    path = root / block_path(key(1))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
+    write_block(root, key(1), content)
     assert [problem.kind for problem in check(root)] == [fault.value]
     fs = WorkerFileSystem() if way == "stream of a worker" else LOCAL
     store = BlockStore(root, fs=fs, direct=None if way == "get direct" else False)
@@ -308,9 +304,7 @@ def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, w
 )
 def test_a_file_that_another_reader_may_understand_stays(tmp_path: Path, content: bytes, fault: Fault) -> None:
     root = tmp_path / "d1gest"
-    path = root / block_path(key(1))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
+    path = write_block(root, key(1), content)
     assert BlockStore(root).get(key(1), pages(size=4096)) is fault
     assert path.read_bytes() == content
 

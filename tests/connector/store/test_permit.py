@@ -54,6 +54,7 @@ class Volume:
         self._turn += 1
         reason = "" if count else "the volume is full"
         self.write(encode_permit(Permit(f"n{self._turn}", SECONDS, count, frozenset(tenants), reason)), stamped=stamped)
+        self.engine.refresh()
 
     def write(self, content: bytes, *, stamped: float | None = None) -> None:
         self.path.write_bytes(content)
@@ -83,23 +84,19 @@ def test_who_stores_nothing_is_told_why(volume: Volume, janitor: str) -> None:
 
 def test_a_permit_allows_so_many_bytes_until_the_next_one(volume: Volume) -> None:
     volume.renew(1000)
-    volume.engine.refresh()
     assert volume.engine.reserve(600) is None
     assert volume.engine.reserve(600) is StoreFault.NO_BUDGET
     volume.engine.end(600, 200)
     assert volume.engine.reserve(600) is None
     volume.engine.end(600, 600)
     volume.renew(1000)
-    volume.engine.refresh()
     assert volume.engine.reserve(900) is None
     volume.renew(1000)
-    volume.engine.refresh()
     assert volume.engine.reserve(200) is StoreFault.NO_BUDGET, "what is still being written counts"
 
 
 def test_one_block_that_is_larger_than_the_share_is_allowed_while_no_other_is_written(volume: Volume) -> None:
     volume.renew(100)
-    volume.engine.refresh()
     assert volume.engine.reserve(600) is None
     assert volume.engine.reserve(600) is StoreFault.NO_BUDGET
     volume.engine.end(600, 600)
@@ -108,7 +105,6 @@ def test_one_block_that_is_larger_than_the_share_is_allowed_while_no_other_is_wr
 
 def test_a_permit_ends_when_it_is_not_renewed_also_for_an_engine_that_starts_later(volume: Volume) -> None:
     volume.renew()
-    volume.engine.refresh()
     volume.clock.seconds += SECONDS / 2
     later = volume.start_engine()
     later.refresh()

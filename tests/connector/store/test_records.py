@@ -19,7 +19,7 @@ from waiting import Clock
 
 from kvtier_connector.contract.engine import TENANT_PATTERN
 from kvtier_connector.contract.errors import StoreUnavailable
-from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.journal import (
     MAX_PAYLOAD_BYTES,
     MAX_TIME_NS,
@@ -108,12 +108,11 @@ def test_a_record_that_nobody_could_read_is_not_written(record: Record) -> None:
 def test_a_record_of_an_impossible_tenant_is_not_read(tenant: bytes) -> None:
     data = bytearray(encode_record(Record(1, BlockKey(bytes(32), 0, "acme"), 1, 1)))
     data[92:124] = tenant.ljust(32, b"\0")
-    data[-4:] = zlib.crc32(data[:-4]).to_bytes(4, "little")
-    assert decode_record(bytes(data)) is None
+    assert decode_record(with_checksum(data[:-4])) is None
 
 
 def with_checksum(fields: bytes) -> bytes:
-    return fields + zlib.crc32(fields).to_bytes(4, "little")
+    return bytes(fields) + zlib.crc32(fields).to_bytes(4, "little")
 
 
 @given(st.binary(min_size=RECORD_BYTES - 4, max_size=RECORD_BYTES - 4))
@@ -147,8 +146,7 @@ def test_a_head_of_another_version_length_or_flags_is_not_read(offset: int) -> N
     head = bytearray(encode_head(WRITER, NOW_NS))
     assert is_head(bytes(head))
     head[offset] ^= 0x40
-    head[-4:] = zlib.crc32(head[:-4]).to_bytes(4, "little")
-    assert not is_head(bytes(head))
+    assert not is_head(with_checksum(head[:-4]))
 
 
 def test_the_document_has_the_offsets_of_the_records() -> None:
@@ -241,10 +239,8 @@ def test_other_names_are_not_partial(name: str) -> None:
     assert not is_partial(name)
 
 
-def make_writer(root: Path, fs: FileSystem | None = None, **limits: float) -> JournalWriter:
-    return JournalWriter(
-        root, fs=fs or FileSystem(), limits=JournalLimits(**limits), clock=lambda: NOW_NS, now=Clock(1000.0)
-    )
+def make_writer(root: Path, fs: FileSystem = LOCAL, *, now: Clock | None = None, **limits: float) -> JournalWriter:
+    return JournalWriter(root, fs=fs, limits=JournalLimits(**limits), clock=lambda: NOW_NS, now=now or Clock(1000.0))
 
 
 def note(writer: JournalWriter, *numbers: int, op: Op = Op.STORED) -> None:
@@ -282,9 +278,8 @@ def test_a_retention_is_noted_with_its_end(tmp_path: Path) -> None:
     assert [record.time_ns - NOW_NS for record in found] == [0, 60_000_000_000]
 
 
-def test_a_use_is_noted_once_in_a_window(tmp_path: Path) -> None:
-    clock = Clock(1000.0)
-    writer = JournalWriter(tmp_path, limits=JournalLimits(used_window_seconds=60), now=clock)
+def test_a_use_is_noted_once_in_a_window(tmp_path: Path, clock: Clock) -> None:
+    writer = make_writer(tmp_path, now=clock, used_window_seconds=60)
     note(writer, 1, 1, 1, op=Op.USED)
     assert writer.pending == 1
     clock.seconds += 30
@@ -350,53 +345,51 @@ def test_a_full_segment_is_followed_by_the_next_and_the_oldest_go(tmp_path: Path
 SECOND_NS = 10**9
 
 
-def make_living(root: Path, fs: FileSystem | None = None) -> tuple[JournalWriter, Clock]:
-    now = Clock(1000.0)
-    return JournalWriter(root, fs=fs or FileSystem(), clock=lambda: NOW_NS, now=now), now
-
-
 def written_ns(root: Path) -> int:
     return only_file(root).stat().st_mtime_ns
 
 
-def test_a_process_that_has_nothing_to_say_renews_the_time_of_its_journal_now_and_then(tmp_path: Path) -> None:
-    writer, now = make_living(tmp_path)
-    writer.append(Op.STORED, key(1), 4096)
+def test_a_process_that_has_nothing_to_say_renews_the_time_of_its_journal_now_and_then(
+    tmp_path: Path, clock: Clock
+) -> None:
+    writer = make_writer(tmp_path, now=clock)
+    note(writer, 1)
     writer.flush()
     content = only_file(tmp_path).read_bytes()
     os.utime(only_file(tmp_path), ns=(SECOND_NS, SECOND_NS))
-    now.seconds += 300
+    clock.seconds += 300
     writer.flush()
     assert written_ns(tmp_path) == SECOND_NS
-    now.seconds += 400
+    clock.seconds += 400
     writer.flush()
     assert written_ns(tmp_path) > SECOND_NS
     assert only_file(tmp_path).read_bytes() == content
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_process_that_may_store_nothing_shows_that_it_is_there(tmp_path: Path, *, is_removed: bool) -> None:
-    writer, now = make_living(tmp_path)
-    writer.append(Op.STORED, key(1), 4096)
+def test_a_process_that_may_store_nothing_shows_that_it_is_there(
+    tmp_path: Path, clock: Clock, *, is_removed: bool
+) -> None:
+    writer = make_writer(tmp_path, now=clock)
+    note(writer, 1)
     writer.show_life()
     assert only_file(tmp_path).stat().st_size == RECORD_BYTES
     os.utime(only_file(tmp_path), ns=(SECOND_NS, SECOND_NS))
     if is_removed:
         only_file(tmp_path).unlink()
-    now.seconds += 700
+    clock.seconds += 700
     writer.show_life()
     assert written_ns(tmp_path) > SECOND_NS
     assert writer.flush() == 1
-    record = decode_record(only_file(tmp_path).read_bytes()[RECORD_BYTES:])
-    assert record.key == key(1)
+    assert [record.key for record in records_of(tmp_path)] == [key(1)]
 
 
-def test_a_volume_that_takes_no_sign_of_life_is_asked_now_and_then(tmp_path: Path) -> None:
+def test_a_volume_that_takes_no_sign_of_life_is_asked_now_and_then(tmp_path: Path, clock: Clock) -> None:
     calls: list[str] = []
     refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
     fs = FailingFs(refused, when=lambda call, _: not calls.append(call))
-    writer, now = make_living(tmp_path, fs)
+    writer = make_writer(tmp_path, fs, now=clock)
     for _ in range(10):
         writer.show_life()
-        now.seconds += 100
+        clock.seconds += 100
     assert calls.count("open") == 2

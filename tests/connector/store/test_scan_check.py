@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import time
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from checks import check
+from command import Command
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, key, payload
 from store_faults import FailingFs, HookedFs
 
-from kvtier_cli.app import main
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store.blockstore import BlockStore
 from kvtier_connector.store.fsck import check_all
@@ -145,15 +144,15 @@ def test_a_file_that_cannot_be_read_is_a_problem(root: Path, call: str) -> None:
 
 
 @pytest.mark.parametrize("other", ["0ther", "d1gest.w1"], ids=["another generation", "other weights"])
-def test_a_file_copied_from_elsewhere_is_named(root: Path, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_copied_from_elsewhere_is_named(root: Path, other: str, kvtier: Command) -> None:
     there = root.parent / other
     claim(there, {}, other)
     BlockStore(there).put(key(5), payload(5))
     path = block_path(key(1))
     (there / path).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(root / path, there / path)
-    status, text = run_check(capsys, str(root.parent))
-    assert status == 1
+    text = kvtier("check", root.parent, code=1)
+    assert kvtier.err == ""
     assert f"{other}/{path}: generation: it was written for another generation than its directory's" in text
     assert "5 blocks" in text
     assert "1 problem: 1 generation" in text
@@ -169,20 +168,13 @@ def test_a_file_that_was_moved_within_its_generation_is_named(root: Path) -> Non
     assert kinds == {str(elsewhere): "foreign", block_path(key(7)): "key"}
 
 
-def run_check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    status = main(["check", *arguments])
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return status, captured.out
-
-
 def test_the_command_lists_problems_and_fails_and_its_document_counts_all_and_lists_the_first(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    root: Path, kvtier: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_check(capsys, str(root)) == (0, "3 blocks, 204 KiB, 0 problems\n")
+    assert (kvtier("check", root), kvtier.err) == ("3 blocks, 204 KiB, 0 problems\n", "")
     (root / block_path(key(0))).write_bytes(b"damaged")
-    status, text = run_check(capsys, str(root))
-    assert status == 1
+    text = kvtier("check", root, code=1)
+    assert kvtier.err == ""
     assert text.splitlines() == [
         f"{block_path(key(0))}: truncated: it ends too early; a reader moves it away, and the block is computed again",
         "3 blocks, 136 KiB, 1 problem: 1 truncated",
@@ -190,11 +182,10 @@ def test_the_command_lists_problems_and_fails_and_its_document_counts_all_and_li
     monkeypatch.setattr("kvtier_connector.janitor.commands.MOST_PROBLEMS", 2)
     for number in range(3):
         (root / block_path(key(number))).write_bytes(b"")
-    status, text = run_check(capsys, str(root), "-o", "json")
-    document = json.loads(text)
-    assert (status, document["problemsByKind"]) == (1, {"empty": 3})
+    document = kvtier.json("check", root, code=1)
+    assert (document["problemsByKind"], kvtier.err) == ({"empty": 3}, "")
     assert [problem["path"] for problem in document["problems"]] == sorted(block_path(key(n)) for n in range(3))[:2]
-    assert "3 problems: 3 empty" in run_check(capsys, str(root))[1]
+    assert "3 problems: 3 empty" in kvtier("check", root, code=1)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -263,15 +254,14 @@ def test_a_check_finds_the_same_with_any_number_of_threads(volume: Path, threads
     assert told[-1][1:] == (report.blocks, report.bytes) == (100, 100 * 8192)
 
 
-def test_inspect_shows_generations_sizes_ages_and_leftovers(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_generations_sizes_ages_and_leftovers(volume: Path, kvtier: Command) -> None:
     root = volume / "kv/ns.llama/aaa"
     (root / partial_path(block_path(key(0)), TOKEN)).write_bytes(b"half")
     (root / "quarantine").mkdir()
     (root / f"quarantine/00_g0.kvb.checksum.{TOKEN}").write_bytes(b"12345")
     two_days_ago = time.time_ns() - 2 * 86_400 * 10**9
     os.utime(root / block_path(key(0)), ns=(two_days_ago, two_days_ago))
-    assert main(["inspect", str(volume), "-o", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = kvtier.json("inspect", volume)
     assert document["volume"]["bytes"] > document["volume"]["free"] > 0
     first, second, third = document["generations"]
     assert [each["path"] for each in (first, second, third)] == ["kv/ns.llama/aaa", "kv/ns.llama/bbb", "ns.qwen/ccc"]
@@ -286,24 +276,21 @@ def test_inspect_shows_generations_sizes_ages_and_leftovers(volume: Path, capsys
     assert third["blocks"]["files"] == 1
 
 
-def test_inspect_says_what_it_could_not_look_at(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_it_could_not_look_at(volume: Path, kvtier: Command) -> None:
     (volume / "ns.qwen/ccc/tier.json").write_text("{")
-    assert main(["inspect", str(volume)]) == 1
-    assert "not JSON" in capsys.readouterr().out
+    assert "not JSON" in kvtier("inspect", volume, code=1)
 
 
-def test_inspect_shows_the_largest_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_largest_tenants(tmp_path: Path, kvtier: Command) -> None:
     store = BlockStore(tmp_path)
     claim(tmp_path, {}, "d1gest")
     for number, tenant in enumerate(["acme", "acme", "other", ""]):
         store.put(key(number)._replace(tenant=tenant), payload(number))
-    assert main(["inspect", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = kvtier("inspect", tmp_path).splitlines()
     assert lines[0] == "4 blocks, 272 KiB, in 1 generation"
     assert lines[1].startswith("volume: ")
     assert {"  blocks       4 blocks, 272 KiB", "    up to 1 h  4 blocks, 272 KiB"} <= set(lines)
     place = next(number for number, line in enumerate(lines) if line.split() == ["tenants", "2"])
     assert [line.split()[:2] for line in lines[place + 1 : place + 3]] == [["acme", "2"], ["other", "1"]]
-    assert main(["inspect", str(tmp_path), "-o", "json"]) == 0
-    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    (generation,) = kvtier.json("inspect", tmp_path)["generations"]
     assert {name: heap["files"] for name, heap in generation["tenants"].items()} == {"acme": 2, "other": 1}

@@ -95,6 +95,8 @@ class Shape:
     is_chunking: bool = True
     is_splitting: bool = False
     """Whether every hit that can be split is: heads of a few chunks at a time, tails of any rate."""
+    is_async: bool = False
+    """Whether a step is scheduled before the output of the one before it is there."""
 
 
 class SlowCopies(OffloadingWorker):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -72,10 +74,30 @@ class TierUnderTest(SharedVolumeTier):
     stats_seconds = 0.0
 
 
+class _Part(NamedTuple):
+    """A request in a step: it is computed up to a token, in these blocks of each group of layers."""
+
+    request: Request
+    end: int
+    blocks: tuple[list[int], ...]
+
+
+@dataclass
+class _Batch:
+    """A step that is scheduled, with the blocks that it gave to requests, and what the worker made of it."""
+
+    output: SchedulerOutput
+    parts: dict[str, _Part]
+    fresh: list[int]
+    made: ModelRunnerOutput | None = None
+    replaced: set[int] = field(default_factory=set)
+    """Blocks of an adapter or of weights that were replaced: parts of requests that have one count for nothing."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """By request that was computed upon other bytes than it wrote or loads, what these were."""
+
+
 class SimulatedEngine:
     """One engine. `step` may be called at any time; `close` at the end."""
-
-    _is_checking = True
 
     def __init__(
         self, config_file: Path, shape: Shape, fs: FileSystem = ON_THREADS, *, weights: int = 0, is_child: bool = False
@@ -100,7 +122,9 @@ class SimulatedEngine:
         side = self.worker.connector_worker
         assert side.worker is not None
         self.copies = side.worker = SlowCopies(side.worker)
-        self.scheduler = (SplitScheduler if shape.is_splitting else Scheduler)(
+        config.scheduler_config.async_scheduling = shape.is_async
+        unsplit = AsyncScheduler if shape.is_async else Scheduler
+        self.scheduler = (SplitScheduler if shape.is_splitting else unsplit)(
             vllm_config=config,
             kv_cache_config=kv_config,
             structured_output_manager=StructuredOutputManager(config),
@@ -129,6 +153,7 @@ class SimulatedEngine:
         self.told: list[EngineCoreOutputs] = []
         self.steps = self.preemptions = 0
         self._fresh: list[int] = []
+        self._in_flight: list[_Batch] = []
         self._values: dict[str, tuple[Words, str | None]] = {}
         """By request, with what they were computed with last."""
         self._observed: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -188,7 +213,27 @@ class SimulatedEngine:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self._values.clear()
 
+    def sleep(self, *, is_aborting: bool) -> None:
+        """Sleep as vLLM does, when all requests have ended and nothing moves any more, and wake without any KV."""
+        if is_aborting:
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self.settle()
+        while self.scheduler.has_requests():
+            self.run(lambda: not self.scheduler.has_requests())
+            self.settle()
+        assert not self.copies.waiting, "it would copy from or to memory that is gone"
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.gpu[:] = RUBBISH
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def execute(self) -> None:
+        """Have the worker do all steps that are scheduled, as it does before it takes a call for itself."""
+        for batch in self._in_flight:
+            self._execute(batch)
+
     def fill_weights(self, seed: int, *, by_data: bool = False) -> None:
+        self.execute()
         with torch.no_grad():
             (self.model.weight.data if by_data else self.model.weight).fill_(float(seed))
 
@@ -228,23 +273,47 @@ class SimulatedEngine:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> SchedulerOutput:
+        """Schedule a step, and take in the output of the one before it (asynchronous scheduling) or its own."""
         self.steps += 1
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
-        metadata = output.kv_connector_metadata
-        self.pieces += [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
+        jobs = output.kv_connector_metadata.load_jobs.values()
+        self.pieces += [(job.req_id, len(job.dst_spec.block_ids)) for job in jobs]
+        blocks_of = self.scheduler.kv_cache_manager.get_block_ids
+        requests = {name: self.scheduler.requests[name] for name in output.num_scheduled_tokens}
+        parts = {name: _Part(each, each.num_computed_tokens, blocks_of(name)) for name, each in requests.items()}
+        self._in_flight.append(_Batch(output, parts, self._fresh))
+        self._fresh = []
+        self.settle(int(self.shape.is_async))
+        return output
+
+    def settle(self, in_flight: int = 0) -> None:
+        """Take in the outputs of all steps but so many."""
+        while len(self._in_flight) > in_flight:
+            batch = self._in_flight.pop(0)
+            self._execute(batch)
+            assert batch.made is not None
+            self.told += self.scheduler.update_from_output(batch.output, batch.made).values()
+            for later in self._in_flight:
+                later.replaced |= batch.replaced
+
+    def _execute(self, batch: _Batch) -> None:
+        """Do what the worker does with a step."""
+        if batch.made is not None:
+            return
+        output, metadata = batch.output, batch.output.kv_connector_metadata
         self.worker.handle_preemptions(metadata)
         # As vLLM's runner does, before its forward pass and before it tells the connector what to do.
-        running = [self.scheduler.requests[name].lora_request for name in output.num_scheduled_tokens]
+        running = [part.request.lora_request for part in batch.parts.values()]
         self.lora_manager.set_active_adapters({each for each in running if each is not None})
         # What is stored from a block that was given away has been copied by now.
-        self.gpu[self._fresh] = RUBBISH
-        self._fresh.clear()
+        self.gpu[batch.fresh] = RUBBISH
         self.worker.bind_connector_metadata(metadata)
         is_sync = getattr(output, "has_sync_kv_loads", False)
         if is_sync:
             self.worker.start_load_kv(None)  # type: ignore[arg-type]  # it is not looked at
-        sampled = {name: self._compute(name, count, output) for name, count in output.num_scheduled_tokens.items()}
+        counts = output.num_scheduled_tokens
+        sampled = {name: self._compute(name, counts[name], part, batch) for name, part in batch.parts.items()}
         if not is_sync:
             self.worker.start_load_kv(None)  # type: ignore[arg-type]  # as above
         self.worker.wait_for_save()
@@ -255,29 +324,21 @@ class SimulatedEngine:
         reported.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
         reported.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
+        if getattr(reported.kv_connector_worker_meta, "replaced", ()):
+            batch.replaced |= reported.invalid_block_ids
+        for name, what in batch.wrong.items():
+            assert batch.replaced.intersection(batch.parts[name].blocks[0]), f"{name}: {what}"
         names = list(sampled)
-        told = self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                names,
-                {name: number for number, name in enumerate(names)},
-                [[] if sampled[name] is None else [sampled[name]] for name in names],
-                kv_connector_output=reported,
-            ),
+        batch.made = ModelRunnerOutput(
+            names,
+            {name: number for number, name in enumerate(names)},
+            [[] if sampled[name] is None else [sampled[name]] for name in names],
+            kv_connector_output=reported,
         )
-        self.told += told.values()
-        return output
 
     def is_loading(self, name: str) -> bool:
         """Say whether the scheduler has not heard yet that the load of a request has ended."""
         return name in {*self.side._loads, *self.side._ended, *self.side._ending}
-
-    @contextmanager
-    def expecting_a_step_undone(self) -> Iterator[None]:
-        """Allow a step that computes upon wrong bytes and is undone."""
-        self._is_checking = False
-        yield
-        self._is_checking = True
 
     def run(self, until: Callable[[], bool] | None = None, *, most_steps: int | None = None) -> None:
         """Step until a condition holds; without one, until nothing is left to do."""
@@ -326,7 +387,8 @@ class SimulatedEngine:
         return self.metric("vllm:kvtier_disk_read_blocks")
 
     def is_idle(self) -> bool:
-        return not self.scheduler.has_requests() and not self.connector.has_pending_push_work()
+        is_asked = self.scheduler.has_requests() or self.connector.has_pending_push_work()
+        return not (is_asked or any(batch.parts for batch in self._in_flight))
 
     def status(self, name: str) -> RequestStatus:
         return self.scheduler.requests[name].status
@@ -369,19 +431,19 @@ class SimulatedEngine:
 
         self.tier.get_stats = take_noting  # type: ignore[method-assign]  # it calls the real one
 
-    def _compute(self, name: str, count: int, output: SchedulerOutput) -> int | None:
+    def _compute(self, name: str, count: int, part: _Part, batch: _Batch) -> int | None:
         """Check what a request builds upon, compute its next tokens, and return the one that follows, if it is time."""
-        request = self.scheduler.requests[name]
-        # vLLM has advanced it already.
-        end = request.num_computed_tokens
+        request, end = part.request, part.end
         begin = end - count
         tokens = list(request.all_token_ids)
+        # What was sampled for a request that is taken back meanwhile is dropped.
+        tokens += [0] * (end - len(tokens))
         values = self._values_of(request, tokens, begin)
-        for group, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(name)):
+        for group, blocks in enumerate(part.blocks):
             window = self.shape.windows[group]
             first = 0 if window is None else max(0, begin - window + 1)
-            if first < begin:
-                self._check(name, blocks, page_of(values[first:begin], group), first)
+            if what := self._find_wrong(blocks, page_of(values[first:begin], group), first):
+                batch.wrong[name] = what
             places = np.arange(begin, end)
             ids = np.asarray(blocks)[places // BLOCK_TOKENS]
             assert ids.all(), "it would write into the null block"
@@ -411,10 +473,11 @@ class SimulatedEngine:
         self._values[name] = values, source
         return values
 
-    def _check(self, name: str, blocks: Sequence[int], wanted: Words, first: int) -> None:
+    def _find_wrong(self, blocks: Sequence[int], wanted: Words, first: int) -> str:
         places = np.arange(first, first + len(wanted))
         held = self.gpu[np.asarray(blocks)[places // BLOCK_TOKENS], places % BLOCK_TOKENS]
-        if self._is_checking and not np.array_equal(held, wanted):
-            wrong = int((held != wanted).any(axis=1).argmax())
-            kind = "rubbish" if (held[wrong] == RUBBISH).all() else "other bytes"
-            raise AssertionError(f"{name}: token {first + wrong} of {first + len(wanted)} computed holds {kind}")
+        if np.array_equal(held, wanted):
+            return ""
+        wrong = int((held != wanted).any(axis=1).argmax())
+        kind = "rubbish" if (held[wrong] == RUBBISH).all() else "other bytes"
+        return f"token {first + wrong} of {first + len(wanted)} computed holds {kind}"

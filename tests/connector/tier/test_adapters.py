@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import shutil
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,6 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_offload.base import ReqContext, get_offload_block_hash
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvtier_connector.cascade import media
@@ -35,11 +34,11 @@ from kvtier_connector.store.header import Header, decode_header
 from kvtier_connector.store.layout import adapter_name_label
 from kvtier_connector.vllm_adapter import lora
 from kvtier_connector.vllm_adapter.lora import AdapterOrders, AdapterReport, Adapters, LoadedAdapters, digest_of
-from kvtier_connector.vllm_adapter.worker import KVTierWorkerMetadata
 
 PROMPT = prompt_of(12)
 REST = len(PROMPT) - 12 * 16
 ONE_ADAPTER = Shape(most_loras=1)
+ANSWER = 3
 
 
 def write(directory: Path, contents: str) -> Path:
@@ -103,6 +102,31 @@ def test_chunks_of_an_adapter_are_not_taken_for_those_of_a_later_one_there(engin
     assert ask(engines.make(), "d", LoRARequest("math", 1, str(adapter))) == len(PROMPT)
 
 
+def test_adapters_that_make_room_for_each_other_when_they_are_looked_at_are_told_apart(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    engine = engines.make(ONE_ADAPTER)
+    engine.add("math", PROMPT, lora=request_for(adapter))
+    engine.add("law", PROMPT, lora=request_for(write(tmp_path / "law", "law"), "law"))
+    engine.run()
+    assert ask(engines.make(), "shares", request_for(adapter)) == REST
+
+
+def test_what_was_computed_with_an_adapter_that_could_not_be_read_before_is_kept_for_nobody(
+    engines: Engines, adapter: Path, tmp_path: Path
+) -> None:
+    engine = engines.make(ONE_ADAPTER)
+    adapter.rename(tmp_path / "gone")
+    engine.add("is asked about it", PROMPT, lora=request_for(adapter))
+    engine.step()
+    (tmp_path / "gone").rename(adapter)
+    engine.run()
+    assert ask(engine, "makes room", request_for(write(tmp_path / "law", "law"), "law")) == len(PROMPT)
+    write(adapter, "second")
+    engine.scheduler.reset_prefix_cache()
+    assert ask(engine, "computes", request_for(adapter)) == len(PROMPT)
+
+
 def test_an_adapter_rewritten_after_it_was_looked_at_is_used_as_it_was(engines: Engines, adapter: Path) -> None:
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     reader = restart(engines)
@@ -120,14 +144,9 @@ def waiting_for_copies(engines: Engines, adapter: Path, shape: Shape = ONE_ADAPT
     assert ask(engines.make(), "a", request_for(adapter)) == len(PROMPT)
     reader = restart(engines, shape)
     reader.copies.lag = math.inf
-    reader.add("b", PROMPT, lora=request_for(adapter))
+    reader.add("b", PROMPT, lora=request_for(adapter), answer=ANSWER)
     reader.run(lambda: reader.copies.waiting > 0)
     return reader
-
-
-def have_copied(engine: SimulatedEngine) -> None:
-    engine.copies.lag = 0
-    engine.run()
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
@@ -143,54 +162,36 @@ def test_a_request_that_was_loaded_is_computed_as_a_whole_when_its_adapter_is_re
     reader.add("replacing", prompt_of(3, seed=7), lora=replacing)
     reader.run(lambda: "replacing" in reader.answers)
     assert reader.source_of(None, replacing) == "None with second"
-    have_copied(reader)
+    reader.copies.lag = 0
+    reader.run()
     assert reader.computed["b"] == len(PROMPT)
     assert reader.source_of(None, request_for(adapter)) == "None with second"
 
 
-def reported(engines: Engines, adapter: Path, shape: Shape = ONE_ADAPTER) -> SimulatedEngine:
-    """Return an engine in which the load of a request was reported, and whose next step computes it."""
-    reader = waiting_for_copies(engines, adapter, shape)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_within_the_step", [False, True])
+def test_a_request_is_computed_as_a_whole_when_its_adapter_is_replaced_after_its_load_was_reported(
+    engines: Engines, adapter: Path, *, is_within_the_step: bool, is_async: bool
+) -> None:
+    reader = waiting_for_copies(engines, adapter, replace(ONE_ADAPTER, is_async=is_async))
     reader.copies.lag = 0
     reader.run(lambda: not reader.is_loading("b"))
     assert reader.computed["b"] == 0
-    return reader
-
-
-@pytest.mark.parametrize("is_within_the_step", [False, True])
-def test_a_request_is_computed_as_a_whole_when_its_adapter_is_replaced_after_its_load_was_reported(
-    engines: Engines, adapter: Path, *, is_within_the_step: bool
-) -> None:
-    reader = reported(engines, adapter)
     write(adapter, "second")
     if is_within_the_step:
         set_active = reader.lora_manager.set_active_adapters
 
-        def replace(*requests: Any) -> None:
+        def replace_and_set(*requests: Any) -> None:
             reader.lora_manager.set_active_adapters = set_active  # type: ignore[method-assign]  # once
             reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
             set_active(*requests)
 
-        reader.lora_manager.set_active_adapters = replace  # type: ignore[method-assign]  # it calls the real one
+        reader.lora_manager.set_active_adapters = replace_and_set  # type: ignore[method-assign]  # it calls the real one
     else:
         reader.lora_manager.add_adapter(request_for(adapter, inplace=True))
-    with reader.expecting_a_step_undone():
-        reader.step()
     reader.run()
     assert reader.computed["b"] == REST + len(PROMPT)
-    assert reader.answers["b"] == answer_of(PROMPT, 1, salt="None with second")
-
-
-def test_what_is_in_flight_for_a_request_whose_adapter_was_replaced_is_dropped(engines: Engines, adapter: Path) -> None:
-    reader = reported(engines, adapter)
-    request = reader.scheduler.requests["b"]
-    # As asynchronous scheduling has it: the next step was begun before this one's output came.
-    request.num_in_flight_tokens, request.num_output_placeholders = 1, 2
-    told = KVConnectorOutput()
-    told.kv_connector_worker_meta = KVTierWorkerMetadata(replaced={"b", "gone"})
-    reader.side.update_connector_output(told)
-    assert (request.num_stale_output_tokens, request.num_output_placeholders) == (1, 0)
-    assert request.drop_stale_output
+    assert reader.answers["b"] == answer_of(PROMPT, ANSWER, salt="None with second")
 
 
 def test_what_is_computed_upon_earlier_contents_is_done_again(engines: Engines, adapter: Path, tmp_path: Path) -> None:
@@ -203,8 +204,7 @@ def test_what_is_computed_upon_earlier_contents_is_done_again(engines: Engines, 
     reader.scheduler.reset_prefix_cache()
     reader.manager.reset_cache()
     reader.add("b", PROMPT, lora=request_for(adapter))
-    with reader.expecting_a_step_undone():
-        reader.run()
+    reader.run()
     assert reader.computed["b"] == REST + len(PROMPT)
     assert reader.answers["b"] == answer_of(PROMPT, 1, salt="None with second")
     assert ask(reader, "c", request_for(adapter)) < len(PROMPT), "the GPU has what it computed itself"
@@ -242,15 +242,19 @@ def test_a_loaded_request_whose_adapter_made_room_meanwhile_is_computed_with_the
     engines: Engines, adapter: Path, tmp_path: Path, *, is_rewritten: bool
 ) -> None:
     reader = waiting_for_copies(engines, adapter)
-    reader.add("other", prompt_of(3, seed=7), lora=request_for(write(tmp_path / "law", "law"), "law"))
+    law, art = (request_for(write(tmp_path / name, name), name) for name in ("law", "art"))
+    reader.add("other", prompt_of(3, seed=7), lora=law)
     reader.run(lambda: "other" in reader.answers)
     assert request_for(adapter).lora_int_id not in reader.lora_manager.list_adapters()
     if is_rewritten:
         write(adapter, "second")
-    with reader.expecting_a_step_undone() if is_rewritten else nullcontext():
-        have_copied(reader)
+    reader.copies.lag = 0
+    reader.run(lambda: not reader.is_loading("b"))
+    # Its adapter makes room again in the step that computes with it.
+    reader.add("another", prompt_of(3, seed=7), lora=art)
+    reader.run()
     assert reader.computed["b"] == REST + (len(PROMPT) if is_rewritten else 0)
-    assert reader.answers["b"] == answer_of(PROMPT, 1, salt=f"None with {'second' if is_rewritten else 'first'}")
+    assert reader.answers["b"] == answer_of(PROMPT, ANSWER, salt=f"None with {'second' if is_rewritten else 'first'}")
 
 
 @pytest.mark.parametrize("is_named", [False, True])

@@ -66,7 +66,9 @@ def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied
 
     monkeypatch.setattr("kvtier_connector.io_workers.worker.ctypes", SimpleNamespace(memmove=slow))
     rigs.write([key(1)])
-    rig = rigs.make(load_deadline_seconds=2.0)  # a busy machine begins a copy later
+    # A store that is quick after the copy may be written before it is given up.
+    fs = GatedFs(lambda call, path: call == "pwritev" and "/blocks/" in path)
+    rig = rigs.make(load_deadline_seconds=2.0, fs=fs)  # a busy machine begins a copy later
     if copy == "out of its row":
         context = rig.begin_offload([key(2)])
     else:
@@ -84,6 +86,7 @@ def test_a_chunk_past_its_deadline_is_not_reported_while_its_row_is_being_copied
         rig.manager.release_load("r")
     else:
         assert rig.metric("vllm:kvtier_disk_shed_stores", "deadline") == 1
+    fs.open_gate()
     rig.finish(context)
 
 

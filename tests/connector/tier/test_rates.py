@@ -183,8 +183,10 @@ def test_what_comes_after_a_hang_is_no_rate_and_the_next_hit_measures_the_volume
         clock.seconds += 0.01
         rates.note_landed(512, reads=[(10.0, clock.seconds)], is_reading=is_reading)
         assert not rates.volume.value
+        assert rates.has_hung
     read(rates, clock, 1_000)
     assert rates.volume.value == pytest.approx(10_000)
+    assert not rates.has_hung
 
 
 def test_reads_beside_others_hardly_change_the_latency_and_a_quick_one_does(clock: Clock) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -17,6 +18,7 @@ from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
 from rig import keys, wait_until
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -30,23 +32,31 @@ from kvtier_connector.store.fs import FileSystem
 
 SHAPE = Shape(is_splitting=True, most_tokens=64)
 CHUNKS = 14
+PROMPT, OTHER = prompt_of(CHUNKS), prompt_of(CHUNKS, seed=1)
 
 
 class PacedFs(FileSystem):
-    """A volume that gives one block for each permit."""
+    """A volume that gives one block for each `give`, in the order in which they are asked for."""
 
     def __init__(self) -> None:
-        self.permits = threading.Semaphore(0)
         self.is_paced = False
+        self._count, self._numbers, self._changed = 0, itertools.count(1), threading.Condition()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.is_paced and sum(map(len, buffers)) > 4096:
-            self.permits.acquire(timeout=30)
+            with self._changed:
+                number = next(self._numbers)
+                self._changed.wait_for(lambda: self._count >= number, 30)
         return super().preadv(fd, buffers, offset)
+
+    def give(self, count: int = 1) -> None:
+        with self._changed:
+            self._count += count
+            self._changed.notify_all()
 
     def give_all(self) -> None:
         self.is_paced = False
-        self.permits.release(1000)
+        self.give(1000)
 
 
 @pytest.fixture
@@ -57,20 +67,29 @@ def fs() -> Iterator[PacedFs]:
 
 
 def run_paced(engine: SimulatedEngine, fs: PacedFs, *names: str) -> None:
-    """Step until requests are answered, with one block of the volume for each step; give all blocks then."""
-    while not engine.answers.keys() >= set(names):
+    """Step until requests are answered, see `run_paced_until`."""
+    run_paced_until(engine, fs, lambda: engine.answers.keys() >= set(names))
+
+
+def run_paced_until(engine: SimulatedEngine, fs: PacedFs, until: Callable[[], bool]) -> None:
+    """Step until a condition holds, with one block of the volume for each step."""
+    while not until():
         engine.step()
-        if engine.tier.transfers.loading:
-            landed = engine.take_landed()
-            fs.permits.release()
-            wait_until(lambda landed=landed: engine.take_landed() > landed, "a block has been read")
+        give_one(engine, fs)
+
+
+def give_one(engine: SimulatedEngine, fs: PacedFs) -> None:
+    if engine.tier.transfers.loading:
+        landed = engine.take_landed()
+        fs.give()
+        wait_until(lambda: engine.take_landed() > landed, "a block has been read")
 
 
 def second_engine(
     engines: Engines, fs: PacedFs, prompt: Sequence[int], shape: Shape = SHAPE, *others: Sequence[int]
 ) -> SimulatedEngine:
     """Return an engine on a volume that another one has stored prompts on, and that is paced from now on."""
-    first = engines.make(shape, fs=fs)
+    first = engines.make(replace(shape, cpu_chunks=SHAPE.cpu_chunks), fs=fs)
     for number, each in enumerate((prompt, *others)):
         first.ask(f"stores {number}", each)
     first.run()
@@ -78,41 +97,53 @@ def second_engine(
     first.close()
     second = engines.make(shape, fs=fs)
     second.wait_until_attached()
-    # Until then no question is asked when a request arrives.
     wait_until(lambda: second.take_landed() == 0 and second.tier.attachment.lookups.is_ready, "lookups are answered")
     fs.is_paced = True
+    # Where heads and tails meet depends on blocks and steps, and not on how fast this machine is.
+    second.tier.rates.volume.observe = lambda *_: None  # type: ignore[method-assign]  # of this engine only
     return second
+
+
+@pytest.fixture
+def second(engines: Engines, fs: PacedFs) -> SimulatedEngine:
+    return second_engine(engines, fs, PROMPT)
 
 
 def test_a_head_and_a_tail_meet_and_the_answer_is_the_computed_one(
     engines: Engines, fs: PacedFs, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "vllm.kvtier.request")
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt)
-    second.add("reads", prompt)
+    second = second_engine(engines, fs, PROMPT)
+    second.add("reads", PROMPT)
     run_paced(second, fs, "reads")
-    assert 0 < second.computed["reads"] < len(prompt)
+    assert 0 < second.computed["reads"] < len(PROMPT)
     assert second.metric("vllm:kvtier_disk_split_joins") == 1
     lookup, end = [text for text in caplog.messages if " request=reads " in text]
     assert f" volume={CHUNKS * BLOCK_TOKENS} way=split " in lookup
     joined = re.search(r" loaded=(\d+) computed=(\d+) joined=(\d+)@", end)
-    head = second.computed["reads"] - (len(prompt) - CHUNKS * BLOCK_TOKENS)
+    head = second.computed["reads"] - (len(PROMPT) - CHUNKS * BLOCK_TOKENS)
     assert joined.groups() == (str(CHUNKS * BLOCK_TOKENS - head), str(second.computed["reads"]), str(head))
 
 
 def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(
-    engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch
+    fs: PacedFs, second: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt)
-    second.add("computes", prompt)
-    for _ in range(2):
-        fs.permits.release()
+    second.add("computes", PROMPT)
+    fs.give(2)
     second.run(lambda: "computes" in second.answers, most_steps=4 * CHUNKS * BLOCK_TOKENS)
-    assert second.answers["computes"] == answer_of(prompt, 1)
-    assert second.computed["computes"] >= len(prompt) - 2 * BLOCK_TOKENS
+    assert second.answers["computes"] == answer_of(PROMPT, 1)
+    assert second.computed["computes"] >= len(PROMPT) - 2 * BLOCK_TOKENS
+
+
+def test_a_hit_of_a_volume_that_hung_is_computed_in_steps_as_long_as_any(second: SimulatedEngine) -> None:
+    rates = second.tier.rates
+    rates.prefill.value, rates.volume.value, rates.has_hung = 1000.0, 0.0, True
+    second.add("computes", PROMPT)
+    second.run(lambda: second.computed["computes"] > 0)
+    assert second.computed["computes"] == SHAPE.most_tokens
+    second.run(lambda: "computes" in second.answers)
+    assert second.answers["computes"] == answer_of(PROMPT, 1)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +163,8 @@ def test_a_prompt_that_was_split_is_in_the_cpu_tier_afterwards(
     monkeypatch.setattr("kvtier_connector.cascade.rates.STALLED_SECONDS", STALLED_SECONDS)
     prompt = prompt_of(chunks, seed=1)
     second = second_engine(engines, fs, prompt_of(CHUNKS), SHAPE, prompt)
+    if chunks > CHUNKS:
+        second.manager.splits.head_tokens = second.manager.splits.least_head_tokens = SHAPE.most_tokens
     second.add("splits", prompt)
     if not is_hanging:
         run_paced(second, fs, "splits")
@@ -146,14 +179,192 @@ def test_a_prompt_that_was_split_is_in_the_cpu_tier_afterwards(
     second.assert_nothing_is_left()
 
 
+def with_one_chunk_heads(engine: SimulatedEngine) -> SimulatedEngine:
+    engine.manager.splits.head_tokens = engine.manager.splits.least_head_tokens = BLOCK_TOKENS
+    return engine
+
+
+def test_a_tail_may_exceed_the_cpu_tier(engines: Engines, fs: PacedFs, caplog: pytest.LogCaptureFixture) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, cpu_chunks=10)))
+    second.add("reads", PROMPT, answer=5)
+    while "reads" not in second.answers:
+        second.step()
+        for _ in range(8):
+            give_one(second, fs)
+    assert second.computed["reads"] < len(PROMPT) - 5 * BLOCK_TOKENS
+    assert "cannot store" not in caplog.text
+    second.run()
+    second.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("is_over", ["aborted", "reset", "reset with the connector"])
+def test_no_block_is_computed_in_while_a_tail_is_copied_to_it(engines: Engines, fs: PacedFs, is_over: str) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 3), OTHER))
+    second.copies.lag = math.inf
+    second.add("ends", PROMPT, answer=BLOCK_TOKENS)
+    run_paced_until(second, fs, lambda: second.copies.waiting > 0 or "ends" in second.answers)
+    fs.give_all()
+    if is_over == "aborted":
+        second.abort("ends")
+    else:
+        second.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector="connector" in is_over)
+    second.add("computes", OTHER, kvtier_load=False)
+    second.run(lambda: second.computed["computes"] > 0)
+    second.copies.lag = 0
+    second.run()
+    assert second.answers["computes"] == answer_of(OTHER, 1)
+    assert is_over == "aborted" or second.answers["ends"] == answer_of(PROMPT, BLOCK_TOKENS)
+    second.assert_nothing_is_left()
+
+
+def test_a_load_that_begins_when_a_tail_is_given_back_lacks_what_could_not_be_read(
+    engines: Engines, fs: PacedFs
+) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT))
+    second.add("splits", PROMPT)
+    run_paced_until(second, fs, lambda: second.scheduler._splits.count_blocks() > 1)
+    engines.file_of(second, PROMPT, 5).write_bytes(b"")
+    second.scheduler.reset_prefix_cache(reset_running_requests=True)
+    fs.give_all()
+    second.run()
+    assert second.answers["splits"] == answer_of(PROMPT, 1)
+    second.assert_nothing_is_left()
+
+
+def test_a_request_preempted_in_the_step_that_copies_gives_back_its_blocks(engines: Engines, fs: PacedFs) -> None:
+    others = {f"answers {seed}": prompt_of(0, seed=seed) for seed in (1, 2, 3)}
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 5)))
+    for name, each in others.items():
+        last = second.add(name, each, answer=40)
+    second.run(lambda: last.num_computed_tokens == 13)
+    second.add("splits", PROMPT)
+    second.wait_for_lookup()
+    second.run(lambda: second.computed["splits"] > 0)
+    # With the next step all of them need another block.
+    second.run(lambda: last.num_computed_tokens % BLOCK_TOKENS == 0)
+    for _ in range(CHUNKS - second.computed["splits"] // BLOCK_TOKENS - 1):
+        give_one(second, fs)
+    assert second.step().preempted_req_ids
+    fs.give_all()
+    second.run()
+    assert all(second.answers[name] == answer_of(each, 40) for name, each in others.items())
+    assert second.answers["splits"] == answer_of(PROMPT, 1)
+    second.assert_nothing_is_left()
+
+
+def test_a_tail_is_copied_to_no_block_that_a_store_still_reads(engines: Engines, fs: PacedFs) -> None:
+    prompt, other = prompt_of(CHUNKS), prompt_of(6, seed=1)
+    second = with_one_chunk_heads(second_engine(engines, fs, prompt, replace(SHAPE, gpu_blocks=CHUNKS + 3)))
+    second.add("splits", prompt)
+    second.run(lambda: second.computed["splits"] > 0)
+    second.add("stores", other, kvtier_load=False)
+    second.step()
+    for _ in range(CHUNKS - 3):
+        give_one(second, fs)
+    second.run(lambda: "stores" in second.answers)
+    second.step()
+    fs.give_all()
+    second.run()
+    assert second.answers["splits"] == answer_of(prompt, 1)
+    assert engines.assert_volume_holds(second, other) == 6
+
+
+def add_urgent(engine: SimulatedEngine, prompt: Sequence[int]) -> None:
+    """Have a request arrive that goes before all others, which run."""
+    scheduler = engine.scheduler
+    scheduler.policy = SchedulingPolicy.PRIORITY
+    scheduler.waiting, scheduler.kv_holding_waiting = map(create_request_queue, [scheduler.policy] * 2)
+    scheduler.waiting.remove_request(urgent := engine.add("urgent", prompt, kvtier_load=False))
+    urgent.priority = -1
+    scheduler.waiting.add_request(urgent)
+
+
+def test_a_request_that_joins_and_cannot_run_keeps_no_block(engines: Engines, fs: PacedFs) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 7)))
+    second.add("splits", PROMPT)
+    second.run(lambda: second.computed["splits"] > 0)
+    add_urgent(second, prompt_of(CHUNKS + 5, seed=1))
+    run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
+    fs.give_all()
+    second.run(most_steps=500)
+
+
+def test_another_request_finds_the_tail_in_the_step_of_the_join(engines: Engines, fs: PacedFs) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, most_running=1)))
+    second.add("splits", PROMPT)
+    second.run(lambda: second.computed["splits"] > 0)
+    second.copies.lag = math.inf
+    other = [*PROMPT, *prompt_of(1, seed=4)]
+    add_urgent(second, other)
+    run_paced_until(second, fs, lambda: second.computed["urgent"] > 0)
+    assert second.metric("vllm:kvtier_disk_split_joins") == 1
+    assert second.computed["urgent"] < len(PROMPT)
+    second.copies.lag = 0
+    fs.give_all()
+    second.run()
+    assert second.answers == {"urgent": answer_of(other, 1), "splits": answer_of(PROMPT, 1)}
+    second.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("most_wait", [1.0, -1e9], ids=["copied in this step", "copied before"])
+def test_a_request_that_joins_is_computed_anew_where_the_weights_were_replaced(
+    fs: PacedFs, second: SimulatedEngine, monkeypatch: pytest.MonkeyPatch, most_wait: float
+) -> None:
+    with_one_chunk_heads(second)
+    second.side.most_wait_seconds, second.side.copying.value = most_wait, 1e18
+    second.add("answers", prompt_of(0), answer=100)
+    join = second.scheduler._join
+
+    def replace_and_join(*args: Any) -> None:
+        second.fill_weights(7)
+        join(*args)
+
+    monkeypatch.setattr(second.scheduler, "_join", replace_and_join)
+    second.add("joins", PROMPT)
+    run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
+    fs.give_all()
+    second.run()
+    assert second.computed["joins"] > len(PROMPT)
+    second.assert_nothing_is_left()
+
+
+def test_chunks_of_a_tail_that_left_the_cpu_tier_are_ordered_anew(engines: Engines) -> None:
+    engine = engines.make(SHAPE)
+    split = Split(ReqContext(req_id="splits"), keys(CHUNKS), 0, BLOCK_TOKENS, 0, ordered=5, ready=3, handed=1)
+    assert (engine.manager.take_tail(split), split.ordered, split.ready, split.handed) == ((set(), []), 1, 1, 1)
+
+
+def test_others_compute_while_the_end_of_a_tail_is_copied_and_none_takes_the_seat(
+    engines: Engines, fs: PacedFs
+) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, most_running=2)))
+    second.side.most_wait_seconds, second.side.copying.value = -1e9, 1e18
+    second.copies.lag = 3
+    second.add("answers", prompt_of(0), answer=100)
+    second.add("reads", PROMPT)
+    second.wait_for_lookup()
+    second.add("waits for a seat", prompt_of(1, seed=2))
+    steps = []
+    while "reads" not in second.answers:
+        output = second.step()
+        steps.append("reads" in output.num_scheduled_tokens)
+        assert "answers" in output.num_scheduled_tokens
+        give_one(second, fs)
+    assert steps[-3:] == [False, False, True]
+    assert second.answers.keys() == {"reads"}
+    fs.give_all()
+    assert second.metric("vllm:kvtier_disk_split_joins") == 1
+    second.run()
+    second.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("is_splitting", [True, False])
 def test_users_see_reads_as_cached_and_no_preemption(engines: Engines, fs: PacedFs, *, is_splitting: bool) -> None:
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt, replace(SHAPE, log_stats=True, is_splitting=is_splitting))
-    second.add("reads", prompt)
+    second = second_engine(engines, fs, PROMPT, replace(SHAPE, log_stats=True, is_splitting=is_splitting))
+    second.add("reads", PROMPT)
     run_paced(second, fs, "reads")
-    cached = len(prompt) - second.computed["reads"]
-    assert 0 < cached < len(prompt)
+    cached = len(PROMPT) - second.computed["reads"]
+    assert 0 < cached < len(PROMPT)
     seen, sources = IterationStats(), Counter[CacheHitSource]()
     outputs = [each for told in second.told for each in told.outputs]
     for each in outputs:
@@ -170,17 +381,15 @@ def test_users_see_reads_as_cached_and_no_preemption(engines: Engines, fs: Paced
     assert sources == {CacheHitSource.DISK: cached}
 
 
-def test_requests_that_share_a_prefix_share_one_split(engines: Engines, fs: PacedFs) -> None:
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt)
-    second.add("splits", prompt)
+def test_requests_that_share_a_prefix_share_one_split(fs: PacedFs, second: SimulatedEngine) -> None:
+    second.add("splits", PROMPT)
     second.step()
-    others = {"shares all": prompt, "shares one chunk": [*prompt[:BLOCK_TOKENS], *prompt_of(3, seed=1)]}
+    others = {"shares all": PROMPT, "shares one chunk": [*PROMPT[:BLOCK_TOKENS], *prompt_of(3, seed=1)]}
     for name, each in others.items():
         second.add(name, each)
     run_paced(second, fs, "splits", *others)
     assert all(second.answers[name] == answer_of(each, 1) for name, each in others.items())
-    assert second.computed["shares all"] < len(prompt) - second.computed["splits"] + BLOCK_TOKENS
+    assert second.computed["shares all"] < len(PROMPT) - second.computed["splits"] + BLOCK_TOKENS
 
 
 def test_a_request_waits_for_the_chunks_of_a_split_that_it_shares_and_for_no_others() -> None:
@@ -235,23 +444,6 @@ def test_no_more_is_ordered_than_the_volume_may_give_until_both_meet(volume: flo
     assert Splits(rates, lambda _: None).expect_meeting(split, ordered) // BLOCK_TOKENS == first
 
 
-def test_a_prompt_that_is_taken_back_goes_on_without_its_split(engines: Engines, fs: PacedFs) -> None:
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt)
-    second.add("aborted", prompt)
-    second.add("reset", prompt_of(CHUNKS, seed=0, more=7))
-    second.step()
-    second.step()
-    second.abort("aborted")
-    # A reset waits for reads under way, as long as their deadline.
-    fs.give_all()
-    second.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    second.run(lambda: "reset" in second.answers)
-    assert second.answers["reset"] == answer_of(prompt_of(CHUNKS, more=7), 1)
-    second.run()
-    second.assert_nothing_is_left()
-
-
 @pytest.mark.timeout(120)
 def test_long_prompts_that_do_not_fit_together_are_served_one_after_the_other(engines: Engines, fs: PacedFs) -> None:
     shape = replace(SHAPE, gpu_blocks=CHUNKS * 2, cpu_chunks=CHUNKS)
@@ -271,31 +463,28 @@ def test_long_prompts_that_do_not_fit_together_are_served_one_after_the_other(en
     second.assert_nothing_is_left()
 
 
-def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs) -> None:
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt)
+def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs, second: SimulatedEngine) -> None:
     fs.is_paced = False
-    path = engines.file_of(second, prompt, CHUNKS - 3)
+    path = engines.file_of(second, PROMPT, CHUNKS - 3)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    second.add("computes the rest", prompt)
+    second.add("computes the rest", PROMPT)
     while path.exists() and not second.tier.transfers.loading:
         second.step()
     wait_until(lambda: not path.exists(), "the damage is noticed before the head is computed to there")
     second.run()
     second.assert_nothing_is_left()
-    assert second.answers["computes the rest"] == answer_of(prompt, 1)
-    assert engines.assert_volume_holds(second, prompt) == CHUNKS
+    assert second.answers["computes the rest"] == answer_of(PROMPT, 1)
+    assert engines.assert_volume_holds(second, PROMPT) == CHUNKS
 
 
 def test_a_head_that_waited_for_room_counts_what_the_gpu_has_when_it_begins(engines: Engines, fs: PacedFs) -> None:
-    prompt, other = prompt_of(CHUNKS), prompt_of(CHUNKS, seed=1)
-    second = second_engine(engines, fs, prompt, replace(SHAPE, gpu_blocks=CHUNKS + 3), other)
+    second = second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 3), OTHER)
     fs.is_paced = False
-    second.ask("has the beginning", prompt[: 4 * BLOCK_TOKENS + 1])
+    second.ask("has the beginning", PROMPT[: 4 * BLOCK_TOKENS + 1])
     fs.is_paced = True
-    second.add("fills the GPU", other)
+    second.add("fills the GPU", OTHER)
     second.step()
-    second.add("waits", prompt)
+    second.add("waits", PROMPT)
     second.run(lambda: "fills the GPU" in second.answers)
     before = second.metric("vllm:kvtier_disk_split_tokens", "computed")
     second.run(lambda: second.computed["waits"] > 0)
@@ -307,11 +496,11 @@ def test_a_head_that_waited_for_room_counts_what_the_gpu_has_when_it_begins(engi
     second.assert_nothing_is_left()
 
 
-def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engines: Engines, fs: PacedFs) -> None:
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt)
-    second.add("computes", prompt, kvtier_load=False)
-    second.add("shares", prompt, answer=200)
+def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(
+    fs: PacedFs, second: SimulatedEngine
+) -> None:
+    second.add("computes", PROMPT, kvtier_load=False)
+    second.add("shares", PROMPT, answer=200)
     second.wait_for_lookup()
     second.step()
     second.step()
@@ -326,21 +515,19 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(engi
 
 
 def test_without_chunked_prefill_hits_are_loaded_and_prompts_computed_whole(engines: Engines, fs: PacedFs) -> None:
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt, replace(SHAPE, is_chunking=False, most_tokens=1 << 15))
-    second.add("loads", prompt)
+    second = second_engine(engines, fs, PROMPT, replace(SHAPE, is_chunking=False, most_tokens=1 << 15))
+    second.add("loads", PROMPT)
     run_paced(second, fs, "loads")
-    assert second.computed["loads"] == len(prompt) - CHUNKS * BLOCK_TOKENS
+    assert second.computed["loads"] == len(PROMPT) - CHUNKS * BLOCK_TOKENS
     assert second.metric("vllm:kvtier_disk_split_joins") == 0
 
 
 def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> None:
-    prompt, other = prompt_of(CHUNKS), prompt_of(CHUNKS, seed=1)
-    second = second_engine(engines, fs, other, replace(SHAPE, gpu_blocks=CHUNKS + 3), prompt)
-    second.add("is computed", other)
+    second = second_engine(engines, fs, OTHER, replace(SHAPE, gpu_blocks=CHUNKS + 3), PROMPT)
+    second.add("is computed", OTHER)
     second.wait_for_lookup()
     second.step()
-    second.add("waits for room", prompt)
+    second.add("waits for room", PROMPT)
     second.wait_for_lookup()
     second.step()
     assert second.computed["is computed"] > second.computed["waits for room"] == 0
@@ -351,43 +538,17 @@ def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> 
     second.run()
 
 
-def test_a_request_that_joins_keeps_its_seat(engines: Engines, fs: PacedFs) -> None:
-    prompt = prompt_of(CHUNKS)
-    second = second_engine(engines, fs, prompt, replace(SHAPE, most_running=2))
-    second.add("splits", prompt)
-    second.run(lambda: second.computed["splits"] > 0)
-    second.add("runs", prompt_of(1, seed=1), answer=400)
-    second.add("waits for a seat", prompt_of(1, seed=2), answer=400)
-    run_paced(second, fs, "splits")
-    assert second.metric("vllm:kvtier_disk_split_joins") == 1
-    assert second.answers.keys() == {"splits"}
-    fs.give_all()
-    second.run(lambda: "waits for a seat" in second.answers)
-    second.run()
-
-
-def ready_to_load(engines: Engines, most_wait: float, *, more: int = 5) -> tuple[SimulatedEngine, list[int]]:
+def ready_to_load(
+    engines: Engines, most_wait: float, *, more: int = 5, is_async: bool = False
+) -> tuple[SimulatedEngine, list[int]]:
     """Return an engine whose CPU tier has a prompt, and which waits so long for copies that take no time."""
     prompt = prompt_of(CHUNKS, more=more)
-    engine = engines.make(replace(SHAPE, prompt_only=False))
+    engine = engines.make(replace(SHAPE, prompt_only=False, is_async=is_async))
     engine.ask("stores", prompt)
     engine.run()
     engine.scheduler.reset_prefix_cache()
     engine.side.most_wait_seconds, engine.side.copying.value = most_wait, 1e18
     return engine, prompt
-
-
-def hold_updates(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Have the scheduler take in no output of a step; return what takes in each, as steps in flight do."""
-    held: list[Callable[[], None]] = []
-    update = engine.scheduler.update_from_output
-
-    def hold(*output: Any) -> dict[int, Any]:
-        held.append(lambda: update(*output))
-        return {}
-
-    monkeypatch.setattr(engine.scheduler, "update_from_output", hold)
-    return held
 
 
 @pytest.mark.parametrize(
@@ -441,7 +602,7 @@ def test_a_request_may_end_at_any_moment_of_its_load(engines: Engines, most_wait
 
 
 def test_a_request_may_end_between_two_pieces(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, prompt = ready_to_load(engines, -1.0)
+    engine, prompt = ready_to_load(engines, -1.0, is_async=True)
     hand_over = engine.side._hand_over
 
     def hand_over_half(name: str, load: Load) -> None:
@@ -451,30 +612,20 @@ def test_a_request_may_end_between_two_pieces(engines: Engines, monkeypatch: pyt
         monkeypatch.setattr(engine.side, "_hand_over", hand_over)
 
     monkeypatch.setattr(engine.side, "_hand_over", hand_over_half)
-    with monkeypatch.context() as held_back:
-        held = hold_updates(engine, held_back)
-        engine.add("reads", prompt)
-        engine.step()
-        engine.abort("reads")
-        engine.step()
-        held.pop(0)()
-        engine.step()
-    for take_in in held:
-        take_in()
+    engine.add("reads", prompt)
+    engine.step()
+    engine.abort("reads")
     engine.run()
     engine.assert_nothing_is_left()
 
 
-def test_a_request_that_is_taken_back_waits_for_its_load(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, prompt = ready_to_load(engines, 1.0)
+def test_a_request_that_is_taken_back_waits_for_its_load(engines: Engines) -> None:
+    engine, prompt = ready_to_load(engines, 1.0, is_async=True)
     engine.add("reads", prompt, answer=BLOCK_TOKENS)
-    with monkeypatch.context() as held_back:
-        held = hold_updates(engine, held_back)
-        engine.step()
+    engine.step()
+    # A step in flight keeps the blocks.
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        engine.step()
-    for take_in in held:
-        take_in()
     engine.run()
     assert engine.answers["reads"] == answer_of(prompt, BLOCK_TOKENS)
     engine.assert_nothing_is_left()

@@ -18,8 +18,8 @@ from typing import Final
 from aiohttp import web
 
 from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request
-from kvtier_localcluster.apiserver.store.memory import Event, EventType, Storage, Subscription
-from kvtier_localcluster.apiserver.store.objects import Json, compact_json, object_key
+from kvtier_localcluster.apiserver.store.memory import Event, EventType, Storage, Stored, Subscription
+from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, compact_json, object_key
 from kvtier_localcluster.apiserver.store.resources import Resource
 from kvtier_localcluster.apiserver.store.selectors import Selection
 
@@ -32,7 +32,7 @@ None stands for a container that has not been restarted.
 
 def list_page(
     storage: Storage, resource: Resource, selection: Selection, query: Mapping[str, str]
-) -> tuple[list[Json], Json]:
+) -> tuple[list[Stored], Json]:
     """Return the objects of a list, or one page of them, and the metadata of the list.
 
     A later page shows the state of its own time, not that of the first page.
@@ -46,36 +46,27 @@ def list_page(
         message = f"Too large resource version: {asked}, current: {storage.version}"
         cause = {"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}
         raise ApiError(504, "Timeout", message, causes=[cause], retryAfterSeconds=1)
-    start, version = _parse_token(query.get("continue"))
+    after, version = _parse_token(query.get("continue"), resource)
     if version is not None:
         storage.check_version(version)
-    selected = storage.matching(resource.key, selection.matches, label=selection.label)
-    if start is not None:
-        selected = [each for each in selected if _order(each) > start]
-    limit = int(query.get("limit") or 0)
-    metadata: Json = {"resourceVersion": str(version or storage.version)}
-    if limit and len(selected) > limit:
-        metadata["remainingItemCount"] = len(selected) - limit
-        selected = selected[:limit]
-        metadata["continue"] = _token(_order(selected[-1]), version or storage.version)
-    return [resource.view(each) for each in selected], metadata
+    version = version or storage.version
+    most = int(query.get("limit") or 0) or None
+    selected, left = storage.select(resource.key, selection, after=after, most=most)
+    metadata: Json = {"resourceVersion": str(version)}
+    if left:
+        token = compact_json([object_key(selected[-1].manifest), version])
+        metadata["continue"] = base64.urlsafe_b64encode(token.encode()).decode()
+        if not selection.labels and not selection.fields:  # or else it is unknown, as on a real server
+            metadata["remainingItemCount"] = left
+    return selected, metadata
 
 
-def _order(manifest: Json) -> list[str]:
-    namespace, name = object_key(manifest)
-    return [namespace or "", name]
-
-
-def _token(after: list[str], version: int) -> str:
-    return base64.urlsafe_b64encode(compact_json([after, version]).encode()).decode()
-
-
-def _parse_token(token: str | None) -> tuple[list[str] | None, int | None]:
+def _parse_token(token: str | None, resource: Resource) -> tuple[ObjectKey | None, int | None]:
     if not token:
         return None, None
     try:
-        after, version = json.loads(base64.urlsafe_b64decode(token))
-        return list(after), int(version)
+        (namespace, name), version = json.loads(base64.urlsafe_b64decode(token))
+        return (str(namespace) if resource.is_namespaced else None, str(name)), int(version)
     except (ValueError, TypeError, binascii.Error) as error:
         raise bad_request("continue key is not valid") from error
 
@@ -109,8 +100,8 @@ async def read_log(pod: Json, query: Mapping[str, str], source: PodLogs | None) 
 _DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 _INITIAL_EVENTS_END: Final = {"k8s.io/initial-events-end": "true"}
 
-Frame = tuple[str, Json]
-"""Type (ADDED, MODIFIED, DELETED, BOOKMARK, ERROR) and object of one watch event."""
+Frame = tuple[str, bytes]
+"""Type (ADDED, MODIFIED, DELETED, BOOKMARK, ERROR) and object, as JSON, of one watch event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,62 +131,60 @@ class WatchOptions:
 
 def visible_change(selection: Selection, event: Event) -> str | None:
     """Return how an event looks through a selector, or None where it cannot be seen."""
-    is_selected = selection.matches(event.manifest)
-    if event.type is not EventType.MODIFIED:
-        return event.type.value if is_selected else None
     was_selected = selection.matches(event.old)
-    if is_selected:
+    if event.type is not EventType.DELETED and selection.matches(event.manifest):
         return "MODIFIED" if was_selected else "ADDED"
     return "DELETED" if was_selected else None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Watch:
-    """One watch of one client."""
+    """One watch of one client; nothing happens before `frames` is iterated."""
 
-    def __init__(self, storage: Storage, resource: Resource, selection: Selection, options: WatchOptions) -> None:
-        """Keep what to watch; nothing happens before `frames` is iterated."""
-        self._storage = storage
-        self._resource = resource
-        self._selection = selection
-        self._options = options
+    storage: Storage
+    resource: Resource
+    selection: Selection
+    options: WatchOptions
+    show: Callable[[Stored], bytes]
+    """Writes an object as JSON."""
 
     async def frames(self, bookmark_seconds: float) -> AsyncIterator[Frame]:
         """Yield the events of the watch until its time is over or the server drops it."""
-        subscription = self._storage.subscribe(self._resource.key)
+        subscription = self.storage.subscribe(self.resource.key)
         try:
             try:
                 frames = self._opening()
             except ApiError as error:
-                yield "ERROR", error.status()
+                yield "ERROR", compact_json(error.status()).encode()
                 return
             for frame in frames:
                 yield frame
             async for frame in self._live(subscription, bookmark_seconds):
                 yield frame
         finally:
-            self._storage.unsubscribe(self._resource.key, subscription)
+            self.storage.unsubscribe(self.resource.key, subscription)
 
     def _opening(self) -> list[Frame]:
         """Return the present state, or the events since the version asked for."""
-        if self._options.version is not None:
-            events = self._storage.since(self._resource.key, self._options.version)
+        if self.options.version is not None:
+            events = self.storage.since(self.resource.key, self.options.version)
             return [frame for event in events if (frame := self._frame(event)) is not None]
-        selected = (each for each in self._storage.all(self._resource.key) if self._selection.matches(each))
-        frames: list[Frame] = [("ADDED", self._resource.view(each)) for each in selected]
-        if self._options.wants_end_of_initial_state and self._options.wants_bookmarks:
+        selected, _ = self.storage.select(self.resource.key, self.selection)
+        frames = [("ADDED", self.show(each)) for each in selected]
+        if self.options.wants_end_of_initial_state and self.options.wants_bookmarks:
             frames.append(self._bookmark(_INITIAL_EVENTS_END))
         return frames
 
     async def _live(self, subscription: Subscription, bookmark_seconds: float) -> AsyncIterator[Frame]:
         clock = asyncio.get_running_loop().time
-        end = clock() + self._options.timeout_seconds
+        end = clock() + self.options.timeout_seconds
         next_bookmark = clock() + bookmark_seconds
         while clock() < end:
-            wait_seconds = min(end, next_bookmark) - clock() if self._options.wants_bookmarks else end - clock()
+            wait_seconds = min(end, next_bookmark) - clock() if self.options.wants_bookmarks else end - clock()
             try:
                 event = await asyncio.wait_for(subscription.get(), max(0.0, wait_seconds))
             except TimeoutError:
-                if self._options.wants_bookmarks and subscription.empty():
+                if self.options.wants_bookmarks and subscription.empty():
                     yield self._bookmark(None)
                 next_bookmark = clock() + bookmark_seconds
                 continue
@@ -206,30 +195,27 @@ class Watch:
                 yield frame
 
     def _frame(self, event: Event) -> Frame | None:
-        change = visible_change(self._selection, event)
-        return None if change is None else (change, self._resource.view(event.manifest))
+        change = visible_change(self.selection, event)
+        return None if change is None else (change, self.show(event))
 
     def _bookmark(self, annotations: Json | None) -> Frame:
-        metadata: Json = {"resourceVersion": str(self._storage.version), "creationTimestamp": None}
+        metadata: Json = {"resourceVersion": str(self.storage.version), "creationTimestamp": None}
         if annotations:
             metadata["annotations"] = annotations
-        resource = self._resource
+        resource = self.resource
         bookmark = {"kind": resource.kind, "apiVersion": resource.group_version, "metadata": metadata}
         if resource.kind == "Pod" and not resource.is_custom:  # typed clients refuse a pod without containers
             bookmark["spec"] = {"containers": None}
-        return "BOOKMARK", bookmark
+        return "BOOKMARK", compact_json(bookmark).encode()
 
 
-async def stream_watch(
-    request: web.Request, frames: AsyncIterator[Frame], shape: Callable[[Json], Json]
-) -> web.StreamResponse:
-    """Send frames as lines of JSON until they end or the client goes; `shape` may turn objects into Tables."""
+async def stream_watch(request: web.Request, frames: AsyncIterator[Frame]) -> web.StreamResponse:
+    """Send frames as lines of JSON until they end or the client goes."""
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
     try:
-        async for kind, manifest in frames:
-            shown = manifest if kind in ("BOOKMARK", "ERROR") else shape(manifest)
-            await response.write((compact_json({"type": kind, "object": shown}) + "\n").encode())
+        async for kind, shown in frames:
+            await response.write(b'{"type":"%b","object":%b}\n' % (kind.encode(), shown))
     except ConnectionError:
         return response  # the client has gone
     return response

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from kvtier_localcluster.apiserver.registry.writes import WriteOptions, Writer
 from kvtier_localcluster.apiserver.requests import AuditEntry, RequestTarget, parse_path, verb_of
 from kvtier_localcluster.apiserver.store import protobuf
 from kvtier_localcluster.apiserver.store.api_errors import ApiError, bad_request, invalid, unknown_path
-from kvtier_localcluster.apiserver.store.memory import Storage
+from kvtier_localcluster.apiserver.store.memory import Storage, Stored
 from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, compact_json, field_at, object_key
 from kvtier_localcluster.apiserver.store.resources import Registry, Resource, ScalePaths
 from kvtier_localcluster.apiserver.store.selectors import Selection, selectable_fields
@@ -117,6 +117,17 @@ class _Call:
     def found(self) -> Json:
         return self.api.writer.find(self.resource, self.namespace, self.name)
 
+    def table(self, manifests: Iterable[Json], metadata: Json) -> Json | None:
+        """Return objects as a Table where the client wants one."""
+        if "as=Table" not in self.request.headers.get("Accept", ""):
+            return None
+        include = self.request.query.get("includeObject") or "Metadata"
+        return tables.table(self.resource, map(self.resource.view, manifests), metadata, include_object=include)
+
+    def show(self, stored: Stored) -> bytes:
+        table = self.table([stored.manifest], {})
+        return self.resource.json(stored.fields) if table is None else compact_json(table).encode()
+
 
 async def _parse(api: Api, request: web.Request, target: RequestTarget | None, warnings: list[str]) -> _Call | None:
     if "Impersonate-User" in request.headers:
@@ -211,14 +222,20 @@ def _check_object(body: Any) -> None:
 async def _get(call: _Call) -> Answer:
     api, resource, query, target = call.api, call.resource, call.request.query, call.target
     if query.get("watch") in ("true", "1"):
+        options = reading.WatchOptions.parse(query)
         selection = call.selection(target.name)
-        watch = reading.Watch(api.storage, resource, selection, reading.WatchOptions.parse(query))
-        frames = watch.frames(api.bookmark_seconds)
-        return await reading.stream_watch(call.request, frames, lambda shown: _shaped(call, [shown], {}) or shown)
+        watch = reading.Watch(
+            storage=api.storage, resource=resource, selection=selection, options=options, show=call.show
+        )
+        return await reading.stream_watch(call.request, watch.frames(api.bookmark_seconds))
     if target.name is None:
-        manifests, metadata = reading.list_page(api.storage, resource, call.selection(None), query)
+        selected, metadata = reading.list_page(api.storage, resource, call.selection(None), query)
+        if table := call.table((each.manifest for each in selected), metadata):
+            return table, 200
         listed = {"kind": f"{resource.kind}List", "apiVersion": resource.group_version, "metadata": metadata}
-        return _shaped(call, manifests, metadata) or {**listed, "items": manifests}, 200
+        items = b",".join(resource.json(each.fields) for each in selected)
+        body = b'%b,"items":[%b]}' % (compact_json(listed)[:-1].encode(), items)
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
     found = call.found()
     if target.subresource == "log" and resource.plural == "pods":
         text = await reading.read_log(found, query, api.pod_logs)
@@ -231,16 +248,8 @@ async def _get(call: _Call) -> Answer:
         return _scale_view(resource, found), 200
     if target.subresource not in (None, "status"):
         raise ApiError(404, "NotFound", f"the subresource {target.subresource} is not emulated")
-    shown = resource.view(found)
-    return _shaped(call, [shown], {"resourceVersion": found["metadata"]["resourceVersion"]}) or shown, 200
-
-
-def _shaped(call: _Call, manifests: list[Json], metadata: Json) -> Json | None:
-    """Return objects as a Table where the client wants one."""
-    if "as=Table" not in call.request.headers.get("Accept", ""):
-        return None
-    include = call.request.query.get("includeObject") or "Metadata"
-    return tables.table(call.resource, manifests, metadata, include_object=include)
+    version = {"resourceVersion": found["metadata"]["resourceVersion"]}
+    return call.table([found], version) or resource.view(found), 200
 
 
 async def _put(call: _Call, body: Any) -> Answer:
@@ -277,9 +286,8 @@ async def _delete(call: _Call, body: Any) -> Answer:
     if call.target.name is not None:
         return await api.deleter.delete(call.resource, call.key, options=options), 200
     selection = call.selection(None)
-    for manifest in api.storage.all(call.resource.key):
-        if selection.matches(manifest):
-            await api.deleter.delete(call.resource, object_key(manifest), options=options)
+    for each in api.storage.select(call.resource.key, selection)[0]:
+        await api.deleter.delete(call.resource, object_key(each.manifest), options=options)
     return _STATUS_SUCCESS, 200
 
 

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from pods import Bench, claim, claimed, fetch, is_alive, script, server
-from waiting import until
+from pods import Bench, claim, claimed, fetch, script, server
+from waiting import is_alive, until
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.__main__ import main

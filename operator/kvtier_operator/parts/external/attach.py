@@ -8,14 +8,13 @@ engine of the tier can live with them, and are refused otherwise.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier_connector.contract.engine import SUPPORTED_VLLM
 from kvtier_operator import names, quantity
@@ -35,12 +34,10 @@ Path = tuple[Step, ...]
 
 VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """Variable that presets of KServe's LLMInferenceService append to the command line of vLLM, by the shell's ``eval``."""
-CONFIG_VARIABLE: Final = names.CONFIG_VARIABLE
-"""Digest of the connector's configuration: another one is another pod template, and restarts the engines."""
 
 _PREFIX: Final = "kvtier-"
 _VOLUMES: Final = frozenset({"blocks", "config", "connector", "shm", "kvtier-keys"})
-_VARIABLES: Final = ("PYTHONHASHSEED", "PYTHONPATH")
+_VARIABLES: Final = ("PYTHONHASHSEED", "PYTHONPATH", names.CONFIG_VARIABLE)
 _TRANSFER, _SCHEDULER, _ALGORITHM = "kv-transfer-config", "scheduler-cls", "prefix-caching-hash-algo"
 _CACHING: Final = "enable-prefix-caching"
 _READ: Final = frozenset(
@@ -105,17 +102,12 @@ class Target:
         return ".".join(filter(None, (self.prefix, name)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Put:
+class Put(NamedTuple):
     """One thing that is put into a pod."""
 
     at: Path
     value: Any
     """The value of a field, or a whole item of a list."""
-
-    def is_in(self, pod: Mapping[str, Any]) -> bool:
-        """Return whether a pod has it; fields that the API server fills in do not count."""
-        return _holds(step_into(pod, self.at), self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +118,7 @@ class EngineAdditions:
     flags: tuple[str, ...]
     port: int
     """Port on which the pod serves, and has its metrics."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
     """Sentences about what was taken from the owner's settings."""
 
     def put_into(self, target: Target) -> Manifest:
@@ -134,13 +126,18 @@ class EngineAdditions:
         pod: Manifest = copy_of(target.pod)
         for each in self.puts:
             put(pod, each.at, copy_of(each.value))
-        return _with_flags(pod, target, self.flags)
-
-    def missing(self, target: Target) -> list[str]:
-        """Return what a pod lacks of it, by name."""
-        words = set(read_words(target))
-        found = [write_path(each.at) for each in self.puts if not each.is_in(target.pod)]
-        return [*found, *(flag.partition("=")[0] for flag in self.flags if flag not in words)]
+        engine = step_into(pod, target.container)
+        place = None if is_hidden(engine) else _script(engine)
+        if target.variable:
+            variable = ("env", ("name", target.variable))
+            value = " ".join(filter(None, (step_into(engine, (*variable, "value")), shlex.join(self.flags))))
+            put(engine, variable, {"name": target.variable, "value": value})
+        elif place is None:
+            engine["args"] = [*(engine.get("args") or ()), *self.flags]
+        else:
+            field_, item = _field_of(engine, place)
+            engine[field_][item] = f"{engine[field_][item].rstrip()} {shlex.join(self.flags)}"
+        return pod
 
 
 def write_path(path: Iterable[Step]) -> str:
@@ -149,7 +146,7 @@ def write_path(path: Iterable[Step]) -> str:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of JSON that shares nothing with it."""
+    """Return a copy of JSON that shares nothing with it, and has no part twice, as aliases of YAML make it."""
     if isinstance(value, Mapping):
         return {key: copy_of(item) for key, item in value.items()}
     return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -189,7 +186,7 @@ def put(tree: Any, path: Path, value: Any) -> None:
 
 
 def _holds(found: Any, wanted: Any) -> bool:
-    """Return whether an object has all that is wanted of it; other fields and items may be there, too."""
+    """Return whether an object has all that is wanted of it; others, and the API server, may have added to it."""
     if isinstance(wanted, Mapping):
         return isinstance(found, Mapping) and all(_holds(found.get(key), value) for key, value in wanted.items())
     if isinstance(wanted, (list, tuple)):
@@ -220,50 +217,45 @@ def read_words(target: Target) -> list[str]:
     """
     engine = target.engine
     if target.variable:
-        text = str((step_into(engine, ("env", ("name", target.variable))) or {}).get("value", ""))
+        text = step_into(engine, ("env", ("name", target.variable), "value"))
         try:
-            return [*_passed_on(engine), *shlex.split(text)]
+            return [*_passed_on(engine), *shlex.split(str(text or ""))]
         except ValueError as error:
             problem = f"is no command line ({error}): close its quotes"
             raise AttachRefused([(target.field("env", target.variable), problem)]) from error
-    place = _script(engine)
-    if place is None:
-        return _all_words(engine)
-    return _passed_on(engine) if is_hidden(engine) else _read_script(target, engine[place[0]][place[1]], place[0])
+    place = None if is_hidden(engine) else _script(engine)
+    return _passed_on(engine) if place is None else _read_script(target, _all_words(engine)[place], place)
 
 
 def _all_words(engine: Mapping[str, Any]) -> list[str]:
     return [str(word) for field_ in ("command", "args") for word in engine.get(field_) or ()]
 
 
-def _script(engine: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return where the script is of a shell that starts the engine: field and item; None where no shell does."""
-    words = [
-        (field_, place, str(word))
-        for field_ in ("command", "args")
-        for place, word in enumerate(engine.get(field_) or ())
-    ]
-    if not words or PurePosixPath(words[0][2]).name not in {"sh", "bash"}:
+def _field_of(engine: Mapping[str, Any], place: int) -> tuple[str, int]:
+    """Return the field of a word, and its place there."""
+    commands = len(engine.get("command") or ())
+    return ("command", place) if place < commands else ("args", place - commands)
+
+
+def _script(engine: Mapping[str, Any]) -> int | None:
+    """Return which of the words is the script of a shell that starts the engine; None where no shell does."""
+    words = _all_words(engine)
+    if not words or PurePosixPath(words[0]).name not in {"sh", "bash"}:
         return None
-    for (_, _, flag), (field_, place, _) in itertools.pairwise(words[1:]):
-        if re.fullmatch("-[a-z]*c", flag):
-            return field_, place
-    return None
+    return next((place for place in range(2, len(words)) if re.fullmatch("-[a-z]*c", words[place - 1])), None)
 
 
 def is_hidden(engine: Mapping[str, Any]) -> bool:
     """Return whether a script starts the engine with flags of its own and the words behind it, as KServe's do."""
     place = _script(engine)
-    return place is not None and "$@" in engine[place[0]][place[1]]
+    return place is not None and "$@" in _all_words(engine)[place]
 
 
 def _passed_on(engine: Mapping[str, Any]) -> list[str]:
     """Return the words that such a script passes on; all of them where there is none."""
     words, place = _all_words(engine), _script(engine)
-    if place is None:
-        return words
     # The word behind the script is its name.
-    return words[place[1] + 2 + (len(engine.get("command") or ()) if place[0] == "args" else 0) :]
+    return words if place is None else words[place + 2 :]
 
 
 def variable_of(engine: Mapping[str, Any]) -> str:
@@ -271,7 +263,8 @@ def variable_of(engine: Mapping[str, Any]) -> str:
     return VARIABLE if any(VARIABLE in str(word) for word in engine.get("command") or ()) else ""
 
 
-def _read_script(target: Target, script: str, place: str) -> list[str]:
+def _read_script(target: Target, script: str, place: int) -> list[str]:
+    field_, _ = _field_of(target.engine, place)
     text = script.replace("\\\n", " ").strip()
     reader = shlex.shlex(text, posix=True, punctuation_chars=True)
     reader.whitespace_split = True
@@ -281,27 +274,12 @@ def _read_script(target: Target, script: str, place: str) -> list[str]:
         words = [";"]
     if "\n" in text or any(word and set(word) <= _OPERATORS for word in words):
         text = "is a script of several commands, so flags have no certain place: write vLLM's own as command and args"
-        raise AttachRefused([(target.field(place), text)])
+        raise AttachRefused([(target.field(field_), text)])
     words = words[1:] if words[:1] == ["exec"] else words
     if words[:1] == ["env"] or (words and "=" in words[0]):
         text = "sets variables before the command, where no cache identity has them: write them in env"
-        raise AttachRefused([(target.field(place), text)])
+        raise AttachRefused([(target.field(field_), text)])
     return words
-
-
-def _with_flags(pod: Manifest, target: Target, flags: Sequence[str]) -> Manifest:
-    engine = step_into(pod, target.container)
-    place = None if is_hidden(engine) else _script(engine)
-    if target.variable:
-        found = (step_into(engine, ("env", ("name", target.variable))) or {}).get("value", "")
-        value = " ".join(filter(None, (found, shlex.join(flags))))
-        put(engine, ("env", ("name", target.variable)), {"name": target.variable, "value": value})
-    elif place is None:
-        engine["args"] = [*(engine.get("args") or ()), *flags]
-    else:
-        field_, item = place
-        engine[field_][item] = f"{engine[field_][item].rstrip()} {shlex.join(flags)}"
-    return pod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,39 +318,35 @@ class _Theirs:
         )
 
 
-def attach(plan: TierPlan, target: Target) -> EngineAdditions:
-    """Decide what a pod needs that has nothing of a tier's.
-
-    Raises:
-        AttachRefused: it cannot become an engine of the tier.
-    """
-    return _attach(plan, target, read_words(target))
-
-
 def lacks(plan: TierPlan, target: Target) -> list[str]:
     """Return what a running pod lacks to be an engine of the tier, by name.
 
     Raises:
         AttachRefused: it cannot become one.
     """
-    words = [word for word in read_words(target) if "kvtier_connector." not in word]
-    found = _attach(plan, replace(target, pod=_without_ours(target)), words)
-    return replace(found, puts=tuple(map(_judged, filter(_is_judged, found.puts)))).missing(target)
+    words = read_words(target)
+    others = [word for word in words if "kvtier_connector." not in word]
+    wanted = attach(plan, replace(target, pod=_without_ours(target)), others)
+    found = [write_path(each.at) for each in wanted.puts if not _stands(each, target.pod)]
+    return [*found, *(flag.partition("=")[0] for flag in wanted.flags if flag not in words)]
 
 
-def _is_judged(each: Put) -> bool:
-    """A pod that has started had the time for it."""
-    return "startupProbe" not in each.at
+def _stands(each: Put, pod: Mapping[str, Any]) -> bool:
+    """Return whether a running pod has it, or does without: a pod that has started had the time for its probe."""
+    value = each.value
+    if each.at[0] == "initContainers":
+        # One of another release installs a connector, too; a chart may leave the rest of it out.
+        value = {name: value[name] for name in ("name", "volumeMounts")}
+    return "startupProbe" in each.at or _holds(step_into(pod, each.at), value)
 
 
-def _judged(each: Put) -> Put:
-    """An init container of another release installs a connector, too; a chart may leave the rest of it out."""
-    if each.at[0] != "initContainers":
-        return each
-    return replace(each, value={name: each.value[name] for name in ("name", "volumeMounts")})
+def attach(plan: TierPlan, target: Target, words: Sequence[str] | None = None) -> EngineAdditions:
+    """Decide what a pod needs that has nothing of a tier's; its command line is read unless it is given.
 
-
-def _attach(plan: TierPlan, target: Target, words: Sequence[str]) -> EngineAdditions:
+    Raises:
+        AttachRefused: it cannot become an engine of the tier.
+    """
+    words = read_words(target) if words is None else words
     theirs = _read(plan, target, words)
     spec = theirs.spec(plan.spec)
     made = replace(plan, spec=spec, sizing=make_sizing(spec, plan.decisions), rendered=None, desired=None)
@@ -396,13 +370,12 @@ def _attach(plan: TierPlan, target: Target, words: Sequence[str]) -> EngineAddit
 def _without_ours(target: Target) -> Manifest:
     """Return a pod without what is put into pods, so that what it needs can be decided anew."""
     pod: Manifest = copy_of(target.pod)
-    containers = [*(pod.get("initContainers") or ()), *(pod.get("containers") or ()), step_into(pod, target.container)]
+    inits = pod.get("initContainers") or ()
+    containers = [*inits, *(pod.get("containers") or ()), step_into(pod, target.container)]
     for container in containers:
         mounts = container.get("volumeMounts") or ()
         container["volumeMounts"] = [each for each in mounts if not each["name"].startswith(_PREFIX)]
-    pod["initContainers"] = [
-        each for each in pod.get("initContainers") or () if each["name"] != names.INSTALL_CONTAINER
-    ]
+    pod["initContainers"] = [each for each in inits if each["name"] != names.INSTALL_CONTAINER]
     pod["volumes"] = [each for each in pod.get("volumes") or () if not each["name"].startswith(_PREFIX)]
     return pod
 
@@ -463,18 +436,15 @@ _FORBIDDEN: Final = {
     "--nnodes": "spreads an engine over several nodes: only engines of one pod can be attached",
     "--headless": "spreads an engine over several nodes: only engines of one pod can be attached",
 }
+_ANOTHER_SCHEDULER: Final = "names a scheduler of its own: remove it, or set spec.disk.splitHits of the tier to Off"
 
 
 def _flag_problems(plan: TierPlan, target: Target, words: Sequence[str]) -> Iterator[tuple[str, str]]:
     spec = plan.spec
-    for flag, text in _FORBIDDEN.items():
+    forbidden = _FORBIDDEN if spec.disk.split_hits == "Off" else {**_FORBIDDEN, f"--{_SCHEDULER}": _ANOTHER_SCHEDULER}
+    for flag, text in forbidden.items():
         if any(re.match(abbreviations(flag), word) for word in words):
             yield target.field("args", flag), text
-    if spec.disk.split_hits != "Off" and any(re.match(abbreviations(f"--{_SCHEDULER}"), word) for word in words):
-        yield (
-            target.field("args", f"--{_SCHEDULER}"),
-            "names a scheduler of its own: remove it, or set spec.disk.splitHits of the tier to Off",
-        )
     said = engine_args.read(words).words.get(_ALGORITHM)
     if said and said[-1] != spec.hash.algorithm:
         text = f"is {said[-1]}, and spec.hash.algorithm of the tier is {spec.hash.algorithm}: make the two equal"
@@ -489,18 +459,12 @@ def _variable_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, st
         variables[each["name"]] = each
     seed = variables.get("PYTHONHASHSEED")
     if seed is not None and seed.get("value") != plan.spec.hash.seed:
-        yield (
-            target.field("env", "PYTHONHASHSEED"),
-            (
-                f"is {seed.get('value', 'taken from another object')}, and spec.hash.seed of the tier is "
-                f"{plan.spec.hash.seed}: remove the variable, or set the field"
-            ),
-        )
+        said, ours = seed.get("value", "taken from another object"), plan.spec.hash.seed
+        text = f"is {said}, and spec.hash.seed of the tier is {ours}: remove the variable, or set the field"
+        yield target.field("env", "PYTHONHASHSEED"), text
     if "value" not in variables.get("PYTHONPATH", {"value": ""}):
-        yield (
-            target.field("env", "PYTHONPATH"),
-            f"is taken from another object: write its value, to which {names.CONNECTOR_MOUNT} is added",
-        )
+        text = f"is taken from another object: write its value, to which {names.CONNECTOR_MOUNT} is added"
+        yield target.field("env", "PYTHONPATH"), text
 
 
 _FIELDS: Final[Mapping[str, tuple[str, str]]] = {
@@ -517,21 +481,17 @@ def _identity_problems(plan: TierPlan, target: Target, made: TierPlan) -> Iterat
     """Yield each field that would make blocks of another generation."""
     wanted = plan.generation.identity
     found = digest.identity(made.spec, plan.decisions.chunking.settings())
-    blocks = f"blocks of another identity than generation {plan.generation.digest}"
+    makes = f"which makes blocks of another identity than generation {plan.generation.digest}"
     for key, (theirs, ours) in _FIELDS.items():
         if key in wanted and found[key] != wanted[key]:
-            yield (
-                target.field(theirs),
-                f"is {found[key]}, which makes {blocks}: {ours} of the tier is {wanted[key]}; make the two equal",
-            )
+            text = f"is {found[key]}, {makes}: {ours} of the tier is {wanted[key]}; make the two equal"
+            yield target.field(theirs), text
     for key, theirs, ours in (("engine_flags", "args.--", "args"), ("engine_env", "env.", "env")):
         for name in sorted(found[key].keys() | wanted[key].keys()):
             one, other = (_said(each[key].get(name)) for each in (found, wanted))
             if one != other:
-                yield (
-                    target.field(f"{theirs}{name}"),
-                    f"is {one}, which makes {blocks}: spec.engine.{ours} of the tier has {other}; make the two equal",
-                )
+                text = f"is {one}, {makes}: spec.engine.{ours} of the tier has {other}; make the two equal"
+                yield target.field(f"{theirs}{name}"), text
 
 
 def _said(value: Any) -> str:
@@ -558,27 +518,20 @@ def _pod_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
     volume = _shm_volume(target)
     if volume is not None and (volume.get("emptyDir") or {}).get("medium") != "Memory":
         yield target.at("volumes", ("name", volume["name"])), f"is {names.SHM_MOUNT} and no memory: set medium: Memory"
-    is_read_only = (engine.get("securityContext") or {}).get("readOnlyRootFilesystem")
     taken = {each["mountPath"] for each in engine.get("volumeMounts") or ()}
     for path in sorted(taken & {names.VOLUME_MOUNT, names.CONFIG_MOUNT, names.KEYS_MOUNT, names.CONNECTOR_MOUNT}):
         yield target.field("volumeMounts", path), "is where the tier's own files go: mount yours somewhere else"
-    if is_read_only and names.SCRATCH_MOUNT not in taken:
-        yield (
-            target.field("volumeMounts"),
-            f"has no {names.SCRATCH_MOUNT}, where the engine must write: mount an emptyDir",
-        )
-    for field_, ours in (("volumes", _is_ours), ("initContainers", names.INSTALL_CONTAINER.__eq__)):
+    if step_into(engine, ("securityContext", "readOnlyRootFilesystem")) and names.SCRATCH_MOUNT not in taken:
+        text = f"has no {names.SCRATCH_MOUNT}, where the engine must write: mount an emptyDir"
+        yield target.field("volumeMounts"), text
+    for field_, ours in (("volumes", {*map(_renamed, _VOLUMES)}), ("initContainers", {names.INSTALL_CONTAINER})):
         for each in pod.get(field_) or ():
-            if ours(each["name"]):
+            if each["name"] in ours:
                 yield target.at(field_, ("name", each["name"])), "has a name that the tier needs: rename it"
 
 
-def _is_ours(volume: str) -> bool:
-    return volume in {_renamed(each) for each in _VOLUMES}
-
-
 def _memory(engine: Mapping[str, Any], kind: str) -> int | None:
-    said = str(((engine.get("resources") or {}).get(kind) or {}).get("memory", ""))
+    said = str(step_into(engine, ("resources", kind, "memory")))
     return quantity.parse_bytes(said) if quantity.is_quantity(said) else None
 
 
@@ -600,66 +553,61 @@ def _puts(plan: TierPlan, target: Target, own: Mapping[str, Any], *, port: int) 
     sizes = {} if shm is None else shm["emptyDir"]
     if shm is not None and "sizeLimit" in sizes and quantity.parse_bytes(sizes["sizeLimit"]) < plan.sizing.shm_bytes:
         size = quantity.format_bytes(plan.sizing.shm_bytes)
-        yield Put(at=("volumes", ("name", shm["name"]), "emptyDir", "sizeLimit"), value=size)
+        yield Put(("volumes", ("name", shm["name"]), "emptyDir", "sizeLimit"), size)
     for mount in _mounts(ours, shm):
         if shm is None or mount["mountPath"] != names.SHM_MOUNT:
-            yield Put(at=(*at, "volumeMounts", ("mountPath", mount["mountPath"])), value=mount)
+            yield Put((*at, "volumeMounts", ("mountPath", mount["mountPath"])), mount)
     yield from _variables(plan, engine, ours, at)
     request = _memory(engine, "requests") or _memory(engine, "limits")
     if request is None or request < plan.sizing.memory_bytes:
-        memory = quantity.format_bytes(plan.sizing.memory_bytes)
-        yield Put(at=(*at, "resources", "requests", "memory"), value=memory)
+        yield Put((*at, "resources", "requests", "memory"), quantity.format_bytes(plan.sizing.memory_bytes))
     yield from _startup(plan, target, ours["startupProbe"], port)
 
 
 def _pod_puts(target: Target, own: Mapping[str, Any], shm: Manifest | None) -> Iterator[Put]:
     for init in own["initContainers"]:
         if init["name"] == names.INSTALL_CONTAINER:
-            made = {**init, "volumeMounts": _mounts(init, shm)}
-            yield Put(at=("initContainers", ("name", init["name"])), value=made)
+            yield Put(("initContainers", ("name", init["name"])), {**init, "volumeMounts": _mounts(init, shm)})
     # Block files of all engines belong to one group.
     if "fsGroup" not in (target.pod.get("securityContext") or {}):
         for name in ("fsGroup", "fsGroupChangePolicy"):
-            yield Put(at=("securityContext", name), value=own["securityContext"][name])
+            yield Put(("securityContext", name), own["securityContext"][name])
     for volume in own["volumes"]:
         if volume["name"] in _VOLUMES and (shm is None or volume["name"] != "shm"):
             name = _renamed(volume["name"])
-            yield Put(at=("volumes", ("name", name)), value={**volume, "name": name})
+            yield Put(("volumes", ("name", name)), {**volume, "name": name})
 
 
 def _mounts(container: Mapping[str, Any], shm: Manifest | None) -> list[Manifest]:
     """Return the mounts of a container of ours by the names that volumes have in the other pod."""
-    found = [each for each in container["volumeMounts"] if each["name"] in _VOLUMES]
-    return [
-        {**each, "name": shm["name"] if shm is not None and each["name"] == "shm" else _renamed(each["name"])}
-        for each in found
-    ]
+    theirs = {} if shm is None else {"shm": shm["name"]}
+    mounts = (each for each in container["volumeMounts"] if each["name"] in _VOLUMES)
+    return [{**each, "name": theirs.get(each["name"], _renamed(each["name"]))} for each in mounts]
 
 
 def _variables(plan: TierPlan, engine: Mapping[str, Any], ours: Mapping[str, Any], at: Path) -> Iterator[Put]:
     theirs = {each["name"]: each.get("value", "") for each in engine.get("env") or ()}
-    for each in (*ours["env"], {"name": CONFIG_VARIABLE, "value": plan.config_digest}):
+    for each in (*ours["env"], {"name": names.CONFIG_VARIABLE, "value": plan.config_digest}):
         name, value = each["name"], each.get("value", "")
         if name == "PYTHONPATH" and theirs.get(name):
             value = ":".join(dict.fromkeys((value, *theirs[name].split(":"))))
-        if name in {*_VARIABLES, CONFIG_VARIABLE} and theirs.get(name) != value:
-            yield Put(at=(*at, "env", ("name", name)), value={**each, "value": value})
+        if name in _VARIABLES and theirs.get(name) != value:
+            yield Put((*at, "env", ("name", name)), {**each, "value": value})
 
 
 def _startup(plan: TierPlan, target: Target, ours: Mapping[str, Any], port: int) -> Iterator[Put]:
     """Give the engine its time to start: pinning host memory and opening the volume takes a while."""
     probe, needed = target.engine.get("startupProbe"), plan.sizing.startup_seconds
     if probe is None and target.variable and needed > _PRESET_SECONDS:
-        threshold = math.ceil(needed / 10)
-        yield Put(at=(*target.container, "startupProbe", "failureThreshold"), value=threshold)
+        yield Put((*target.container, "startupProbe", "failureThreshold"), math.ceil(needed / 10))
     elif probe is None and not target.is_partial:
         command = [f"--port={port}" if word.startswith("--port=") else word for word in ours["exec"]["command"]]
-        yield Put(at=(*target.container, "startupProbe"), value={**ours, "exec": {"command": command}})
+        yield Put((*target.container, "startupProbe"), {**ours, "exec": {"command": command}})
     elif probe is not None:
         period = probe.get("periodSeconds", 10)
         allowed = period * probe.get("failureThreshold", 3) + probe.get("initialDelaySeconds", 0)
         if allowed < needed:
-            yield Put(at=(*target.container, "startupProbe", "failureThreshold"), value=math.ceil(needed / period))
+            yield Put((*target.container, "startupProbe", "failureThreshold"), math.ceil(needed / period))
 
 
 def _flags(plan: TierPlan, args: Sequence[str], theirs: EngineArgs) -> tuple[str, ...]:

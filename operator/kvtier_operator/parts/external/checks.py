@@ -10,28 +10,11 @@ from typing import Final
 from kvtier_connector.contract.engine import SUPPORTED_VLLM
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
-from kvtier_operator.conditions import (
-    ConditionRule,
-    PlannedStage,
-    Problem,
-    ReadStage,
-    S,
-    Status,
-    checked,
-    listed,
-    met,
-)
+from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, ReadStage, S, Status, checked, listed, met
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts.engine import release_of
 from kvtier_operator.parts.engine_checks import connector_is_installed, volumes_are_mounted
-from kvtier_operator.parts.external.attach import (
-    CONFIG_VARIABLE,
-    AttachRefused,
-    Target,
-    find_engine,
-    lacks,
-    variable_of,
-)
+from kvtier_operator.parts.external.attach import AttachRefused, Target, find_engine, lacks, variable_of
 from kvtier_operator.parts.external.pods import is_alive
 from kvtier_operator.parts.part import Work
 from kvtier_operator.snapshot import Pod
@@ -68,11 +51,9 @@ def the_selector_finds_pods(stage: PlannedStage) -> Problem | None:
     if external is None or _alive(stage):
         return None
     labels = ",".join(f"{key}={value}" for key, value in sorted(external.selector.match_labels.items()))
-    return Problem(
-        reason=Reason.NO_PODS,
-        message=f"spec.engine.external.selector finds no pod: `kubectl get pods -n {stage.tier.namespace} -l {labels}` "
-        "shows the same; correct it, or start the engines",
-    )
+    command = f"`kubectl get pods -n {stage.tier.namespace} -l {labels}`"
+    text = f"spec.engine.external.selector finds no pod: {command} shows the same; correct it, or start the engines"
+    return Problem(Reason.NO_PODS, text)
 
 
 def pods_have_one_tier(stage: PlannedStage) -> Problem | None:
@@ -81,11 +62,9 @@ def pods_have_one_tier(stage: PlannedStage) -> Problem | None:
     if not twice:
         return None
     found = listed([f"{pod} (by tier {other})" for pod, other in sorted(twice.items())])
-    return Problem(
-        reason=Reason.PODS_CLAIMED_TWICE,
-        message=f"another tier claims the same pods: {found}. Neither tier counts as ready until "
-        "spec.engine.external.selector of one of them finds others",
-    )
+    until = "until spec.engine.external.selector of one of them finds others"
+    text = f"another tier claims the same pods: {found}. Neither tier counts as ready {until}"
+    return Problem(Reason.PODS_CLAIMED_TWICE, text)
 
 
 def _target(stage: PlannedStage, pod: Pod) -> Target | None:
@@ -118,18 +97,13 @@ def pods_are_attached(stage: PlannedStage) -> Problem | None:
     for pod in _alive(stage):
         target = _target(stage, pod)
         if target is None:
-            return Problem(
-                reason=Reason.NOT_ATTACHED,
-                message=f"pod {pod.name}: which of its containers runs vLLM cannot be told: name it in "
-                "spec.engine.external.container",
-            )
-        why = _why_not(stage, target)
-        if why:
-            return Problem(
-                reason=Reason.NOT_ATTACHED,
-                message=f"container {target.engine['name']} of pod {pod.name} is no engine of this tier: {why}; "
-                f"{_command(stage, pod)}",
-            )
+            remedy = "name it in spec.engine.external.container"
+            text = f"pod {pod.name}: which of its containers runs vLLM cannot be told: {remedy}"
+            return Problem(Reason.NOT_ATTACHED, text)
+        if why := _why_not(stage, target):
+            what = f"container {target.engine['name']} of pod {pod.name}"
+            text = f"{what} is no engine of this tier: {why}; {_command(stage, pod)}"
+            return Problem(Reason.NOT_ATTACHED, text)
     return None
 
 
@@ -137,7 +111,7 @@ def _why_not(stage: PlannedStage, target: Target) -> str:
     """Return why a pod is no engine of the tier; empty if it is one."""
     try:
         # An earlier configuration is no reason; `UpToDate` tells of it.
-        missing = [each for each in lacks(stage.plan, target) if CONFIG_VARIABLE not in each]
+        missing = [each for each in lacks(stage.plan, target) if names.CONFIG_VARIABLE not in each]
     except AttachRefused as refused:
         return str(refused)
     return f"it lacks {listed(missing)}" if missing else ""
@@ -148,9 +122,7 @@ def engines_are_ready(stage: PlannedStage) -> Problem | None:
     engines = stage.snapshot.engines
     if engines.ready == engines.replicas:
         return None
-    return Problem(
-        reason=Reason.ENGINES_STARTING, message=f"{engines.ready} of {engines.replicas} attached engines are ready"
-    )
+    return Problem(Reason.ENGINES_STARTING, f"{engines.ready} of {engines.replicas} attached engines are ready")
 
 
 READY: Final = checked(
@@ -171,21 +143,16 @@ READY: Final = checked(
 def _judge_current(stage: PlannedStage, _previous: Status) -> Problem:
     release = release_of(stage.spec.engine.image)
     if release is not None and release not in SUPPORTED_VLLM:
-        return Problem(
-            reason=Reason.VLLM_UNSUPPORTED,
-            message=f"spec.engine.image {stage.spec.engine.image} is vLLM {release}, and this release of kvtier "
-            f"supports {' and '.join(SUPPORTED_VLLM)}: engines serve without the volume",
-        )
-    wanted = {"name": CONFIG_VARIABLE, "value": stage.plan.config_digest}
+        what = f"spec.engine.image {stage.spec.engine.image} is vLLM {release}"
+        supported = f"this release of kvtier supports {' and '.join(SUPPORTED_VLLM)}"
+        return Problem(Reason.VLLM_UNSUPPORTED, f"{what}, and {supported}: engines serve without the volume")
+    wanted = {"name": names.CONFIG_VARIABLE, "value": stage.plan.config_digest}
     for pod in _alive(stage):
         target = _target(stage, pod)
         variables = [] if target is None else target.engine.get("env") or ()
-        if any(each["name"] == CONFIG_VARIABLE for each in variables) and wanted not in variables:
-            return Problem(
-                reason=Reason.ATTACHED_OUTDATED,
-                message=f"pod {pod.name} started with the configuration of an earlier spec, or of another release: "
-                f"{_command(stage, pod)}",
-            )
+        if any(each["name"] == names.CONFIG_VARIABLE for each in variables) and wanted not in variables:
+            what = f"pod {pod.name} started with the configuration of an earlier spec, or of another release"
+            return Problem(Reason.ATTACHED_OUTDATED, f"{what}: {_command(stage, pod)}")
     return met(Reason.CURRENT, "attached engines have the configuration of this spec")
 
 
@@ -197,7 +164,7 @@ def _judge_available(stage: ReadStage, _previous: Status) -> Problem:
     if ready:
         return met(Reason.SERVING, f"{ready} of {wanted} attached engines serve{beside}")
     if not wanted and not others:
-        return Problem(reason=Reason.NO_PODS, message="no pod matches spec.engine.external.selector")
+        return Problem(Reason.NO_PODS, "no pod matches spec.engine.external.selector")
     return Problem(Reason.UNAVAILABLE, f"none of {wanted} attached engines serves{beside or ': see Ready'}")
 
 

@@ -18,18 +18,16 @@ from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.observe.targets import is_attached
 from kvtier_operator.parts import engine_config
+from kvtier_operator.parts.external.attach import step_into
 from kvtier_operator.plan.janitor_config import make_janitor
 from kvtier_operator.snapshot import Engines, Pod, Snapshot
 
 
 def external_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``spec.engine.external`` of a KVCacheTier body, if its selector can be used, whatever else is wrong."""
-    spec = body.get("spec")
-    engine = spec.get("engine") if isinstance(spec, Mapping) else None
-    external = engine.get("external") if isinstance(engine, Mapping) else None
-    selector = external.get("selector") if isinstance(external, Mapping) else None
-    labels = selector.get("matchLabels") if isinstance(selector, Mapping) else None
-    if not isinstance(external, Mapping) or not isinstance(labels, Mapping) or not labels:
+    external: Mapping[str, Any] | None = step_into(body, ("spec", "engine", "external"))
+    labels = step_into(external, ("selector", "matchLabels"))
+    if not isinstance(labels, Mapping) or not labels:
         return None
     # Of the text of a selector, these two part labels and values.
     return None if any({",", "="} & set(f"{key}{value}") for key, value in labels.items()) else external
@@ -62,8 +60,7 @@ def live_manifests(spec: TierSpec, snapshot: Snapshot) -> Iterator[Manifest]:
     key = ObjectKey(api_version="v1", kind="ConfigMap", name=names.janitor(tier))
     text = None if key not in snapshot.live else snapshot.live[key].content.get("data", {}).get(JANITOR_CONFIG_FILE)
     runs = None if text is None else json.loads(text)
-    made = runs and make_janitor(spec, tier, root=f"{runs['tier_dir']}/{runs['current']}", image="")
-    if runs and made:
+    if runs and (made := make_janitor(spec, tier, root=f"{runs['tier_dir']}/{runs['current']}", image="")):
         fixed = {field: value for field, value in runs.items() if field in FIXED_FIELDS}
         data = {JANITOR_CONFIG_FILE: documents.encode_object({**json.loads(made.config_text), **fixed})}
         metadata = names.metadata(tier, names.janitor(tier), component=names.COMPONENT_JANITOR)
@@ -113,12 +110,11 @@ def count_engines(pods: Sequence[Pod], config: Manifest | None) -> Engines:
     """Count the attached engines; the ConfigMap of the tier carries what a Deployment of ours would."""
     alive = [pod for pod in pods if is_alive(pod)]
     attached = [pod for pod in alive if is_attached(pod)]
-    annotations = {} if config is None else config["metadata"].get("annotations") or {}
     return Engines(
         generation=int(bool(alive)),
         observed_generation=1,
         replicas=len(attached),
         updated=len(attached),
         ready=sum(pod.is_ready for pod in attached),
-        decisions=annotations.get(names.ANNOTATION_DECISIONS, ""),
+        decisions=step_into(config, ("metadata", "annotations", names.ANNOTATION_DECISIONS)) or "",
     )

@@ -105,7 +105,7 @@ class _Place:
     target: Target
     pod: Path
     annotations: Path
-    labels: Path | None
+    labels: Path
 
 
 def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
@@ -293,8 +293,7 @@ def attach_document(
         put(after, place.pod, pod)
     put(after, (*place.annotations, PORT), str(made.port))
     put(after, (*place.annotations, ANNOTATION), "")
-    if place.labels is not None:
-        put(after, (*place.labels, names.LABEL_TIER), plan.tier.name)
+    put(after, (*place.labels, names.LABEL_TIER), plan.tier.name)
     record = {"tier": str(plan.tier), "changes": list(_differences(before, after, ()))}
     put(after, (*place.annotations, ANNOTATION), json.dumps(record, sort_keys=True, separators=(",", ":")))
     return before, after, made.notes
@@ -311,13 +310,10 @@ def detach_document(document: Manifest, plan: TierPlan | None = None, *, contain
     Raises:
         AttachRefused: it is attached to another tier than that of the plan.
     """
-    models = step_into(document, _SERVING) if is_values(document) else [document]
-    found = [
-        json.loads(record)
-        for model in models
-        if not is_values(document) or container in {None, model["name"]}
-        for record in _records(model)
-    ]
+    models = [document]
+    if is_values(document):
+        models = [each for each in step_into(document, _SERVING) if container in {None, each["name"]}]
+    found = [json.loads(record) for model in models for record in _records(model)]
     if not found:
         return document
     after: Manifest = copy_of(document)
@@ -403,10 +399,8 @@ def _undo(tree: Any, operation: str, path: Path, kept: Any = None, made: Any = N
 def make_patch(before: Manifest, after: Manifest) -> Manifest:
     """Return the strategic merge patch from one object to the other."""
     kind = KINDS[before["kind"]]
-    patch: Manifest = {
-        **{field: before[field] for field in ("apiVersion", "kind")},
-        "metadata": {"name": before["metadata"]["name"]},
-    }
+    metadata = {"name": before["metadata"]["name"]}
+    patch: Manifest = {"apiVersion": before["apiVersion"], "kind": before["kind"], "metadata": metadata}
     for operation, path, *_ in _differences(before, after, ()):
         lists = (place for place, step in enumerate(path) if not isinstance(step, str))
         shown = path if kind.is_known_to_kustomize else path[: next(lists, len(path))]

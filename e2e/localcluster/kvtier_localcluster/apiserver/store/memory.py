@@ -2,7 +2,8 @@
 """Storage: one map for each kind, one counter of resourceVersions, one short history for each kind.
 
 Every method runs on the server's event loop and never waits, so a commit is atomic. A watcher that subscribes and reads
-the history in one step misses nothing. Stored objects never change in place; events share them.
+the history in one step misses nothing. Stored objects never change in place; events share them. Each commit writes its
+object as JSON once, for all lists and watches that will show it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from kvtier_localcluster.apiserver.store import objects
 from kvtier_localcluster.apiserver.store.api_errors import expired
-from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, StorageKey, object_key, owner_uids
+from kvtier_localcluster.apiserver.store.objects import Json, ObjectKey, StorageKey
+from kvtier_localcluster.apiserver.store.selectors import Selection
 
 HISTORY_LIMIT: Final = 2000
 """How many events of one kind a watch can resume over; older resourceVersions are answered with 410."""
@@ -33,14 +36,22 @@ class EventType(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Stored:
+    """An object, and its JSON without apiVersion and kind, in which served versions differ."""
+
+    manifest: Json
+    """After a deletion, its last state."""
+    fields: bytes
+    """Begins after the opening brace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event(Stored):
     """One commit."""
 
     version: int
     type: EventType
     key: StorageKey
-    manifest: Json
-    """The object after the commit; after a deletion, its last state."""
     old: Json | None
     """The object before the commit."""
 
@@ -54,12 +65,12 @@ class Storage:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._objects: dict[StorageKey, dict[ObjectKey, Json]] = {}
+        self._objects: dict[StorageKey, dict[ObjectKey, Stored]] = {}
+        self._names: dict[StorageKey, list[ObjectKey]] = {}
         self._history: dict[StorageKey, list[Event]] = {}
         self._trimmed: dict[StorageKey, int] = {}
         self._subscriptions: dict[StorageKey, set[Subscription]] = {}
         self._dependents: dict[str, set[tuple[StorageKey, ObjectKey]]] = {}
-        self._labelled: dict[tuple[StorageKey, str, str], set[ObjectKey]] = {}
         self._uids: dict[str, tuple[StorageKey, ObjectKey]] = {}
         self._namespace_counts: Counter[str] = Counter()
         self._compacted = 0
@@ -72,21 +83,28 @@ class Storage:
 
     def get(self, key: StorageKey, name: ObjectKey) -> Json | None:
         """Return an object, or None."""
-        return self._objects.get(key, {}).get(name)
+        found = self._objects.get(key, {}).get(name)
+        return None if found is None else found.manifest
 
     def all(self, key: StorageKey) -> list[Json]:
         """Return every object of a kind, in order of namespace and name."""
-        found = self._objects.get(key, {})
-        return [found[name] for name in sorted(found, key=lambda name: (name[0] or "", name[1]))]
+        return [self._objects[key][name].manifest for name in self._names.get(key, ())]
 
-    def matching(
-        self, key: StorageKey, is_wanted: Callable[[Json], bool], *, label: tuple[str, str] | None = None
-    ) -> list[Json]:
-        """Return the objects of a kind that are wanted, in order; only those with the label are looked at, if given."""
-        objects = self._objects.get(key, {})
-        among = objects if label is None else self._labelled.get((key, *label), ())
-        found = [name for name in among if is_wanted(objects[name])]
-        return [objects[name] for name in sorted(found, key=lambda name: (name[0] or "", name[1]))]
+    def select(
+        self, key: StorageKey, selection: Selection, *, after: ObjectKey | None = None, most: int | None = None
+    ) -> tuple[list[Stored], int]:
+        """Return the selected objects of a kind in order, and how many names are left where `most` cuts them off."""
+        names, place, found = self._names.get(key, []), selection.namespace, list[Stored]()
+        first = after or (None if place is None else (place, ""))
+        begin = 0 if first is None else bisect.bisect_right(names, first)
+        end = len(names) if place is None else bisect.bisect_left(names, (f"{place}\0", ""))
+        for number in range(begin, end):
+            each = self._objects[key][names[number]]
+            if selection.matches(each.manifest):
+                if len(found) == most:
+                    return found, end - number
+                found.append(each)
+        return found, 0
 
     def count(self, key: StorageKey) -> int:
         """Return how many objects of a kind there are."""
@@ -117,16 +135,18 @@ class Storage:
         """Store (or, for DELETED, remove) an object under the next resourceVersion and tell the watchers."""
         self.version += 1
         manifest = {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": str(self.version)}}
-        name = object_key(manifest)
+        name = objects.object_key(manifest)
         found = self._objects.setdefault(key, {})
-        old = found.get(name)
+        old = self.get(key, name)
         self._unindex(key, name, old)
+        shown = {field: value for field, value in manifest.items() if field not in {"apiVersion", "kind"}}
+        stored = Stored(manifest, objects.compact_json(shown)[1:].encode())
         if event_type is EventType.DELETED:
             found.pop(name, None)
         else:
-            found[name] = manifest
+            found[name] = stored
             self._index(key, name, manifest)
-        event = Event(self.version, event_type, key, manifest, old)
+        event = Event(manifest, stored.fields, self.version, event_type, key, old)
         self._remember(event)
         for subscription in list(self._subscriptions.get(key, ())):
             subscription.put_nowait(event)
@@ -135,24 +155,19 @@ class Storage:
         return manifest
 
     def _index(self, key: StorageKey, name: ObjectKey, manifest: Json) -> None:
+        bisect.insort(self._names.setdefault(key, []), name)
         self._uids[manifest["metadata"]["uid"]] = (key, name)
-        for uid in owner_uids(manifest):
+        for uid in objects.owner_uids(manifest):
             self._dependents.setdefault(uid, set()).add((key, name))
-        for label in (manifest["metadata"].get("labels") or {}).items():
-            self._labelled.setdefault((key, *label), set()).add(name)
         if name[0] is not None:
             self._namespace_counts[name[0]] += 1
 
     def _unindex(self, key: StorageKey, name: ObjectKey, manifest: Json | None) -> None:
         if manifest is None:
             return
+        del self._names[key][bisect.bisect_left(self._names[key], name)]
         self._uids.pop(manifest["metadata"]["uid"], None)
-        for label in (manifest["metadata"].get("labels") or {}).items():
-            labelled = self._labelled.get((key, *label), set())
-            labelled.discard(name)
-            if not labelled:
-                self._labelled.pop((key, *label), None)
-        for uid in owner_uids(manifest):
+        for uid in objects.owner_uids(manifest):
             dependents = self._dependents.get(uid, set())
             dependents.discard((key, name))
             if not dependents:

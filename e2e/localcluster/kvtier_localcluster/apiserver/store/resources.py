@@ -95,6 +95,10 @@ class Resource:
         """Return a stored object as this version shows it; metadata and below are shared, so do not change them."""
         return {**stored, "apiVersion": self.group_version, "kind": self.kind}
 
+    def json(self, fields: bytes) -> bytes:
+        """Return the JSON of a stored object as this version shows it."""
+        return f'{{"apiVersion":"{self.group_version}","kind":"{self.kind}",'.encode() + fields
+
 
 def _builtin_resources() -> Iterator[Resource]:
     for line in _BUILTIN.split():

@@ -51,15 +51,6 @@ def label_tests(selector: str) -> tuple[Test, ...]:
     return tuple(_label_test(term) for term in terms if term)
 
 
-def _one_label(selector: str) -> tuple[str, str] | None:
-    """Return the first label that a selector asks for with that very value; an empty one may also be an absent one."""
-    for term in _COMMA_OUTSIDE_PARENTHESES.split(selector):
-        found = _EQUALITY.fullmatch(term.strip())
-        if found and found[2] != "!=" and found[3].strip():
-            return found[1], found[3].strip()
-    return None
-
-
 def selectable_fields(resource: Resource) -> tuple[str, ...]:
     """Return the fields that may select objects of a kind."""
     if resource.crd_version is not None:
@@ -116,8 +107,6 @@ class Selection:
     namespace: str | None
     labels: tuple[Test, ...] = ()
     fields: tuple[Test, ...] = ()
-    label: tuple[str, str] | None = None
-    """A label that every selected object carries, where the selector asks for one: what an index can find."""
 
     @classmethod
     def parse(
@@ -127,8 +116,7 @@ class Selection:
         fields = field_tests(query.get("fieldSelector") or "", selectable)
         if name is not None:
             fields = (*fields, _field_test("metadata.name", name, is_negated=False))
-        selector = query.get("labelSelector") or ""
-        return cls(namespace, label_tests(selector), fields, _one_label(selector))
+        return cls(namespace, label_tests(query.get("labelSelector") or ""), fields)
 
     def matches(self, manifest: Json | None) -> bool:
         """Tell whether an object is selected; None (no object) never is."""
