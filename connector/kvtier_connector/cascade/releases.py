@@ -46,7 +46,7 @@ from kvtier_connector.io_workers.buffers import shape_of_rows
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.crypto import Keyring
-from kvtier_connector.store.fs import FileSystem, make_directories, read_file
+from kvtier_connector.store.fs import FileSystem, read_file
 from kvtier_connector.store.health import Direction
 from kvtier_connector.store.layout import BLOCKS, RELEASES, TENANTS, BlockKey, Home, find_home, home_of
 from kvtier_connector.vllm_adapter import metrics
@@ -160,11 +160,10 @@ class ReleaseGate:
             StoreUnavailable: the volume cannot be used now.
         """
         try:
-            if self._read(self._founder) is None and (self._was_accepted or not self._has_blocks()):
-                make_directories(self._fs, f"{self._root}/{RELEASES}")
-                if identity.write_once(self._fs, self._founder, self._sealed({"release": self.release})):
-                    # The last of several releases holds, once all have written.
-                    time.sleep(_WAIT_SECONDS)
+            is_ours = self._read(self._founder) is None and (self._was_accepted or not self._has_blocks())
+            if is_ours and identity.write_once(self._fs, self._founder, self._sealed({"release": self.release})):
+                # The last of several releases holds, once all have written.
+                time.sleep(_WAIT_SECONDS)
         except OSError as error:
             raise StoreUnavailable(f"{self._founder}: cannot be written: {error}") from error
 
@@ -312,7 +311,6 @@ class ReleaseGate:
         """Note a verdict, unless an engine of this release was faster; the note holds then."""
         note: Mapping[str, Any] = {"release": self.release, "verdict": word, "why": why}
         try:
-            make_directories(self._fs, f"{self._root}/{RELEASES}")
             identity.write_once(self._fs, self._note, self._sealed(note))
             if self._read_note() is None:
                 # It was sealed with a key that is gone, or by a stranger.

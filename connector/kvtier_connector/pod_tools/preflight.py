@@ -119,8 +119,7 @@ def try_volume(root: Path, *, most_bytes: int, most_seconds: float, fs: FileSyst
 
 def _make(fs: FileSystem, root: Path, directory: str) -> None:
     try:
-        make_directories(fs, str(root))
-        fs.mkdir(directory)
+        make_directories(fs, directory)
     except OSError as error:
         if error.errno in {errno.EACCES, errno.EPERM}:
             user = f"user {os.geteuid()}, groups {sorted({os.getegid(), *os.getgroups()})}"

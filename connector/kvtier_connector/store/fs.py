@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from kvtier_connector.store.layout import ALIGNMENT, partial_path
 from kvtier_connector.store.mounts import is_in_memory, mount_of
@@ -57,9 +57,10 @@ _NO_ATTRIBUTE = "user.kvtier"
 
 _MOST_PROFILE_BYTES = 4096
 _DIRECTORY_PAUSES = (0.01, 0.05, 0.2)
-"""Seconds before a directory is made in one that is said to be there and not to be there."""
+"""Seconds before something is made in a directory that is said to be there and not to be there."""
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_T = TypeVar("_T")
 
 
 class FileSystem:
@@ -347,24 +348,22 @@ LOCAL = FileSystem()
 
 
 def make_directories(fs: FileSystem, path: str) -> None:
-    """Make a directory and those above it; one that is there already is fine.
+    """Make a directory and those above it; one that is there already is fine."""
+    with contextlib.suppress(FileExistsError):
+        in_directory(fs, path, fs.mkdir)
 
-    Another client of a network volume may make the one above at the same moment. Some clients then report for a while
-    that it exists and that nothing can be made in it, so the call is repeated.
+
+def in_directory(fs: FileSystem, path: str, call: Callable[[str], _T]) -> _T:
+    """Return what a call makes of a path; missing directories above it are made.
+
+    Some clients report for a while that a directory of another client exists and that nothing can be made in it.
     """
     for pause in (0.0, 0.0, *_DIRECTORY_PAUSES):
-        if pause:
-            time.sleep(pause)
-        try:
-            fs.mkdir(path)
-        except FileExistsError:
-            return
-        except FileNotFoundError:
-            make_directories(fs, os.path.dirname(path))  # noqa: PTH120 - text in, text out
-        else:
-            return
-    with contextlib.suppress(FileExistsError):
-        fs.mkdir(path)
+        time.sleep(pause)
+        with contextlib.suppress(FileNotFoundError):
+            return call(path)
+        make_directories(fs, os.path.dirname(path))  # noqa: PTH120 - text in, text out
+    return call(path)
 
 
 def new_token() -> str:

@@ -23,7 +23,7 @@ from kvtier_connector.store.fs import (
     LOCAL,
     FileSystem,
     abandon,
-    make_directories,
+    in_directory,
     new_token,
     read_file,
     write_all,
@@ -50,9 +50,7 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
     ours = _document(identity, digest)
     fs = fs.rooted(str(root))
     try:
-        text = _read(fs, root)
-        if text is None:
-            make_directories(fs, str(root))
+        if (text := _read(fs, root)) is None:
             write_once(fs, f"{root}/{TIER_FILE}", json.dumps(ours, sort_keys=True, indent=2) + "\n")
             text = _read(fs, root)
     except OSError as error:
@@ -197,6 +195,10 @@ def write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool = Fal
     It is written once in the life of a directory, so waiting for the device costs nothing here. True: the volume has no
     hard links, so writers at once replace each other's file.
     """
+    return in_directory(fs, path, lambda at: _write_once(fs, at, text, is_replacing=is_replacing))
+
+
+def _write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool) -> bool:
     partial = partial_path(path, new_token())
     fd = -1
     is_renamed = False

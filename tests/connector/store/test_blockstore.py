@@ -386,22 +386,24 @@ def test_the_first_claim_makes_directory_and_file_and_another_changes_nothing(tm
 
 
 class HalfMadeFs(WatchedFs):
-    """Another client is making the directory above: for some calls it is there, and nothing can be made in it."""
+    """Another client is making the directory: for some calls it is there, and nothing can be made in it."""
 
-    def __init__(self, calls: int) -> None:
-        self.left = calls
+    def __init__(self, calls: int, of: str) -> None:
+        self.left, self.of = calls, of
 
     def before(self, call: str, path: str | None) -> None:
-        if call == "mkdir" and path is not None and path.endswith("d1gest") and self.left:
+        # The first look finds no description yet.
+        if call == self.of and path is not None and not path.endswith(TIER_FILE) and "d1gest" in path and self.left:
             self.left -= 1
             raise FileNotFoundError(errno.ENOENT, "no such directory", path)
 
 
-def test_a_directory_that_another_client_is_making_is_waited_for_but_not_for_ever(tmp_path: Path) -> None:
-    claim(tmp_path / "a" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(4))
+@pytest.mark.parametrize("call", ["mkdir", "open", "link"])
+def test_a_directory_that_another_client_is_making_is_waited_for_but_not_for_ever(tmp_path: Path, call: str) -> None:
+    claim(tmp_path / "a" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(4, call))
     assert (tmp_path / "a" / "d1gest" / TIER_FILE).exists()
     with pytest.raises(StoreUnavailable, match="cannot be claimed"):
-        claim(tmp_path / "b" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(1000))
+        claim(tmp_path / "b" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(1000, call))
 
 
 @pytest.mark.parametrize(
