@@ -74,11 +74,7 @@ class Hints(NamedTuple):
     @property
     def taken(self) -> Iterator[str]:
         """Name what is done for it."""
-        wanted = {
-            RETAIN: self.retained is not None,
-            NO_LOAD: not self.may_load,
-            NO_STORE: not self.may_store,
-        }
+        wanted = {RETAIN: self.retained is not None, NO_LOAD: not self.may_load, NO_STORE: not self.may_store}
         return (name for name, is_wanted in wanted.items() if is_wanted)
 
 
@@ -131,10 +127,7 @@ class _Parser:
 
     def hints(self) -> Hints:
         return Hints(
-            self._may[LOAD_PARAMETER],
-            self._may[STORE_PARAMETER],
-            self._retained,
-            tuple(dict.fromkeys(self._problems)),
+            self._may[LOAD_PARAMETER], self._may[STORE_PARAMETER], self._retained, tuple(dict.fromkeys(self._problems))
         )
 
     def ignore(self, cause: str, name: Any) -> None:

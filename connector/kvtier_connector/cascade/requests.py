@@ -330,12 +330,7 @@ class TierRequests:
             self._ended.append(context)
 
     def tell(
-        self,
-        memory: BlockMemory,
-        tell: Tell,
-        payload_bytes: int,
-        *,
-        is_storing: Callable[[ReqContext], bool],
+        self, memory: BlockMemory, tell: Tell, payload_bytes: int, *, is_storing: Callable[[ReqContext], bool]
     ) -> None:
         """Tell of those whose blocks have been written; call it when this step's orders to write are given."""
         ended, self._ended = self._ended, []

@@ -135,19 +135,11 @@ class JanitorConfig:
             (all(quota > 0 for quota in self.quotas.values()), "quotas", "must all be more than 0"),
             (self.default_quota_bytes >= 0, "default_quota_bytes", "must be 0 (no limit) or more"),
             *((getattr(self, name) > 0, name, "must be more than 0") for name in _DURATIONS),
-            (
-                self.lease_name == "" or self.lease_namespace != "",
-                "lease_namespace",
-                "must be set where lease_name is",
-            ),
+            (self.lease_name == "" or self.lease_namespace != "", "lease_namespace", "must be set where lease_name is"),
             (0 <= self.http_port <= _MOST_PORT, "http_port", f"must be between 0 and {_MOST_PORT}"),
             (-1 <= self.events_port <= _MOST_PORT, "events_port", f"must be between -1 and {_MOST_PORT}"),
             (self.block_tokens >= 0, "block_tokens", "must be 0 or more"),
-            (
-                self.layout in {BLOCKS_LAYOUT, VLLM_FS_LAYOUT},
-                "layout",
-                f"must be {BLOCKS_LAYOUT} or {VLLM_FS_LAYOUT}",
-            ),
+            (self.layout in {BLOCKS_LAYOUT, VLLM_FS_LAYOUT}, "layout", f"must be {BLOCKS_LAYOUT} or {VLLM_FS_LAYOUT}"),
             (1 <= self.threads <= _MOST_THREADS, "threads", f"must be between 1 and {_MOST_THREADS}"),
         )
         documents.refuse_unusable(self, claims, file=JANITOR_CONFIG_FILE)

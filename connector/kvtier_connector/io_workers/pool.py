@@ -22,14 +22,7 @@ from typing import NamedTuple, cast
 from kvtier_connector.contract.engine import MOST_IO_PROCESSES
 from kvtier_connector.io_workers.buffers import OwnRows, Region
 from kvtier_connector.io_workers.supervisor import START_SECONDS, Supervisor, WorkerProcess, WorkerThread
-from kvtier_connector.io_workers.task_table import (
-    ENTRIES,
-    NO_TICKET,
-    Current,
-    MessagePipe,
-    TaskTable,
-    create_table,
-)
+from kvtier_connector.io_workers.task_table import ENTRIES, NO_TICKET, Current, MessagePipe, TaskTable, create_table
 from kvtier_connector.io_workers.tasks import (
     REPLY,
     TASK_BYTES,
@@ -58,11 +51,7 @@ _IDLE_TICK_SECONDS = 1.0
 _STORING_SHARE, _YIELDING_SHARE = 0.75, 0.125
 """Shares of the workers that may store: usually, so that a load finds a free worker, and while something is read."""
 _DIRECTIONS = {Lane.LOAD: Direction.LOAD, Lane.PREFETCH: Direction.LOAD, Lane.STORE: Direction.STORE}
-_LANE_ENTRIES = {
-    Lane.LOAD: ENTRIES // 2,
-    Lane.PREFETCH: ENTRIES // 4,
-    Lane.STORE: ENTRIES // 8,
-}
+_LANE_ENTRIES = {Lane.LOAD: ENTRIES // 2, Lane.PREFETCH: ENTRIES // 4, Lane.STORE: ENTRIES // 8}
 """Share of the table that each lane may take, so that no lane blocks another."""
 _LOST_DEADLINES = 10
 """A task that no worker works on for so many deadlines after it was handed over is lost."""

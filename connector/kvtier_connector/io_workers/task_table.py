@@ -166,12 +166,8 @@ class MessagePipe:
         return bool(self._unsent)
 
     def send(self, messages: Iterable[bytes]) -> None:
-        """Write messages, or queue them until there is room."""
+        """Write messages after those that are queued, or queue them until there is room."""
         self._unsent.extend(messages)
-        self.flush()
-
-    def flush(self) -> None:
-        """Write queued messages while there is room."""
         while self._unsent:
             batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), self._batch))]
             try:

@@ -175,14 +175,7 @@ class Catalog:
         return self.generations[int(self._rows["generation"][row])]
 
     def add(  # noqa: PLR0913 - keywords
-        self,
-        generation: int,
-        key: BlockKey,
-        *,
-        size: int,
-        created_ns: int,
-        used_ns: int,
-        lineage: Lineage = NO_LINEAGE,
+        self, generation: int, key: BlockKey, *, size: int, created_ns: int, used_ns: int, lineage: Lineage = NO_LINEAGE
     ) -> int:
         """Take in a block whose file was looked at; return its row."""
         name = self._name(generation, key, key.hash)

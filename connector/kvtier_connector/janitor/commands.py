@@ -34,14 +34,7 @@ from kvtier_connector.store.fs import LOCAL, FileSystem, read_into, reading_from
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import find_generations, is_new_tier
 from kvtier_connector.store.journal import JournalWriter, Op, Purge, record_purge
-from kvtier_connector.store.layout import (
-    BLOCKS,
-    TENANTS,
-    TIER_FILE,
-    adapter_name_label,
-    is_tenant,
-    tenant_of,
-)
+from kvtier_connector.store.layout import BLOCKS, TENANTS, TIER_FILE, adapter_name_label, is_tenant, tenant_of
 from kvtier_connector.store.scan import (
     PARTIAL_AGE_SECONDS,
     BlockEntry,

@@ -195,14 +195,7 @@ class Publisher:
     A subscriber that finds a gap in the numbers subscribes again. One thread at a time calls it.
     """
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        port: int,
-        topic: str,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, host: str, port: int, topic: str, now: Callable[[], float] = time.monotonic) -> None:
         """Bind; raises OSError (zmq.ZMQError) where the port is taken. Port 0 takes any free one."""
         self._topic = topic.encode()
         self._now = now

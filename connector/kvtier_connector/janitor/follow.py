@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier_connector.janitor.walk import list_directory
 from kvtier_connector.store.fs import FileSystem, reading_from
 from kvtier_connector.store.journal import LOST, RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
@@ -174,10 +175,7 @@ class JournalFollower:
 
     def _list_due(self, digest: str) -> list[tuple[JournalName, _Segment, bool]]:
         """Return the segments to open now, the longest waiting first, and whether each is its writer's last."""
-        try:
-            entries = self._fs.scandir(f"{self._tier_dir}/{digest}/{JOURNAL}")
-        except (FileNotFoundError, NotADirectoryError):
-            entries = []
+        entries = list_directory(self._fs, f"{self._tier_dir}/{digest}/{JOURNAL}")
         names = [name for entry in entries if (name := parse_journal_path(f"{JOURNAL}/{entry.name}")) is not None]
         for path in [path for path in self._unread if path.startswith(f"{digest}/{JOURNAL}/")]:
             if parse_journal_path(path.removeprefix(f"{digest}/")) not in names:

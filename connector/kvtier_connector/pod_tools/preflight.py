@@ -189,9 +189,7 @@ def _try(
         advice="; ".join(advice(mount)),
     )
     return report, VolumeProfile(
-        direct_io=is_direct,
-        read_bytes_per_second=report.read_bytes_per_second,
-        write_bytes_per_second=write_rate,
+        direct_io=is_direct, read_bytes_per_second=report.read_bytes_per_second, write_bytes_per_second=write_rate
     )
 
 

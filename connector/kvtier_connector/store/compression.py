@@ -216,13 +216,7 @@ _CODEC_SHARE = 0.5
 
 
 def pays(  # noqa: PLR0913 - keywords, each a rate
-    *,
-    ratio: float,
-    pack_rate: float,
-    unpack_rate: float,
-    read_rate: float,
-    write_rate: float,
-    processors: int,
+    *, ratio: float, pack_rate: float, unpack_rate: float, read_rate: float, write_rate: float, processors: int
 ) -> bool:
     """Return whether loads get clearly quicker and stores no slower. Pure.
 

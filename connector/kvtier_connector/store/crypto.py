@@ -88,12 +88,7 @@ class Keyring:
     """
 
     def __init__(
-        self,
-        directory: str,
-        *,
-        seconds: float = 5.0,
-        fs: FileSystem = LOCAL,
-        now: Callable[[], float] = time.monotonic,
+        self, directory: str, *, seconds: float = 5.0, fs: FileSystem = LOCAL, now: Callable[[], float] = time.monotonic
     ) -> None:
         """Store the settings; nothing is read yet.
 

@@ -30,14 +30,7 @@ from kvtier_connector.store.header import (
 from kvtier_connector.store.identity import find_generations
 from kvtier_connector.store.layout import TIER_FILE, Home, find_home
 from kvtier_connector.store.reading import PIECE_BYTES
-from kvtier_connector.store.scan import (
-    PARTIAL_AGE_SECONDS,
-    BlockEntry,
-    Leftover,
-    LeftoverKind,
-    WalkProgress,
-    scan,
-)
+from kvtier_connector.store.scan import PARTIAL_AGE_SECONDS, BlockEntry, Leftover, LeftoverKind, WalkProgress, scan
 
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "its writer died before the block was whole; it can be removed",

@@ -147,12 +147,7 @@ class _Circuit:
 class Breaker:
     """Both circuits of one volume."""
 
-    def __init__(
-        self,
-        *,
-        limits: BreakerLimits = BreakerLimits(),
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, limits: BreakerLimits = BreakerLimits(), now: Callable[[], float] = time.monotonic) -> None:
         """Start with both circuits closed; `now` are seconds that never go back."""
         self._now = now
         self._circuits = {direction: _Circuit(limits) for direction in Direction}

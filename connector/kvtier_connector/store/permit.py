@@ -227,12 +227,7 @@ class RuntimeSettings:
     """
 
     def __init__(
-        self,
-        path: str,
-        *,
-        seconds: float = 5.0,
-        fs: FileSystem = LOCAL,
-        now: Callable[[], float] = time.monotonic,
+        self, path: str, *, seconds: float = 5.0, fs: FileSystem = LOCAL, now: Callable[[], float] = time.monotonic
     ) -> None:
         """Start with ReadWrite until the first refresh; an empty path keeps it for ever.
 

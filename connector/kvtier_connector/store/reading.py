@@ -39,14 +39,7 @@ class Expected(NamedTuple):
 
 
 def read_verified(  # noqa: PLR0913 - keywords
-    fs: FileSystem,
-    fd: int,
-    expected: Expected,
-    *,
-    page: memoryview,
-    buffer: memoryview,
-    take: Take,
-    is_direct: bool,
+    fs: FileSystem, fd: int, expected: Expected, *, page: memoryview, buffer: memoryview, take: Take, is_direct: bool
 ) -> int | Fault | None:
     """Read a block, verify it, and hand it on piece by piece; return the bytes read, or the fault.
 

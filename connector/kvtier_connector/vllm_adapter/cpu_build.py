@@ -132,11 +132,7 @@ class CpuCopyWorker(OffloadingWorker):
 
     @override
     def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Copy at once; nothing could be more `expedited`."""
         return self._transfer(job_id, dst_spec, src_spec, is_store=False)

@@ -244,10 +244,7 @@ class SharedVolumeTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.lookups.send()
         self.requests.tell(
-            self.attachment.memory,
-            self.attachment.tell_janitor,
-            self.row_bytes,
-            is_storing=self.transfers.is_storing,
+            self.attachment.memory, self.attachment.tell_janitor, self.row_bytes, is_storing=self.transfers.is_storing
         )
 
     @override
