@@ -6,14 +6,20 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
+import torch
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.swap_blocks_triton import MIN_N, swap_blocks_batch
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -25,6 +31,9 @@ from kvtier_connector.vllm_adapter.manager import KVTierManager
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
 
 logger = init_logger("vllm.kvtier.spec")
+
+WORD_BYTES, PIECE_BYTES = 8, 8192
+"""The kernel copies whole words, and each of its programs so much at a time."""
 
 
 class KVTierSpec(TieringOffloadingSpec):
@@ -41,6 +50,8 @@ class KVTierSpec(TieringOffloadingSpec):
         """All of vLLM's configuration, in the scheduler; None where it is not known."""
         self.region_fd: int | None = None
         """The file behind the rows of the CPU tier, in the scheduler, while the manager lives."""
+        self.is_short_step = False
+        """In a worker, whether the step ends before the copies of the stores that begin with it."""
         self._cpu_worker: CpuCopyWorker | None = None
 
     _manager: OffloadingManager | None
@@ -62,7 +73,10 @@ class KVTierSpec(TieringOffloadingSpec):
             _clear_stale_regions()
         with self._explaining_shortage():
             if not current_platform.is_cpu():
-                return super().get_worker(kv_caches)
+                is_new, worker = self._worker is None, super().get_worker(kv_caches)
+                if is_new:
+                    _offer_kernel(worker, lambda: self.is_short_step)
+                return worker
             if self._cpu_worker is None:
                 self._cpu_worker = make_worker(self, kv_caches)
         return self._cpu_worker
@@ -100,6 +114,30 @@ class KVTierSpec(TieringOffloadingSpec):
 
     def _explaining_shortage(self) -> AbstractContextManager[None]:
         return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
+
+
+def _offer_kernel(worker: Any, is_wanted: Callable[[], bool]) -> None:
+    """Have vLLM's kernel copy blocks to the CPU tier where it is wanted, if it can.
+
+    The GPU's copy engine does one copy after the other. A token that was sampled reaches the host behind all stores
+    that were begun: 20 ms for 8,192 tokens of an 8B model. The kernel takes as long, and some processors.
+    """
+    stores = getattr(worker, "_store_handler", None)
+    if stores is None or not (HAS_TRITON and current_platform.is_cuda()):
+        return
+    copy_by_engine, plans = stores._swap_blocks_batch, stores._canonical_copy_plans  # noqa: SLF001 - vLLM offers no choice
+    sizes = [ref.page_size_bytes for group in stores.layer_refs_per_group for ref in group]
+    if plans is not None or any(size % WORD_BYTES for size in sizes) or not worker._mmap_region.is_pinned:  # noqa: SLF001 - as above
+        return
+    copy_by_kernel = functools.partial(swap_blocks_batch, bytes_per_chunk=PIECE_BYTES)
+    # It is compiled now, and not with the first store.
+    nothing = torch.zeros(MIN_N, dtype=torch.int64, pin_memory=True)
+    copy_by_kernel(nothing, nothing, nothing)
+
+    def copy(*descriptors: torch.Tensor, **options: bool) -> None:
+        (copy_by_kernel if is_wanted() else copy_by_engine)(*descriptors, **options)
+
+    stores._swap_blocks_batch = copy  # noqa: SLF001 - as above
 
 
 def _clear_stale_regions() -> None:

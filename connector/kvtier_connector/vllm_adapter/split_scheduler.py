@@ -67,6 +67,10 @@ class AdmittingScheduler(KVTierScheduler):
         """By request whose load was handed over whole, when its copies are expected to end."""
         self._copies_end = 0.0
         """When all copies are expected to end that were begun."""
+        self._storing = Rate()
+        """Bytes a second that a worker copies from the GPU to the CPU tier."""
+        self._unstored = 0
+        """Chunks whose copies to the CPU tier begin with the next step."""
         self._is_urgent = False
 
     @property
@@ -172,6 +176,9 @@ class AdmittingScheduler(KVTierScheduler):
         made = super().build_connector_meta(scheduler_output)
         made.waited, self._waited = self._waited, {}
         self._expect_copies(made, begin)
+        seconds = rates.prefill.seconds(sum(scheduler_output.num_scheduled_tokens.values()))
+        made.is_short = seconds < self._storing.seconds(self._unstored * self._worker_bytes)
+        self._unstored = sum(len(self._jobs[job_id].keys) for job_id in made.store_jobs)
         return made
 
     @override
@@ -179,6 +186,7 @@ class AdmittingScheduler(KVTierScheduler):
         reports = connector_output.kv_connector_worker_meta
         if (stats := getattr(reports, "transfer_stats", None)) is not None:
             self.copying.observe(stats.load.bytes, stats.load.time)
+            self._storing.observe(stats.store.bytes, stats.store.time)
         for job_id, count in getattr(reports, "completed_jobs", {}).items():
             if job_id in self._copies and job_id in self._jobs and self._jobs[job_id].pending_count <= count:
                 self._req_status[self._copies.pop(job_id)].transfer_jobs.add(job_id)
@@ -249,7 +257,12 @@ class AdmittingScheduler(KVTierScheduler):
         return max(0.0, self._copies_end - rates.now() - rates.busy_seconds) + self._seconds_to_copy(chunks)
 
     def _seconds_to_copy(self, chunks: int) -> float:
-        return self.copying.seconds(chunks * self.manager.tier.row_bytes / self.config.num_workers)
+        return self.copying.seconds(chunks * self._worker_bytes)
+
+    @property
+    def _worker_bytes(self) -> float:
+        """Bytes of a chunk that one worker copies."""
+        return float(self.manager.tier.row_bytes / self.config.num_workers)
 
 
 class SyncSplitScheduler(Scheduler):

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier_connector.vllm_adapter.fingerprint import Declared, LoadedWeights, describe_layout
 from kvtier_connector.vllm_adapter.lora import AdapterOrders, AdapterReport, LoadedAdapters
+from kvtier_connector.vllm_adapter.spec import KVTierSpec
 
 
 @dataclass
@@ -41,6 +42,8 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """Number of the question for the declarations; 0 if they arrived before the first step."""
     waited: Mapping[str, list[int] | None] = field(default_factory=dict)
     """Requests whose copies this step waits for, with the GPU blocks of those that join; None: they are given back."""
+    is_short: bool = False
+    """Whether the step is expected to end before the copies of the stores that begin with it."""
 
 
 def no_orders() -> KVTierMetadata:
@@ -178,6 +181,8 @@ class KVTierWorker(OffloadingConnectorWorker):
                 self._weights.check_all()
             elif not kv_connector_metadata.is_reset and self._has_transfers(kv_connector_metadata):
                 self._weights.check()
+        if isinstance(kv_connector_metadata, KVTierMetadata) and isinstance(self.spec, KVTierSpec):
+            self.spec.is_short_step = kv_connector_metadata.is_short
         super().handle_preemptions(kv_connector_metadata)
         if isinstance(kv_connector_metadata, KVTierMetadata):
             # vLLM begins loads behind the forward pass, unless it computes with one of them.

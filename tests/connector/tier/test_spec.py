@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from vllm_surface import USES, Use, names_of
 
 import kvtier_connector.vllm_adapter
 from kvtier_connector.contract.errors import ConfigInvalid
+from kvtier_connector.vllm_adapter import spec
 from kvtier_connector.vllm_adapter.cpu_build import CpuCopyWorker, locate
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.manager import KVTierManager
@@ -300,6 +302,32 @@ def test_a_layer_without_a_canonical_page_and_a_transfer_of_other_chunks_are_ref
     for chunks in ([0], [0, 1, 2]):
         with pytest.raises((ValueError, IndexError)):
             locate(gpu, np.array(chunks, dtype=np.int32), 2)
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "is_pinned", "plans", "is_offered"),
+    [(64, True, None, True), (60, True, None, False), (64, False, None, False), (64, True, [], False)],
+)
+def test_stores_are_copied_by_the_kernel_in_short_steps_alone(
+    monkeypatch: pytest.MonkeyPatch, page_bytes: int, is_pinned: bool, plans: list[object] | None, is_offered: bool
+) -> None:
+    copied, zeros = [], torch.zeros
+    monkeypatch.setattr(spec, "HAS_TRITON", True)
+    monkeypatch.setattr(spec.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, pin_memory: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(spec, "swap_blocks_batch", lambda *_, **__: copied.append("kernel"))
+    stores = SimpleNamespace(
+        _swap_blocks_batch=lambda *_, **__: copied.append("engine"),
+        _canonical_copy_plans=plans,
+        layer_refs_per_group=[[CanonicalKVCacheRef(0, 8)], [CanonicalKVCacheRef(0, page_bytes)]],
+    )
+    steps = iter([False, True])
+    worker = SimpleNamespace(_store_handler=stores, _mmap_region=SimpleNamespace(is_pinned=is_pinned))
+    spec._offer_kernel(worker, steps.__next__)
+    for _ in range(2):
+        stores._swap_blocks_batch(None, None, None, is_src_access_order_any=False)
+    # The kernel is compiled first.
+    assert copied == (["kernel", "engine", "kernel"] if is_offered else ["engine"] * 2)
 
 
 def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:

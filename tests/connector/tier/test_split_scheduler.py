@@ -358,6 +358,23 @@ def test_others_compute_while_the_end_of_a_tail_is_copied_and_none_takes_the_sea
     second.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize(
+    ("prefill", "storing", "is_short"), [(1.0, 1e18, False), (1e9, 1.0, True), (1e9, 0.0, True)]
+)
+def test_a_step_is_short_that_ends_before_the_stores_that_begin_with_it(
+    engines: Engines, prefill: float, storing: float, is_short: bool
+) -> None:
+    engine = engines.make(SHAPE)
+    engine.add("stores", prompt_of(2), answer=8)
+    engine.step()
+    found = []
+    for _ in range(2):
+        engine.tier.rates.prefill.value, engine.side._storing.value = prefill, storing
+        found.append(engine.step().kv_connector_metadata.is_short)
+    # Nothing is stored with the second one; of a rate that is not known that makes no difference.
+    assert found == [is_short, is_short and not storing]
+
+
 @pytest.mark.parametrize("is_splitting", [True, False])
 def test_users_see_reads_as_cached_and_no_preemption(engines: Engines, fs: PacedFs, *, is_splitting: bool) -> None:
     second = second_engine(engines, fs, PROMPT, replace(SHAPE, log_stats=True, is_splitting=is_splitting))
