@@ -358,9 +358,7 @@ def test_others_compute_while_the_end_of_a_tail_is_copied_and_none_takes_the_sea
     second.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(
-    ("prefill", "storing", "is_short"), [(1.0, 1e18, False), (1e9, 1.0, True), (1e9, 0.0, True)]
-)
+@pytest.mark.parametrize(("prefill", "storing", "is_short"), [(1.0, 1e18, False), (1e9, 1.0, True), (1e9, 0.0, True)])
 def test_a_step_is_short_that_ends_before_the_stores_that_begin_with_it(
     engines: Engines, prefill: float, storing: float, is_short: bool
 ) -> None:
