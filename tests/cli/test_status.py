@@ -110,8 +110,7 @@ def test_a_look_into_an_engine_says_what_it_is_doing(monkeypatch: pytest.MonkeyP
     for line in TABLES["lines"]:
         assert line in page
     assert "another thing" not in page
-    found = kvtier.json("status", "--engine", "vllm-0")
-    assert found["volume"] == TABLES["volume"]
+    assert kvtier.json("status", "--engine", "vllm-0")["volume"] == TABLES["volume"]
 
 
 @pytest.mark.parametrize(("metrics", "words", "code"), TABLES["without_the_volume"])

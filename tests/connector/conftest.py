@@ -32,12 +32,18 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """A directory of one generation, in which nothing is wrong when the test ends."""
+def unchecked_root(tmp_path: Path) -> Path:
+    """A directory of one generation."""
     root = tmp_path / "d1gest"
     claim(root, {"model": "test"}, "d1gest")
-    yield root
-    assert check(root, partial_age_seconds=0) == []
+    return root
+
+
+@pytest.fixture
+def root(unchecked_root: Path) -> Iterator[Path]:
+    """A directory of one generation, in which nothing is wrong when the test ends."""
+    yield unchecked_root
+    assert check(unchecked_root, partial_age_seconds=0) == []
 
 
 @pytest.fixture

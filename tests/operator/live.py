@@ -36,8 +36,7 @@ AGENT = "test"
 
 
 def body(name: str = "llama", /, **spec: Any) -> dict[str, Any]:
-    manifest = tier(**spec)
-    return {**manifest, "metadata": {"name": name, "namespace": NAMESPACE}}
+    return {**tier(**spec), "metadata": {"name": name, "namespace": NAMESPACE}}
 
 
 class Client:
@@ -153,7 +152,7 @@ class Controllers:
             if any(deployment.get("status", {}).get(key) != value for key, value in status.items()):
                 reports[deployment["metadata"]["name"]] = {"status": status}
         jobs = {f"{job['metadata']['name']}-0": job for job in client.items(BATCH, "jobs")}
-        wanted |= {name: _pod_of(job, name) for name, job in jobs.items() if not _is_left_alone(job)}
+        wanted |= {name: pod_of_job(job, name) for name, job in jobs.items() if not _is_left_alone(job)}
         live = {pod["metadata"]["name"] for pod in client.items(CORE, "pods")}
         for name in live - wanted.keys():
             client.delete(CORE, "pods", name)
@@ -192,10 +191,11 @@ class Controllers:
         }
 
 
-def _pod_of(job: dict[str, Any], name: str) -> dict[str, Any]:
+def pod_of_job(job: dict[str, Any], name: str) -> dict[str, Any]:
     template, uid = job["spec"]["template"], job["metadata"]["uid"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": uid, "controller": True}
-    metadata = {"name": name, "labels": template["metadata"]["labels"], "ownerReferences": [owner]}
+    about = {"name": name, "namespace": NAMESPACE, "ownerReferences": [owner]}
+    metadata = {**about, "labels": template["metadata"]["labels"]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from fake_cluster import FakeCluster, condition, edited, reconciled, run, serving
 from healthy_tier import LATER, NOON, USAGE, VIEW, check_verdict, conditions, varied
-from live import TIERS, Client, body, running
+from live import TIERS, Client, body, pod_of_job, running
 from test_golden import VERSIONS
 from test_reconcile import CHILDREN, of_somebody
-from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, NAMESPACE, RUNNING, SERVICE, TIER_KEY, claim, pod, tier, waiting
+from tiers import CLAIM, CONFIG, DEPLOYMENT, JANITOR, RUNNING, SERVICE, TIER_KEY, claim, pod, tier, waiting
 from waiting import until
 
 from kvtier_localcluster.apiserver import ApiServerThread
@@ -310,22 +310,8 @@ def started() -> FakeCluster:
 
 
 def ends(cluster: FakeCluster, code: int, message: str, name: str = "llama-preflight-1") -> None:
-    job = cluster.look(JOB)
-    terminated = {"exitCode": code, "message": message}
-    cluster.put(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "name": name,
-                "namespace": NAMESPACE,
-                "labels": job["spec"]["template"]["metadata"]["labels"],
-                "ownerReferences": [{"uid": job["metadata"]["uid"], "controller": True}],
-            },
-            "spec": job["spec"]["template"]["spec"],
-            "status": {"containerStatuses": [{"name": "preflight", "state": {"terminated": terminated}}]},
-        }
-    )
+    ended = {"name": "preflight", "state": {"terminated": {"exitCode": code, "message": message}}}
+    cluster.put({**pod_of_job(cluster.look(JOB), name), "status": {"containerStatuses": [ended]}})
 
 
 def ended(code: int, message: str | dict[str, Any]) -> FakeCluster:

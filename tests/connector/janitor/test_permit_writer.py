@@ -217,8 +217,7 @@ def test_an_early_permit_waits_until_idle_journals_were_read(rig: Rig) -> None:
 def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_permit(rig: Rig) -> None:
     rig.engine().put(1)
     rig.sweep(rig.sweeper(parts={"may_act": lambda: False}, max_bytes=100 * BLOCK_BYTES))
-    uncounted = rig.sweeper(Refusing("/blocks", "scandir"), max_bytes=100 * BLOCK_BYTES)
-    rig.work(uncounted, 5)
+    rig.work(rig.sweeper(Refusing("/blocks", "scandir"), max_bytes=100 * BLOCK_BYTES), 5)
     assert not (rig.dir / PERMIT_FILE).exists()
 
 

@@ -92,8 +92,7 @@ def test_a_quota_holds_for_its_tenant_and_not_for_other_blocks(rig: Rig, engine:
 
 def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
-    first = rig.swept()
-    first.close()
+    rig.swept().close()
     shutil.rmtree(engine.root / "blocks/040")
     second = rig.sweeper()
     second.step()
@@ -102,8 +101,7 @@ def test_a_second_janitor_goes_on_from_what_the_first_one_saved(rig: Rig, engine
 
 def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
-    first = rig.swept()
-    first.close()
+    rig.swept().close()
     engine.put(*range(5, 9))
     shutil.rmtree(engine.root / "journal")
     rig.clock.move(2 * DAY)
@@ -112,8 +110,7 @@ def test_a_janitor_that_was_away_for_longer_than_journals_live_counts_anew(rig: 
 
 def test_a_saved_ledger_that_is_damaged_is_not_believed(rig: Rig) -> None:
     rig.engine().put(*range(5))
-    first = rig.swept()
-    first.close()
+    rig.swept().close()
     flip(rig.dir / "janitor.catalog", -7)
     assert rig.sweep(rig.sweeper()).blocks == 5
 
@@ -169,8 +166,7 @@ def test_quarantined_files_count_and_do_not_outlive_the_time_to_live(rig: Rig) -
     for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
         (quarantine / name).write_bytes(b"123")
         os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
-    sweeper = rig.swept(ttl_seconds=DAY)
-    assert rig.sweep(sweeper).quarantined == 1
+    assert rig.sweep(rig.swept(ttl_seconds=DAY)).quarantined == 1
     assert [path.name for path in quarantine.iterdir()] == ["young"]
 
 
@@ -373,8 +369,7 @@ def test_what_is_too_old_goes_however_often_it_is_read(volume: Volume) -> None:
     old, young = volume.store(1, age=7200, read=1), volume.store(2, age=60)
     volume.sweep(volume.sweeper(ttl_seconds=3600.0, may_act=lambda: False))
     assert old.exists()
-    sweeper = volume.sweeper(ttl_seconds=3600.0)
-    volume.sweep(sweeper)
+    volume.sweep(volume.sweeper(ttl_seconds=3600.0))
     assert (old.exists(), young.exists()) == (False, True)
 
 
@@ -411,8 +406,7 @@ def test_only_what_vllm_names_so_is_touched(volume: Volume) -> None:
     outside.write_text("x")
     link = block.with_name(f"{5:064x}.bin")
     link.symlink_to(outside)
-    sweeper = volume.sweeper(ttl_seconds=60.0)
-    volume.sweep(sweeper)
+    volume.sweep(volume.sweeper(ttl_seconds=60.0))
     assert not block.exists()
     assert not partial.exists()
     assert all(path.exists() for path in (*strange, config, outside))

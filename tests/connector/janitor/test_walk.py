@@ -131,8 +131,7 @@ def test_a_generation_that_cannot_be_read_keeps_no_other_from_being_kept(rig: Ri
 
 def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig: Rig, engine: Engine) -> None:
     engine.put(*range(5))
-    first = rig.swept()
-    first.close()
+    rig.swept().close()
     rig.clock.move(60)
     fs = unreadable(str(rig.dir))
     fs.calls = ()
@@ -150,8 +149,7 @@ def test_a_volume_that_does_not_answer_a_new_janitor_is_not_taken_for_empty(rig:
 def test_blocks_that_an_earlier_janitor_could_not_read_are_kept_and_reported(rig: Rig, engine: Engine) -> None:
     fill(engine)
     place = f"{engine.root}/tenants/alice/blocks/030"
-    first = rig.swept(unreadable(place))
-    first.close()
+    rig.swept(unreadable(place)).close()
     second = rig.sweeper(unreadable(place), verify_seconds=100.0)
     rig.work(second, 60)
     assert any("alice/blocks/030" in problem for problem in second.report.usage.problems)

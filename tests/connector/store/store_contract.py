@@ -13,7 +13,7 @@ import pytest
 from checks import check
 
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored
-from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, checksum, encode_header
+from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, checksum, decode_header, encode_header
 from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import QUARANTINE, BlockKey, Home, block_path
 from kvtier_connector.store.mounts import mount_of
@@ -74,6 +74,12 @@ def write_block(root: Path, of: BlockKey, content: bytes) -> Path:
 
 def remove(root: Path, of: BlockKey) -> None:
     (root / block_path(of)).unlink(missing_ok=True)
+
+
+def header_of(root: Path, of: BlockKey) -> Header:
+    header = decode_header((root / block_path(of)).read_bytes())
+    assert isinstance(header, Header)
+    return header
 
 
 class BlockStoreContract:

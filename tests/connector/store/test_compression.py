@@ -15,7 +15,7 @@ import yaml
 from checks import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_contract import HOME, NOW_NS, key, pages, read, stream, write_block
+from store_contract import HOME, NOW_NS, header_of, key, pages, read, stream, write_block
 
 from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.janitor import commands
@@ -31,10 +31,8 @@ from kvtier_connector.store.header import (
     Method,
     Packing,
     checksum,
-    decode_header,
     encode_header,
 )
-from kvtier_connector.store.identity import claim
 from kvtier_connector.store.layout import block_path
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -61,13 +59,6 @@ def noise(seed: int, size: int = SIZE) -> memoryview:
     return pages(random.Random(seed).randbytes(size), size)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "d1gest"
-    claim(root, {}, "d1gest")
-    return root
-
-
 def make(
     root: Path,
     compression: str = "Always",
@@ -80,12 +71,6 @@ def make(
     if store.keyring is not None:
         store.keyring.active_name = "k1"
     return store
-
-
-def header_of(root: Path, number: int) -> Header:
-    header = decode_header((root / block_path(key(number))).read_bytes()[:HEADER_BYTES])
-    assert isinstance(header, Header)
-    return header
 
 
 Reader = Callable[..., tuple[object, bytes]]
@@ -116,7 +101,7 @@ def test_a_compressed_block_comes_back_as_it_was(  # noqa: PLR0913, PLR0917 - wh
 def test_a_block_that_gets_no_smaller_is_written_as_is(root: Path, read: Reader) -> None:
     store = make(root)
     assert store.put(key(1), noise(1)) == Stored(HEADER_BYTES + SIZE)
-    assert header_of(root, 1).flags == 0
+    assert header_of(root, key(1)).flags == 0
     assert read(store, key(1), SIZE) == (Hit(HEADER_BYTES + SIZE), bytes(noise(1)))
 
 
@@ -177,11 +162,11 @@ def bomb(planes: bytes, block_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_payload_that_grows_beyond_the_block_is_damage(root: Path, read: Reader) -> None:
-    plant(root, 1, bomb(bytes(PIECE_BYTES), 65536), Packing(Method.ZSTD_PLANES, 65536, 1))
-    outcome, _ = read(make(root), key(1), 65536)
+def test_a_payload_that_grows_beyond_the_block_is_damage(unchecked_root: Path, read: Reader) -> None:
+    plant(unchecked_root, 1, bomb(bytes(PIECE_BYTES), 65536), Packing(Method.ZSTD_PLANES, 65536, 1))
+    outcome, _ = read(make(unchecked_root), key(1), 65536)
     assert outcome is Fault.PACKING
-    assert read(make(root), key(1), 65536)[0] == Miss()
+    assert read(make(unchecked_root), key(1), 65536)[0] == Miss()
 
 
 @pytest.mark.parametrize("block_bytes", [65536 - 4096, 65536 + 4096, 1 << 40])
@@ -192,13 +177,13 @@ def test_a_block_of_another_length_is_never_unpacked(root: Path, block_bytes: in
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_flip_is_noticed(root: Path, keys_dir: Path, read: Reader, is_encrypted: bool) -> None:
+def test_a_flip_is_noticed(unchecked_root: Path, keys_dir: Path, read: Reader, is_encrypted: bool) -> None:
     keys = keys_dir if is_encrypted else None
-    store = make(root, keys_dir=keys)
+    store = make(unchecked_root, keys_dir=keys)
     draw = random.Random(7)
     for _ in range(20):
         store.put(key(1), numbers(1))
-        path = root / block_path(key(1))
+        path = unchecked_root / block_path(key(1))
         content = bytearray(path.read_bytes())
         place = draw.choice([draw.randrange(412), draw.randrange(HEADER_BYTES, len(content))])
         content[place] ^= 1 << draw.randrange(8)
@@ -208,10 +193,10 @@ def test_a_flip_is_noticed(root: Path, keys_dir: Path, read: Reader, is_encrypte
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("kept", [0, 100, HEADER_BYTES, HEADER_BYTES + 5000, -1, -4096])
-def test_a_file_that_was_cut_short_is_damage(root: Path, kept: int, read: Reader) -> None:
-    store = make(root)
+def test_a_file_that_was_cut_short_is_damage(unchecked_root: Path, kept: int, read: Reader) -> None:
+    store = make(unchecked_root)
     store.put(key(1), numbers(1))
-    path = root / block_path(key(1))
+    path = unchecked_root / block_path(key(1))
     path.write_bytes(path.read_bytes()[: kept if kept >= 0 else len(path.read_bytes()) + kept])
     assert read(store, key(1), SIZE)[0] in {Fault.TRUNCATED, Fault.EMPTY}
 
@@ -224,7 +209,7 @@ def test_who_cannot_decompress_misses_the_block_leaves_it_and_may_write_it_anew(
     monkeypatch.setattr(codec, "_library", lambda: None)
     store = make(root)
     assert read(store, key(1), SIZE)[0] is Fault.ALGORITHM
-    assert header_of(root, 1).packing.method == Method.ZSTD_PLANES
+    assert header_of(root, key(1)).packing.method == Method.ZSTD_PLANES
     assert store.put(key(1), numbers(1)) == Stored(HEADER_BYTES + SIZE)
     assert read(store, key(1), SIZE) == (Hit(HEADER_BYTES + SIZE), bytes(numbers(1)))
 
@@ -266,7 +251,7 @@ def test_blocks_are_compressed_where_loads_gain_and_no_store_loses(change: dict[
 def test_auto_follows_what_was_measured_of_it(root: Path, choices: dict[str, object], is_compressed: bool) -> None:
     (root.parent / PROFILE_FILE).write_text(json.dumps(choices))
     make(root, "Auto").put(key(1), numbers(1))
-    assert (header_of(root, 1).packing.method == Method.ZSTD_PLANES) is is_compressed
+    assert (header_of(root, key(1)).packing.method == Method.ZSTD_PLANES) is is_compressed
 
 
 FROZEN = Path(__file__).parents[1] / "data" / "block_v4_zstd.kvb"

@@ -20,6 +20,7 @@ from store_contract import (
     K2,
     NOW_NS,
     BlockStoreContract,
+    header_of,
     key,
     pages,
     payload,
@@ -41,23 +42,10 @@ from kvtier_connector.store.layout import QUARANTINE, BlockKey, Lineage, block_p
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "d1gest"
-    claim(root, {}, "d1gest")
-    return root
-
-
 def make(root: Path, keys_dir: Path, active: str = "k1", direct: bool | None = None) -> BlockStore:
     store = BlockStore(root, direct=direct, clock=lambda: NOW_NS, keys_dir=str(keys_dir))
     store.keyring.active_name = active
     return store
-
-
-def header_of(root: Path, of: BlockKey) -> Header:
-    header = decode_header((root / block_path(of)).read_bytes())
-    assert isinstance(header, Header)
-    return header
 
 
 def test_the_payload_stays_unless_it_is_scratch(root: Path, keys_dir: Path) -> None:
@@ -105,13 +93,13 @@ def test_a_flipped_bit_anywhere_is_noticed_also_with_the_headers_checksum_made_r
         moved.unlink()
 
 
-def test_a_block_under_another_name_or_tenant_is_not_believed(root: Path, keys_dir: Path) -> None:
-    store = make(root, keys_dir)
+def test_a_block_under_another_name_or_tenant_is_not_believed(unchecked_root: Path, keys_dir: Path) -> None:
+    store = make(unchecked_root, keys_dir)
     victim, attacker = key(1)._replace(tenant="victim"), key(1)._replace(tenant="attacker")
     store.put(victim, payload(1))
-    content = bytearray((root / block_path(victim)).read_bytes())
+    content = bytearray((unchecked_root / block_path(victim)).read_bytes())
     for target, offset, value in ((attacker, 120, b"attacker"), (key(2)._replace(tenant="victim"), 48, key(2).hash)):
-        path = write_block(root, target, content)
+        path = write_block(unchecked_root, target, content)
         assert store.get(target, pages()) is Fault.KEY
         forged = bytearray(content)
         forged[offset : offset + 32] = value.ljust(32, b"\0")
@@ -182,14 +170,14 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
     assert (found.status, found.document["unverified"]) == (0, 3)
 
 
-def test_the_tag_covers_the_generation_and_the_weights_that_a_block_names(root: Path, keys_dir: Path) -> None:
-    other = make(root.with_name("d2gest"), keys_dir)
+def test_the_tag_covers_the_generation_and_the_weights_that_a_block_names(unchecked_root: Path, keys_dir: Path) -> None:
+    other = make(unchecked_root.with_name("d2gest"), keys_dir)
     assert isinstance(other.put(key(1), payload(1)), Stored)
-    page = bytearray((root.with_name("d2gest") / block_path(key(1))).read_bytes())
+    page = bytearray((unchecked_root.with_name("d2gest") / block_path(key(1))).read_bytes())
     page[page.index(b"d2gest") + 1] = ord("1")
     page[4092:4096] = struct.pack("<I", zlib.crc32(page[:4092]))
-    write_block(root, key(1), page)
-    assert make(root, keys_dir).get(key(1), pages()) is Fault.TAG
+    write_block(unchecked_root, key(1), page)
+    assert make(unchecked_root, keys_dir).get(key(1), pages()) is Fault.TAG
 
 
 def test_a_block_that_was_frozen_is_still_decrypted(root: Path, keys_dir: Path) -> None:

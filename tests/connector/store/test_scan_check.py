@@ -29,13 +29,11 @@ TOKEN = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "d1gest"
-    claim(root, {}, "d1gest")
-    store = BlockStore(root)
+def root(unchecked_root: Path) -> Path:
+    store = BlockStore(unchecked_root)
     for number in range(3):
         store.put(key(number), payload(number))
-    return root
+    return unchecked_root
 
 
 def litter(root: Path) -> dict[str, LeftoverKind]:

@@ -83,9 +83,8 @@ def test_a_stranger_serves_without_the_volume_at_once(rigs: Rigs, state: Path) -
     assert "model_name" in said(state)[1]
 
 
-def test_who_starts_in_bypass_serves_at_once_and_attaches_when_it_may(rigs: Rigs, state: Path, tmp_path: Path) -> None:
-    live = tmp_path / "live.json"
-    live.write_text(encode_live("Bypass"))
+def test_who_starts_in_bypass_serves_at_once_and_attaches_when_it_may(rigs: Rigs, state: Path) -> None:
+    live = rigs.live_file("Bypass")
     fs = GatedFs(lambda call, path: False)
     rig = rigs.make(fs=fs, state_dir=str(state), attach_grace_seconds=LONG, live_file=str(live), refresh_seconds=0.05)
     wait_until(lambda: said(state) == ("without", "the mode is Bypass"), "the engine serves without")
@@ -311,8 +310,7 @@ def test_an_engine_that_was_started_for_another_generation_leaves_the_volume_alo
     assert old.metric("vllm:kvtier_disk_refused", "generation") == 1
     old.offload(keys(2))
     assert not rigs.root.exists()
-    new = rigs.make(options={"generation": rigs.root.name})
-    new.offload(keys(2))
+    rigs.make(options={"generation": rigs.root.name}).offload(keys(2))
     assert len(list(rigs.root.rglob("*.kvb"))) == 2
 
 

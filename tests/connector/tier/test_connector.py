@@ -270,8 +270,7 @@ def set_seconds(made: Drain, seconds: float) -> None:
 def test_what_waits_to_be_written_is_written_before_the_engine_ends(rigs: Rigs, slow: GatedFs) -> None:
     rig = rigs.make(fs=slow)
     set_seconds(rig.tier.drain, 60.0)
-    context = rig.begin_offload(keys(12))
-    rig.finish(context)
+    rig.finish(rig.begin_offload(keys(12)))
     wait_until(lambda: slow.waiting > 0, "the volume holds up writes")
     rig.tier.drain.begin()
     rig.end_step()
@@ -311,8 +310,7 @@ def test_what_was_not_written_before_is_offered_again_at_once(rigs: Rigs) -> Non
     # Half of the CPU tier waits: what comes then is not written.
     for number in range(4):
         rig.finish(rig.begin_offload(keys(12, first=12 * number), f"writer-{number}"))
-    shed = rig.metric("vllm:kvtier_disk_shed_stores", metrics.QUEUE_FULL)
-    assert shed > 0
+    assert rig.metric("vllm:kvtier_disk_shed_stores", metrics.QUEUE_FULL) > 0
     rig.tier.drain.begin()
     fs.open_gate()
     rig.settle()

@@ -174,11 +174,9 @@ def test_a_volume_that_is_missing_leaves_an_engine_that_serves(rigs: Rigs, tmp_p
     assert rig.metric("vllm:kvtier_disk_active") == 0
 
 
-def test_an_engine_that_may_only_read_shows_on_the_volume_that_it_is_there(rigs: Rigs, tmp_path: Path) -> None:
+def test_an_engine_that_may_only_read_shows_on_the_volume_that_it_is_there(rigs: Rigs) -> None:
     rigs.write(keys(3))
-    live = tmp_path / "live.json"
-    live.write_text(encode_live("ReadOnly"))
-    rig = rigs.make(live_file=str(live), refresh_seconds=0.05)
+    rig = rigs.make(live_file=str(rigs.live_file("ReadOnly")), refresh_seconds=0.05)
     assert rig.serve(keys(3), "read-only").hit_blocks == 3
     # By that the janitor keeps the generation, see `Retirement`.
     wait_until(lambda: any((rigs.root / "journal").glob("*.kvj")), "a sign of life")
@@ -186,10 +184,9 @@ def test_an_engine_that_may_only_read_shows_on_the_volume_that_it_is_there(rigs:
     assert rig.metric("vllm:kvtier_disk_shed_stores", "mode") == 2
 
 
-def test_the_mode_is_changed_while_the_engine_runs(rigs: Rigs, tmp_path: Path) -> None:
+def test_the_mode_is_changed_while_the_engine_runs(rigs: Rigs) -> None:
     rigs.write(keys(3))
-    live = tmp_path / "live.json"
-    live.write_text(encode_live("ReadWrite"))
+    live = rigs.live_file()
     rig = rigs.make(live_file=str(live), refresh_seconds=0.05)
     assert rig.serve(keys(3), "read-write").hit_blocks == 3
     live.write_text(encode_live("ReadOnly"))

@@ -228,11 +228,9 @@ def test_a_note_that_is_none_is_replaced(start: Start, engines: Engines, total: 
     assert note_of(engines.rigs.root)["verdict"] == "accepted"
 
 
-def test_notes_are_believed_with_a_key_of_the_blocks_only(start: Start, engines: Engines, tmp_path: Path) -> None:
-    (tmp_path / "keys").mkdir()
-    (tmp_path / "keys" / "k1").write_bytes(bytes(range(32)))
+def test_notes_are_believed_with_a_key_of_the_blocks_only(start: Start, engines: Engines, keys_dir: Path) -> None:
     live = engines.rigs.live_file(active_key="k1")
-    settings = {"keys_dir": str(tmp_path / "keys"), "live_file": str(live)}
+    settings = {"keys_dir": str(keys_dir), "live_file": str(live)}
     ask(start(OLD, **settings), OURS)
     second = start(NEW, **settings)
     ask(second, OURS)

@@ -112,8 +112,7 @@ def test_a_request_that_computes_before_its_load_is_reported_gets_the_new_weight
 
 @pytest.mark.parametrize("windows", [(None,), (64,), (None, 64)], ids=["full", "windows", "both"])
 def test_an_engine_comes_back_with_its_first_weights(engines: Engines, windows: tuple[int | None, ...]) -> None:
-    shape = Shape(windows=windows)
-    engine = engines.make(shape)
+    engine = engines.make(Shape(windows=windows))
     assert ask(engine, "a") == len(PROMPT)
     engine.update_weights(7)
     assert ask(engine, "b") == len(PROMPT)
