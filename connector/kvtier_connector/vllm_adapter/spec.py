@@ -127,15 +127,30 @@ def _offer_kernel(worker: Any, is_wanted: Callable[[], bool]) -> None:
         return
     copy_by_engine, plans = stores._swap_blocks_batch, stores._canonical_copy_plans  # noqa: SLF001 - vLLM offers no choice
     sizes = [ref.page_size_bytes for group in stores.layer_refs_per_group for ref in group]
+    for tensor in (*stores.src_tensors, *stores.dst_tensors):
+        sizes += [tensor.data_ptr(), tensor.stride(0), tensor.shape[1] // stores.dst_blocks_per_chunk]
     if plans is not None or any(size % WORD_BYTES for size in sizes) or not worker._mmap_region.is_pinned:  # noqa: SLF001 - as above
         return
     copy_by_kernel = functools.partial(swap_blocks_batch, bytes_per_chunk=PIECE_BYTES)
-    # It is compiled now, and not with the first store.
-    nothing = torch.zeros(MIN_N, dtype=torch.int64, pin_memory=True)
-    copy_by_kernel(nothing, nothing, nothing)
+    try:
+        # Compiled now, and not with the first stores: Triton takes numbers that 16 divides for a case of its own.
+        for count in (MIN_N, MIN_N + 1):
+            copy_by_kernel(*[torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)] * 3)
+        torch.cuda.synchronize()
+    except Exception:
+        # Without a compiler, and of whatever Triton raises besides.
+        logger.warning("Stores are copied by the GPU's copy engine alone: no kernel can be made", exc_info=True)
+        return
 
     def copy(*descriptors: torch.Tensor, **options: bool) -> None:
-        (copy_by_kernel if is_wanted() else copy_by_engine)(*descriptors, **options)
+        if is_wanted():
+            try:
+                copy_by_kernel(*descriptors, **options)
+            except Exception as error:  # noqa: BLE001 - of too little memory, say; nothing was begun then
+                logger.warning_once("A store is copied by the GPU's copy engine, since the kernel failed: %s", error)
+            else:
+                return
+        copy_by_engine(*descriptors, **options)
 
     stores._swap_blocks_batch = copy  # noqa: SLF001 - as above
 

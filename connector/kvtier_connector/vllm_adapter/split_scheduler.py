@@ -53,6 +53,7 @@ class AdmittingScheduler(KVTierScheduler):
     @override
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._is_replicated: bool = args[0].replicated_layout
         self._admitted: set[str] = set()
         """Requests that compute already, whose loads are not reported."""
         self._waited: dict[str, list[int] | None] = {}
@@ -261,8 +262,8 @@ class AdmittingScheduler(KVTierScheduler):
 
     @property
     def _worker_bytes(self) -> float:
-        """Bytes of a chunk that one worker copies."""
-        return float(self.manager.tier.row_bytes / self.config.num_workers)
+        """Bytes of a chunk that one worker copies: a part of its row, or all where ranks have the same KV."""
+        return self.manager.tier.row_bytes / (1 if self._is_replicated else self.config.num_workers)
 
 
 class SyncSplitScheduler(Scheduler):
