@@ -364,7 +364,8 @@ def test_a_step_is_short_that_ends_before_the_stores_that_begin_with_it(
 ) -> None:
     engine = engines.make(SHAPE)
     engine.add("stores", prompt_of(2), answer=8)
-    engine.step()
+    while not engine.step().num_scheduled_tokens:
+        engine.wait_for_lookup()
     found = []
     for _ in range(2):
         engine.tier.rates.prefill.value, engine.side._storing.value = prefill, storing
