@@ -8,6 +8,8 @@ in the same step, and goes on behind them. Heads get the tokens of a step that n
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Collection
 from typing import Any
@@ -27,7 +29,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier_connector.cascade.fetch import Piece
 from kvtier_connector.cascade.rates import Rate
@@ -315,7 +317,7 @@ class SyncSplitScheduler(Scheduler):
         self._tier.manager.poll()
         splits.advance()
         heads: list[tuple[Request, Split]] = []
-        has_room, held = self._has_room_for(0), []
+        has_room, held = self._spare_blocks >= 0, []
         for request in list(self.running):
             split = splits.get(request.request_id)
             if split is None:
@@ -407,10 +409,13 @@ class SyncSplitScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Let a head compute no more than its share of the step; vLLM asks this of each request that it schedules."""
         splits = self._splits
-        if splits is not None and (split := splits.get(request.request_id)) is not None:
+        if splits and not self._fits_beside_heads(request, num_computed_tokens):
+            # vLLM 0.32 stops at a request with 0 tokens. vLLM 0.33 continues, and later requests would take the blocks
+            # that this one waits for. So no new request is admitted until `schedule` ends.
+            self._pause_state = PauseState.PAUSED_NEW
+            return 0
+        if splits and (split := splits.get(request.request_id)) is not None:
             limit = self._limits.get(request.request_id)
-            if limit is None and not self._has_room_for(request.num_tokens - num_computed_tokens):
-                return self._end_admission()
             if limit is None:
                 # It is scheduled for the first time, and 0 tokens would keep requests behind it from this step.
                 # While it waited for room, the GPU may have given away what it had of the prompt.
@@ -429,15 +434,6 @@ class SyncSplitScheduler(Scheduler):
             num_new_tokens -= num_computed_tokens + num_new_tokens < request.num_tokens
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
 
-    def _end_admission(self) -> int:
-        """Return 0 tokens for a request that has to wait, and schedule no waiting request behind it in this step.
-
-        vLLM 0.32 stops at a request with 0 tokens. vLLM 0.33 continues, and later requests would take the blocks that
-        this one waits for. So the scheduler counts as paused for new requests until `schedule` ends.
-        """
-        self._pause_state = PauseState.PAUSED_NEW
-        return 0
-
     @override
     def _inflight_prefill_reserved_blocks(self) -> int:
         """Return the blocks that prompts in computation still need, without those that were taken for their tails."""
@@ -451,14 +447,29 @@ class SyncSplitScheduler(Scheduler):
             self._tier.end_split(request.request_id, has_joined=False)
         super()._preempt_request(request, *args, **kwargs)
 
-    def _has_room_for(self, tokens: int) -> bool:
-        """Say whether the GPU has blocks for more tokens beside all that prompts in computation need until their ends.
+    @property
+    def _spare_blocks(self) -> float:
+        """Blocks of the GPU beside all that prompts in computation need until their ends; may be negative."""
+        reserved = self._inflight_prefill_reserved_blocks()
+        return self.kv_cache_manager.block_pool.get_num_free_blocks() - reserved if reserved else math.inf
+
+    def _fits_beside_heads(self, request: Request, num_computed_tokens: int) -> bool:
+        """Say whether a request may begin, or has begun, beside heads that are computed.
 
         A head takes few tokens of a step, so vLLM would begin many prompts that do not fit together.
         """
-        reserved = self._inflight_prefill_reserved_blocks()
-        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return bool(not reserved or free >= reserved - (-tokens // self.block_size))
+        assert self._tier is not None
+        has_begun = request.status is RequestStatus.RUNNING or request in self._inflight_prefills
+        if has_begun or request.request_id in self._tier.joined:
+            return True
+        needed, spare = -(-request.num_tokens // self.block_size), self._spare_blocks
+        found = num_computed_tokens // self.block_size
+        if needed - found <= spare < needed:
+            # What it found takes up room, too, except for blocks that other requests hold.
+            find = self.kv_cache_manager.block_pool.get_cached_block
+            cached = itertools.takewhile(bool, (find(each, [0]) for each in request.block_hashes[:found]))
+            needed -= sum(block.ref_cnt > 0 for (block,) in cached)
+        return needed <= spare
 
     def _join(self, request: Request, split: Split) -> None:
         """Put a request back to waiting; in the same step it finds head and tail in the GPU."""

@@ -479,6 +479,19 @@ def test_long_prompts_that_do_not_fit_together_are_served_one_after_the_other(en
     second.assert_nothing_is_left()
 
 
+def test_a_prompt_that_is_computed_begins_beside_a_head_only_if_both_fit(engines: Engines, fs: PacedFs) -> None:
+    second = second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS * 2))
+    with_one_chunk_heads(second).add("splits", PROMPT)
+    second.run(lambda: second.computed["splits"] > 0)
+    second.add("computes", OTHER, kvtier_load=False)
+    second.add("is behind it", OTHER[:40], kvtier_load=False)
+    run_paced(second, fs, "splits")
+    assert not second.computed["is behind it"]
+    second.run()
+    assert second.answers["computes"] == answer_of(OTHER, 1)
+    assert second.preemptions == second.metric("vllm:kvtier_disk_split_joins") == 1
+
+
 def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs, second: SimulatedEngine) -> None:
     fs.is_paced = False
     path = engines.file_of(second, PROMPT, CHUNKS - 3)
