@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 from test_backends import environment, transfer_config
+
+from kvtier_localcluster.ports import free_port
 
 pytest.importorskip("lmcache", reason="`make test-backends` brings LMCache along")
 
@@ -37,18 +38,7 @@ sys.stdout.write(json.dumps({name: getattr(config, name) for name in names}))
 @pytest.mark.parametrize("case", ["lmcache", "lmcache-trial", "hybrid-lmcache"])
 def test_lmcaches_own_class_reads_the_environment(case: str) -> None:
     given = {name: value for name, value in environment(case).items() if isinstance(value, str)}
-    answer = subprocess.run(
-        [sys.executable, "-c", ASK_LMCACHE],
-        env={
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-            **without(given, "PYTHONPATH"),
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    read = json.loads(answer.stdout.splitlines()[-1])
+    read, _ = run_script(ASK_LMCACHE, "", given)
     assert str(read["chunk_size"]) == given["LMCACHE_CHUNK_SIZE"]
     assert read["max_local_cpu_size"] == float(given["LMCACHE_MAX_LOCAL_CPU_SIZE"])
     assert (read["remote_url"], read["remote_serde"]) == (given.get("LMCACHE_REMOTE_URL"), "naive")
@@ -60,8 +50,19 @@ def test_lmcaches_own_class_reads_the_environment(case: str) -> None:
         assert (read["local_disk"], read["max_local_disk_size"]) == ("/var/cache/kvtier/", 100.0)
 
 
-def without(env: dict[str, str], name: str) -> dict[str, str]:
-    return {each: value for each, value in env.items() if each != name}
+def run_script(script: str, argument: str, given: dict[str, str]) -> tuple[Any, str]:
+    """Run a script with an argument and these variables, and return the JSON that it prints last, and all it prints."""
+    path = f"{ROOT / 'connector'}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", script, argument],
+        env={**given, "PATH": os.environ["PATH"], "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
 ASK_REDIS = """
@@ -97,9 +98,7 @@ def redis() -> Iterator[int]:
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("needs redis-server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     words = ["--port", str(port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1", "--requirepass", PASSWORD]
     with subprocess.Popen([program, *words], stdout=subprocess.PIPE, text=True) as process:
         while "Ready to accept" not in (line := process.stdout.readline()):
@@ -113,18 +112,8 @@ def ask_redis(port: int, what: str) -> tuple[dict[str, Any], str]:
     given = {name: value for name, value in environment("lmcache").items() if isinstance(value, str)}
     given["LMCACHE_EXTRA_CONFIG"] = given["LMCACHE_EXTRA_CONFIG"].replace("redis.cache:6379", f"127.0.0.1:{port}")
     given |= {"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.05", "LMCACHE_RESP_PASSWORD": PASSWORD}
-    given = {**without(without(given, "LMCACHE_LOCAL_DISK"), "PYTHONPATH"), "PATH": os.environ["PATH"]}
-    path = f"{ROOT / 'connector'}:{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_REDIS, what],
-        env={**given, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+    del given["LMCACHE_LOCAL_DISK"]
+    return run_script(ASK_REDIS, what, given)
 
 
 def test_a_chunk_goes_through_a_redis_with_a_password_that_no_log_has(redis: int) -> None:
@@ -172,17 +161,7 @@ def ask_client(port: int) -> list[Any]:
     adapter = json.loads(words[words.index("--l2-adapter") + 1])
     assert adapter["adapter_params"] == {"host": "redis.cache", "port": 6379}
     adapter["adapter_params"] = {"host": "127.0.0.1", "port": port}
-    path = f"{ROOT / 'connector'}:{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_CLIENT, json.dumps(adapter)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "LMCACHE_RESP_PASSWORD": PASSWORD},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return list(run_script(ASK_CLIENT, json.dumps(adapter), {"LMCACHE_RESP_PASSWORD": PASSWORD})[0])
 
 
 def test_the_cache_servers_client_stores_and_loads(redis: int) -> None:
