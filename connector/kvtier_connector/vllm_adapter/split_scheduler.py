@@ -469,7 +469,7 @@ class SyncSplitScheduler(Scheduler):
             find = self.kv_cache_manager.block_pool.get_cached_block
             cached = itertools.takewhile(bool, (find(each, [0]) for each in request.block_hashes[:found]))
             needed -= sum(block.ref_cnt > 0 for (block,) in cached)
-        return needed <= spare
+        return bool(needed <= spare)
 
     def _join(self, request: Request, split: Split) -> None:
         """Put a request back to waiting; in the same step it finds head and tail in the GPU."""
