@@ -465,7 +465,7 @@ class SyncSplitScheduler(Scheduler):
         needed, spare = -(-request.num_tokens // self.block_size), self._spare_blocks
         found = num_computed_tokens // self.block_size
         if needed - found <= spare < needed:
-            # What it found takes up room, too, except for blocks that other requests hold.
+            # Blocks that it found take up room, too, except for those that other requests hold.
             find = self.kv_cache_manager.block_pool.get_cached_block
             cached = itertools.takewhile(bool, (find(each, [0]) for each in request.block_hashes[:found]))
             needed -= sum(block.ref_cnt > 0 for (block,) in cached)
