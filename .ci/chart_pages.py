@@ -36,8 +36,7 @@ The operator of [kvtier]({REPOSITORY}), which keeps the KV cache of vLLM alive o
     helm install kvtier oci://ghcr.io/kvtier/charts/kvtier --namespace kvtier-system --create-namespace
     kubectl kvtier doctor
 
-Version {__version__} is not released yet: [build the images]({REPOSITORY}/blob/main/docs/install.md#1-build-the-images), and install from
-`charts/kvtier` of a checkout.
+Version {__version__} is not released yet: build the images and install from `charts/kvtier` of a checkout.
 
 Then [apply a tier]({REPOSITORY}/blob/main/docs/install.md). Upgrades, several operators, single namespaces and removal
 are [on the same page]({REPOSITORY}/blob/main/docs/install.md#more-about-the-operator). [images.txt](images.txt) lists
