@@ -2,15 +2,19 @@
 """Writes or checks what the chart says of itself: ``python .ci/chart_pages.py --write | --check``.
 
 README.md from values.yaml and its schema, images.txt with every image that chart and operator name by themselves, and
-the annotations of Chart.yaml for Artifact Hub.
+the annotations of Chart.yaml for Artifact Hub. Also the table of the operator's variables in docs/reference.md, which
+the chart's `settings.env` sets.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from kvtier_operator.parts.routing import ROUTER_IMAGE
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "kvtier"
+SETTINGS = ROOT / "operator" / "kvtier_operator" / "settings.py"
+REFERENCE = ROOT / "docs" / "reference.md"
 REPOSITORY = "https://github.com/kvtier/kvtier"
 SAMPLES = ("minimal", "shared", "encrypted-tenants")
 """Shown on Artifact Hub."""
@@ -35,6 +41,8 @@ The operator of [kvtier]({REPOSITORY}), which keeps the KV cache of vLLM alive o
 
     helm install kvtier oci://ghcr.io/kvtier/charts/kvtier --namespace kvtier-system --create-namespace
     kubectl kvtier doctor
+
+Version {__version__} is not released yet: build the images and install from `charts/kvtier` of a checkout.
 
 Then [apply a tier]({REPOSITORY}/blob/main/docs/install.md). Upgrades, several operators, single namespaces and removal
 are [on the same page]({REPOSITORY}/blob/main/docs/install.md#more-about-the-operator). [images.txt](images.txt) lists
@@ -171,12 +179,38 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 _Blocks.add_representer(str, _text)
 
+
+def variables() -> Iterator[str]:
+    """Yield the lines of the table of the operator's variables."""
+    (described,) = (each for each in ast.parse(SETTINGS.read_text("utf-8")).body if isinstance(each, ast.ClassDef))
+    below = {
+        ast.unparse(field.target): text for field, text in pairwise(described.body) if isinstance(field, ast.AnnAssign)
+    }
+    yield "| Variable | Default | Values | Meaning |\n|---|---|---|---|\n"
+    for field in dataclasses.fields(settings.Settings):
+        if field.name == "listen_host":
+            continue  # decided by the cluster
+        meaning = " ".join(ast.literal_eval(below[field.name].value).split()).replace("``", "`")
+        default = str(field.default).lower() if isinstance(field.default, bool) else field.default or ""
+        values = "true, false" if isinstance(field.default, bool) else ""
+        if field.name in settings.RANGES:
+            default, values = f"{field.default:g}", "{:g} to {:g}".format(*settings.RANGES[field.name])
+        yield f"| `KVTIER_{field.name.upper()}` | {f'`{default}`' if default else ''} | {values} | {meaning} |\n"
+
+
+def reference() -> str:
+    """Return docs/reference.md, whose table of variables is written anew."""
+    text = REFERENCE.read_text(encoding="utf-8")
+    head, begin, rest = text.partition("<!-- settings -->\n")
+    return f"{head}{begin}\n{''.join(variables())}\n{rest[rest.index('<!-- end of settings -->') :]}"
+
+
 PAGES = {"README.md": readme, "images.txt": images_text, "Chart.yaml": chart_yaml}
 
 
 def main(arguments: list[str]) -> int:
     """Write the files, or say which of them are stale."""
-    made = {CHART / name: make() for name, make in PAGES.items()}
+    made = {CHART / name: make() for name, make in PAGES.items()} | {REFERENCE: reference()}
     if arguments == ["--write"]:
         for path, text in made.items():
             path.write_text(text, encoding="utf-8")

@@ -5,7 +5,8 @@
 packed journal and a report. Each run of `numbers.json` with a ``part`` that was played is from there afterwards.
 ``e2e/bench/results/numbers.json`` names each figure, the run that it is from and the requests that it counts. This
 script takes the values from the runs' own records and writes the tables between the markers ``<!-- numbers: NAME -->``
-and ``<!-- end of numbers -->``. So two pages cannot show different values of one figure.
+and ``<!-- end of numbers -->``. In the sentences below ``percentages`` it writes, in place of ``#``, by how much one
+figure differs from another. So two places cannot show different values of one figure.
 """
 
 from __future__ import annotations
@@ -196,8 +197,21 @@ def table(name: str, numbers: Mapping[str, Any], page: Path) -> str:
 
 
 def written(page: Path, numbers: Mapping[str, Any]) -> str:
-    """Return a page with its tables."""
-    return BLOCK.sub(lambda found: f"{found[1]}{table(found[2], numbers, page)}{found[3]}", page.read_text())
+    """Return a page with its tables, and the percentages in its sentences.
+
+    Raises:
+        LookupError: the page lacks a sentence.
+    """
+    text = BLOCK.sub(lambda found: f"{found[1]}{table(found[2], numbers, page)}{found[3]}", page.read_text())
+    for sentence, names in numbers["percentages"].get(page.name, {}).items():
+        value, base = (numbers["figures"][name]["value"] for name in names)
+        before, after = (r"\s+".join(map(re.escape, part.split(" "))) for part in sentence.split("#"))
+        percent = rf"\g<1>{abs(100 * (value / base - 1)):.0f}\g<2>"
+        text, count = re.subn(rf"({before})\d+({after})", percent, text)
+        if not count:
+            message = f"{page.relative_to(ROOT)} does not say {sentence!r}: correct `percentages` of {NUMBERS.name}"
+            raise LookupError(message)
+    return text
 
 
 def adopt(name: str, sources: Sequence[Path]) -> None:

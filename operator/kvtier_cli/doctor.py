@@ -20,6 +20,7 @@ SHARED: Final = re.compile(
     re.IGNORECASE,
 )
 """Names of provisioners whose volumes several nodes can mount."""
+_INSTALL: Final = "kvtier install generate | kubectl apply --server-side -f - (--help: images of your own)"
 _ACCELERATORS: Final = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/xe", "gpu.intel.com/i915")
 _COLORS: Final = {"ok": "green", "warning": "yellow", "missing": "red", "unknown": "cyan"}
 _RIGHTS: Final = (
@@ -85,19 +86,18 @@ def _definition(where: client.Where) -> Iterator[Finding]:
     import yaml  # noqa: PLC0415  takes a while
 
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.PLURAL}.{names.GROUP}"
-    remedy = "kvtier install generate | kubectl apply --server-side -f -"
     try:
         live = where.client.ask(path, f"read the definition of {names.KIND}")
     except KindMissing:
         message = f"the cluster does not know {names.KIND}"
-        yield Finding("definition", "missing", message, remedy)
+        yield Finding("definition", "missing", message, _INSTALL)
         return
     ours = yaml.safe_load(install.carried_file(install.CRD).read_text())
     if _fields(live) == _fields(ours):
         yield Finding("definition", "ok", f"{names.KIND} is that of kvtier {__version__}")
     else:
         message = f"{names.KIND} is of another release than this command ({__version__})"
-        yield Finding("definition", "warning", message, remedy)
+        yield Finding("definition", "warning", message, _INSTALL)
 
 
 def _fields(node: Any) -> Any:
@@ -150,8 +150,7 @@ def _outside(where: client.Where) -> Iterator[Finding]:
         yield Finding("operator", "warning", message, "see that kvtier run still runs")
         return
     message = f"none is installed, and none outside the cluster has looked at a tier of {namespace}"
-    remedy = "helm install, or kvtier install generate | kubectl apply --server-side -f -, or kvtier run"
-    yield Finding("operator", "missing", message, remedy)
+    yield Finding("operator", "missing", message, f"helm install, or kvtier run, or {_INSTALL}")
 
 
 def _storage(where: client.Where) -> Iterator[Finding]:

@@ -75,7 +75,7 @@ def _run(verb: str, target: str, where: Where, output_format: str, options: dict
     return status
 
 
-@click.command(epilog=output.examples("kvtier inspect llama", "kvtier inspect /mnt/kv/ai/llama --verbose"))
+@click.command(epilog=output.examples("kvtier inspect llama", "kvtier inspect /mnt/kv/ai.llama --verbose"))
 @_TARGET
 @click.option("-v", "--verbose", is_flag=True, help="also the identity of each generation, from its tier.json")
 @_threads(4)
@@ -91,7 +91,7 @@ def inspect(target: str, *, verbose: bool, threads: int, output_format: str, whe
 
 
 @click.command(
-    epilog=output.examples("kvtier check llama", "kvtier check /mnt/kv/ai/llama --keys-dir /etc/kvtier-keys")
+    epilog=output.examples("kvtier check llama", "kvtier check /mnt/kv/ai.llama --keys-dir /etc/kvtier-keys")
 )
 @_TARGET
 @click.option("--keys-dir", type=_KEYS, help="keys of encrypted blocks, one file each; without them only headers count")
@@ -131,7 +131,7 @@ def purge(target: str, *, is_all: bool, output_format: str, where: Where, **opti
     return _run("purge", target, where, output_format, options)
 
 
-@click.command(epilog=output.examples("kvtier gc llama", "kvtier gc /mnt/kv/ai/llama --max-bytes 100Gi --ttl 7d --yes"))
+@click.command(epilog=output.examples("kvtier gc llama", "kvtier gc /mnt/kv/ai.llama --max-bytes 100Gi --ttl 7d --yes"))
 @_TARGET
 @click.option(
     "--config",

@@ -56,7 +56,7 @@ _API_SERVER: Final = "KUBERNETES_SERVICE_HOST"
 """Set by the kubelet: the IP address of the API server's Service, of the family that the cluster prefers."""
 
 
-_RANGES: Final = {
+RANGES: Final = {
     "workers": (1, 64),
     "resync_seconds": (1, 86400),
     "debounce_seconds": (0, 60),
@@ -81,8 +81,8 @@ def parse(environ: Mapping[str, str]) -> Settings:
         text = environ.get(name, "")
         if not text:
             continue
-        if field.name in _RANGES:
-            number = _number(name, text, *_RANGES[field.name])
+        if field.name in RANGES:
+            number = _number(name, text, *RANGES[field.name])
             found[field.name] = int(number) if isinstance(field.default, int) else number
         elif isinstance(field.default, bool):
             found[field.name] = _flag(name, text)

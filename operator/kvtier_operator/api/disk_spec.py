@@ -206,7 +206,7 @@ class Disk(ApiModel):
     """The tier on the volume."""
 
     mode: Literal["ReadWrite", "ReadOnly", "Bypass"] = "ReadWrite"
-    """How engines use the volume: `ReadOnly` loads and stores nothing, `Bypass` does not touch it. Engines follow
+    """How engines use the volume: `ReadOnly` loads blocks and stores none, `Bypass` does not touch it. Engines follow
     within a minute or two, as fast as the kubelet refreshes a ConfigMap; none restarts."""
     budget: Budget = Budget()
     """How much of the volume the blocks may take, and for how long."""

@@ -131,7 +131,7 @@ class TierSpec(ApiModel):
     """The model that every replica serves."""
     replicas: Annotated[StrictInt, Field(ge=0, le=1000, json_schema_extra={"format": "int32"})] = 1
     """Engine pods. The scale subresource sets it, so `kubectl scale`, HPA and KEDA work. More than one needs a
-    `ReadWriteMany` volume."""
+    `ReadWriteMany` volume, or `ReadWriteOnce` and one node for all."""
     engine: EngineSpec = EngineSpec()
     """The vLLM engine of one replica."""
     hash: Hash = Hash()
