@@ -173,6 +173,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 return None, False
             del self._waits[name]
         status = self._req_status[name]
+        if self._scheduler is not None:
+            # Of a load that gave nothing, vLLM still reserves the blocks, also against the next load of the request.
+            self._scheduler._inflight_prefills.discard(request)  # noqa: SLF001 - vLLM has no other call
         if self._splits.get(name) is not None:
             # There was no room to compute its head when it was asked for before.
             return 0, False
@@ -280,6 +283,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 # After a reset vLLM may have it go on in the step that preempts it, and takes its jobs for stores.
                 if name not in preempted:
                     self._hand_over(name, load)
+        for new in scheduler_output.scheduled_new_reqs:
+            # It comes with all its blocks. vLLM 0.32 adds them to those of the part of a session before this one.
+            for state in self._req_status[new.req_id].group_states:
+                state.block_ids.clear()
         made = super().build_connector_meta(scheduler_output)
         assert isinstance(made, OffloadingConnectorMetadata)
         jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
@@ -403,7 +410,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             return None
         request = self.manager.request(context)
         request.on_volume.clear()
-        self.manager.tier.lookups.refresh(request)
+        if name not in self.joined:
+            # One that joins goes on in this step, however old the answers are.
+            self.manager.tier.lookups.refresh(request)
         tokens: int | None = super()._lookup(req_status, max_num_new_tokens)
         if tokens:
             may_split = self._can_split(req_status)

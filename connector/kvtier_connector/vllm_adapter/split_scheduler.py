@@ -23,13 +23,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from kvtier_connector.cascade.fetch import Piece
 from kvtier_connector.cascade.rates import Rate
@@ -409,12 +410,15 @@ class SyncSplitScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Let a head compute no more than its share of the step; vLLM asks this of each request that it schedules."""
         splits = self._splits
-        if splits and not self._fits_beside_heads(request, num_computed_tokens):
+        split = None if splits is None else splits.get(request.request_id)
+        if (split or self._limits) and not self._fits_beside_heads(request, num_computed_tokens):
             # vLLM 0.32 stops at a request with 0 tokens. vLLM 0.33 continues, and later requests would take the blocks
             # that this one waits for. So no new request is admitted until `schedule` ends.
             self._pause_state = PauseState.PAUSED_NEW
+            # As vLLM does without room: others may need the places of its images.
+            self.encoder_cache_manager.free(request)
             return 0
-        if splits and (split := splits.get(request.request_id)) is not None:
+        if splits and split:
             limit = self._limits.get(request.request_id)
             if limit is None:
                 # It is scheduled for the first time, and 0 tokens would keep requests behind it from this step.
@@ -425,12 +429,13 @@ class SyncSplitScheduler(Scheduler):
                     limit = max(split.chunk_tokens, min(splits.next_tokens(split), self._room))
                     limit -= (num_computed_tokens + limit) % split.chunk_tokens
                 self._room -= limit
+                self._limits[request.request_id] = limit
             # A head that reaches the end of the hit goes on to the end of the prompt, if that is near.
             rest = request.num_tokens - split.end
             if not (num_computed_tokens + limit == split.end and rest <= split.chunk_tokens):
                 num_new_tokens = min(num_new_tokens, limit)
-        elif num_new_tokens > 1 and self._tier is not None and self._tier.joined:
-            # With a full step, vLLM would not let a request that has joined go on.
+        elif num_new_tokens > 1 and self._tier is not None and self._tier.joined and not request.has_encoder_inputs:
+            # With a full step, vLLM would not let a request that has joined go on. Images are not cut.
             num_new_tokens -= num_computed_tokens + num_new_tokens < request.num_tokens
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
 
@@ -454,17 +459,14 @@ class SyncSplitScheduler(Scheduler):
         return self.kv_cache_manager.block_pool.get_num_free_blocks() - reserved if reserved else math.inf
 
     def _fits_beside_heads(self, request: Request, num_computed_tokens: int) -> bool:
-        """Say whether a request may begin, or has begun, beside heads that are computed.
-
-        A head takes few tokens of a step, so vLLM would begin many prompts that do not fit together.
-        """
+        """Say whether a request may begin beside heads, which take few tokens of a step: vLLM would begin too many."""
         assert self._tier is not None
-        has_begun = request.status is RequestStatus.RUNNING or request in self._inflight_prefills
-        if has_begun or request.request_id in self._tier.joined:
+        has_begun = request.num_computed_tokens > 0 or request in self._inflight_prefills
+        goes_first = self.policy is SchedulingPolicy.PRIORITY and request < max(self.running, default=request)
+        if has_begun or goes_first or request.request_id in self._tier.joined:
             return True
-        needed, spare = -(-request.num_tokens // self.block_size), self._spare_blocks
-        found = num_computed_tokens // self.block_size
-        if needed - found <= spare < needed:
+        needed, found = -(-request.num_tokens // self.block_size), num_computed_tokens // self.block_size
+        if needed - found <= (spare := self._spare_blocks) < needed:
             # Blocks that it found take up room, too, except for those that other requests hold.
             find = self.kv_cache_manager.block_pool.get_cached_block
             cached = itertools.takewhile(bool, (find(each, [0]) for each in request.block_hashes[:found]))

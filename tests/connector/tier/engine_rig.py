@@ -251,7 +251,7 @@ class SimulatedEngine:
         lora: LoRARequest | None = None,
         **params: Any,
     ) -> Request:
-        """Let a request arrive; ``image`` puts one there, see `images_of`; others are parameters."""
+        """Let a request arrive, or more of one that is `resumable`; ``image`` puts one there; others are parameters."""
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
         request = Request(
             name,
@@ -262,10 +262,11 @@ class SimulatedEngine:
             lora_request=lora,
             block_hasher=self._hasher,
             mm_features=images_of(params.pop("image", None)),
+            resumable=params.pop("resumable", False),
         )
         if params:
             request.kv_transfer_params = params
-        self.computed[name] = 0
+        self.computed.setdefault(name, 0)
         self.scheduler.add_request(request)
         return request
 

@@ -228,6 +228,34 @@ def test_of_a_chunk_that_has_left_its_window_in_part_nothing_is_stored(engines: 
     assert engines.assert_volume_holds(engine, prompt_of(12)) == 4 + 1
 
 
+@pytest.mark.parametrize("chunks", [2, 6])
+def test_a_session_stores_what_it_computed_of_each_part(engines: Engines, chunks: int) -> None:
+    parts = prompt_of(2, seed=7), prompt_of(chunks, seed=6)
+    engine = engines.make()
+    for part in parts:
+        engine.answers.clear()
+        engine.add("session", part, resumable=True)
+        engine.run(lambda: "session" in engine.answers)
+    engine.abort("session")
+    engine.run()
+    assert engines.assert_volume_holds(engine, [*parts[0], *parts[1]]) == chunks + 2
+
+
+def test_a_load_that_gave_nothing_keeps_no_room_from_the_next_one(engines: Engines) -> None:
+    shape = Shape(windows=(None, WINDOW_TOKENS), gpu_blocks=120, cpu_chunks=64)
+    prompt = prompt_of(14)
+    first = engines.make(shape)
+    first.ask("an earlier turn", prompt[: 8 * BLOCK_TOKENS + 1])
+    first.ask("stores", prompt)
+    first.run()
+    first.close()
+    second = restart(engines, replace(shape, gpu_blocks=36))
+    flip(engines.file_of(second, prompt, 11))
+    second.add("finds less", prompt)
+    second.run(lambda: "finds less" in second.answers, most_steps=300)
+    assert 0 < second.computed["finds less"] < len(prompt)
+
+
 def test_fifty_requests_that_share_a_prefix_load_it_once(engines: Engines) -> None:
     shape = Shape(gpu_blocks=1000, cpu_chunks=400, blocks_per_chunk=4, most_running=64)
     shared = prompt_of(640, more=0)

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from engine_fleet import Engines
-from engine_parts import BLOCK_TOKENS, Shape, answer_of, prompt_of
+from engine_parts import BLOCK_TOKENS, IMAGE_TOKENS, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
 from rig import keys, wait_until
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import ReqContext
@@ -490,6 +491,60 @@ def test_a_prompt_that_is_computed_begins_beside_a_head_only_if_both_fit(engines
     second.run()
     assert second.answers["computes"] == answer_of(OTHER, 1)
     assert second.preemptions == second.metric("vllm:kvtier_disk_split_joins") == 1
+
+
+def test_a_prompt_that_waits_for_room_keeps_no_place_of_an_image(engines: Engines, fs: PacedFs) -> None:
+    second = second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS * 2))
+    with_one_chunk_heads(second).scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=IMAGE_TOKENS + 10)
+    second.add("has the image", prompt_of(2, seed=7), image=("A", 8), kvtier_load=False, kvtier_store=False)
+    second.run()
+    second.add("splits", PROMPT)
+    second.run(lambda: second.computed["splits"] > 0)
+    second.add("waits", prompt_of(CHUNKS, seed=8), image=("A", 4), kvtier_load=False)
+    second.step()
+    assert not second.scheduler.encoder_cache_manager.cached["A"]
+    fs.give_all()
+    second.run(most_steps=500)
+
+
+def test_a_session_that_goes_on_waits_for_nobody_behind_it(engines: Engines, fs: PacedFs) -> None:
+    second = second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS * 2), OTHER)
+    second.add("session", prompt_of(2, seed=7), resumable=True, kvtier_load=False)
+    second.run(lambda: "session" in second.answers)
+    second.copies.lag, second.side.is_splitting = 4, False
+    second.add("loads", [*OTHER[: 4 * BLOCK_TOKENS], *prompt_of(9, seed=5)])
+    fs.give(4)
+    second.run(lambda: second.is_loading("loads"))
+    second.side.is_splitting = True
+    second.add("splits", PROMPT)
+    second.run(lambda: len(second.scheduler._splits) == 1)
+    second.add("session", prompt_of(12, seed=6), resumable=True, kvtier_load=False)
+    second.run(lambda: second.computed["session"] == len(prompt_of(2)) + len(prompt_of(12)), most_steps=500)
+    second.abort("session")
+    fs.give_all()
+    second.run(most_steps=500)
+
+
+def test_a_join_does_not_ask_the_volume_again(engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT))
+    second.add("reads", [*PROMPT[: CHUNKS * BLOCK_TOKENS], *prompt_of(3, seed=9)])
+    second.run(lambda: second.computed["reads"] > 0)
+    monkeypatch.setattr("kvtier_connector.cascade.lookup.STALE_SECONDS", -1.0)
+    run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
+    assert not second.side._waits
+    fs.give_all()
+    second.run()
+
+
+def test_an_urgent_prompt_begins_beside_heads_that_it_goes_before(engines: Engines, fs: PacedFs) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS * 2)))
+    second.add("splits", PROMPT)
+    second.run(lambda: second.computed["splits"] > 0)
+    add_urgent(second, OTHER)
+    second.step()
+    assert second.computed["urgent"] > 0
+    fs.give_all()
+    second.run()
 
 
 def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs, second: SimulatedEngine) -> None:
