@@ -32,7 +32,7 @@ from kvtier_localcluster.apiserver.registry.patches import merge_patch
 from kvtier_operator.api import crd
 
 ROOT = Path(__file__).resolve().parents[1]
-HELM = ci_tools.load("helm")
+HELM, SITE = ci_tools.load("helm"), ci_tools.load("site")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
@@ -328,26 +328,23 @@ def test_every_page_is_in_the_readme_and_the_menu_and_every_target_of_make_is_ex
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     explained = set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
     assert targets - explained == set()
-    site = ci_tools.load("site")
     menu = (ROOT / "mkdocs.yml").read_text()
-    own = [page for page in site.pages() if "results" not in page.parts]
+    own = [page for page in SITE.pages() if "results" not in page.parts]
     assert [str(page) for page in own if not re.search(rf"(: |- ){re.escape(str(page))}$", menu, re.MULTILINE)] == []
 
 
 def test_what_is_linked_from_the_site_and_is_no_page_of_it_is_a_link_to_the_repository(tmp_path: Path) -> None:
-    site = ci_tools.load("site")
-    site.gather(tmp_path / "pages")
-    for page in site.pages():
+    SITE.gather(tmp_path / "pages")
+    for page in SITE.pages():
         targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", (tmp_path / "pages" / page).read_text())
         assert [each for each in targets if not (tmp_path / "pages" / page.parent / each).exists()] == []
 
 
 def test_a_picture_of_the_site_leads_to_itself_in_full_size(tmp_path: Path) -> None:
-    site = ci_tools.load("site")
-    site.gather(tmp_path / "pages")
+    SITE.gather(tmp_path / "pages")
     shown = [
         (page, alone, file)
-        for page in site.pages()
+        for page in SITE.pages()
         for alone, file in re.findall(r"(\[?)!\[[^\]]*\]\(([^)]+)\)", (tmp_path / "pages" / page).read_text())
     ]
     assert {Path("README.md"), Path("docs/operations.md")} <= {page for page, _, _ in shown}

@@ -53,16 +53,7 @@ def test_a_public_class_name_in_two_modules_is_found(tmp_path: Path) -> None:
     assert house.shared_names(tmp_path, ["one", "two"]) == {"Row": ["one/a.py", "two/b.py"]}
 
 
-@pytest.mark.parametrize(
-    ("imports", "expected"),
-    [
-        ({"a": ["b"], "b": ["c"], "c": []}, []),
-        ({"a": ["b"], "b": ["a"]}, [["a", "b"]]),
-        ({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]}, [["a", "b", "c"]]),
-        ({"a": ["b", "c"], "b": ["a"], "c": ["d"], "d": ["c"]}, [["a", "b"], ["c", "d"]]),
-        ({"a": ["b", "c"], "b": ["d"], "c": ["d"], "d": []}, []),
-    ],
-)
+@pytest.mark.parametrize(("imports", "expected"), TABLES["cycles"])
 def test_modules_that_import_each_other_are_found(imports: dict[str, list[str]], expected: list[list[str]]) -> None:
     assert house.cycles(imports) == expected
 

@@ -295,11 +295,15 @@ class Rig:
         return sum(1 for path in self.volume.rglob("b-*"))
 
 
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
 @pytest.mark.parametrize(("backend", "stage", "given", "cells"), TABLES["stages"])
 def test_a_stage_plays_its_cells_in_order_and_ends_its_engine(
-    tmp_path: Path, backend: str, stage: str, given: list[str], cells: list[str]
+    rig: Rig, backend: str, stage: str, given: list[str], cells: list[str]
 ) -> None:
-    rig = Rig(tmp_path)
     rig.traffic.play([(backend, stage, given)])
     records = rig.records("cell")
     assert [(each["cell"], each["backend"], each["stage"]) for each in records] == [(c, backend, stage) for c in cells]
@@ -314,10 +318,9 @@ def test_a_stage_that_fails_is_a_record_and_the_next_one_is_played(tmp_path: Pat
     assert [engine.is_closed for engine in rig.engines] == [True, True]
 
 
-def test_a_cell_without_an_answer_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_without_an_answer_is_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {"seconds": 1.0, "began": 0.0, "counts": {}, "requests": []}
     monkeypatch.setattr(FakeEngine, "run", lambda *_, **__: nothing)
-    rig = Rig(tmp_path)
     rig.traffic.play([("none", "killed", [])])
     assert [record["error"] for record in rig.records("failed")] == ["killed before: no request was answered"]
 
@@ -329,8 +332,7 @@ def test_no_engine_is_started_when_the_time_is_up(tmp_path: Path) -> None:
     assert len(rig.records("skipped")) == 1
 
 
-def test_a_restart_finds_what_was_prepared_and_nothing_else(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_a_restart_finds_what_was_prepared_and_nothing_else(rig: Rig) -> None:
     rig.traffic.play([("fs", "traffic", [])])
     prepared = rig.stored()
     prompts = [
@@ -345,8 +347,7 @@ def test_a_restart_finds_what_was_prepared_and_nothing_else(tmp_path: Path) -> N
     assert not rig.records("missing")
 
 
-def test_a_new_run_of_a_backend_begins_with_an_empty_volume(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_a_new_run_of_a_backend_begins_with_an_empty_volume(rig: Rig) -> None:
     rig.traffic.play([("fs", "traffic", ["prepare"])])
     rig.traffic.play([("fs", "traffic", ["A"])])
     assert rig.stored() == 0
@@ -362,14 +363,12 @@ def test_blocks_that_a_backend_did_not_store_are_counted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("stage", "size"), [("traffic", (2304 + 16) * 4), ("restart", 0)])
-def test_the_gpu_holds_what_the_stage_says(tmp_path: Path, stage: str, size: int) -> None:
-    rig = Rig(tmp_path)
+def test_the_gpu_holds_what_the_stage_says(rig: Rig, stage: str, size: int) -> None:
     rig.traffic.play([("none", stage, ["C"])])
     assert rig.records("engine")[0]["gpu_bytes"] == size
 
 
-def test_engines_of_a_group_start_together_and_play_in_turns(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_engines_of_a_group_start_together_and_play_in_turns(rig: Rig) -> None:
     rig.traffic.play([("none", "traffic", ["C"]), ("fs", "traffic", ["C"]), ("none", "traffic", ["E"])])
     played = [(record["backend"], record["cell"]) for record in rig.records("cell")]
     assert played[:4] == [("none", "C first"), ("none", "C"), ("fs", "C first"), ("fs", "C")]
@@ -377,8 +376,7 @@ def test_engines_of_a_group_start_together_and_play_in_turns(tmp_path: Path) -> 
     assert [engine.is_closed for engine in rig.engines] == [True, True]
 
 
-def test_every_replica_of_a_stage_is_warm_and_has_requests_of_its_own(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_every_replica_of_a_stage_is_warm_and_has_requests_of_its_own(rig: Rig) -> None:
     rig.traffic.play([("none", "router", [])])
     assert len(rig.engines) == TINY_STAGES["router"].engines
     for engine in rig.engines:
@@ -399,11 +397,10 @@ def test_an_engine_that_does_not_start_leaves_the_others_of_its_group(tmp_path: 
 
 
 @pytest.mark.parametrize(("backend", "disk"), [("kvtier", {}), ("kvtier-whole", {"splitHits": "Off"})])
-def test_an_engine_has_the_scheduler_that_its_tier_has(tmp_path: Path, backend: str, disk: dict[str, str]) -> None:
+def test_an_engine_has_the_scheduler_that_its_tier_has(rig: Rig, backend: str, disk: dict[str, str]) -> None:
     model = {"name": "meta-llama/Llama-3.1-8B-Instruct"}
     tier = {"model": model, "cpu": {"size": "1Gi"}, "volume": {"existingClaim": "blocks"}, "disk": disk}
     container, _ = rendering.engine_of(rendering.body_of("bench", tier))
-    rig = Rig(tmp_path)
     rig.traffic.play([(backend, "restart", ["D"])])
     given = rig.engines[0].arguments.get("scheduler_cls")
     flags = [word for word in container["args"] if word.startswith("--scheduler-cls")]
@@ -420,14 +417,12 @@ def test_rounds_play_other_prompts_each_time(tmp_path: Path) -> None:
     assert not seeds[3] & seeds[4]
 
 
-def test_prompts_arrive_again_with_gpu_and_cpu_tier_emptied_in_between(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_prompts_arrive_again_with_gpu_and_cpu_tier_emptied_in_between(rig: Rig) -> None:
     rig.traffic.play([("fs", "restart", ["D"])])
     assert rig.engines[0].calls[1:] == ["forget all"] * 3
 
 
-def test_those_who_share_a_prefix_come_again_with_parts_that_nobody_has_seen(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_those_who_share_a_prefix_come_again_with_parts_that_nobody_has_seen(rig: Rig) -> None:
     rig.traffic.play([("none", "restart", ["E"])])
     parts = [request["parts"] for record in rig.records("cell") for request in record["requests"]]
     assert len({str(prefix) for prefix, _ in parts}) == 1

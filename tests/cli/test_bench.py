@@ -25,6 +25,8 @@ from kvtier_demo.progress import Progress
 from kvtier_demo.stack import place_model, running_stack
 from kvtier_operator import names
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 PRINTED = (Path(__file__).parent / "data" / "vllm_bench_serve.txt").read_text().splitlines()
 TOKENS = 4096
 
@@ -162,22 +164,7 @@ def test_real_engines_find_on_the_volume_what_the_first_one_computed(
 SECRET = "words that stay secret"
 
 
-CHAT = {"messages": [{"role": "user", "content": "x"}]}
-TENANT = {"prompt": "x", "kv_transfer_params": {"kvtier_tenant": "acme"}}
-
-
-@pytest.mark.parametrize(
-    ("line", "path", "kept"),
-    [
-        (CHAT, prompts.CHAT, CHAT),
-        ({"prompt": "x", "cache_salt": "s"}, prompts.TEXT, {"prompt": "x", "cache_salt": "s"}),
-        ({"prompt": [1, 2, 3]}, prompts.TEXT, {"prompt": [1, 2, 3]}),
-        ("a text", prompts.TEXT, {"prompt": "a text"}),
-        ({"custom_id": "7", "url": "/v1/completions", "body": {"prompt": "x"}}, prompts.TEXT, {"prompt": "x"}),
-        # What concerns the answer is left out, and the tenant stays.
-        ({**TENANT, "max_tokens": 500, "stream": True, "n": 4}, prompts.TEXT, TENANT),
-    ],
-)
+@pytest.mark.parametrize(("line", "path", "kept"), TABLES["requests"])
 def test_a_line_becomes_a_request_with_one_token_of_answer(line: object, path: str, kept: dict[str, object]) -> None:
     # Empty lines count, and are left out.
     (found,) = prompts.parse(["\n", json.dumps(line)])
@@ -192,21 +179,7 @@ def test_a_packed_file_is_read_like_a_plain_one(tmp_path: Path) -> None:
     assert list(prompts.read(packed)) == list(prompts.read(plain))
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (f'{{"prompt": "{SECRET}"', "line 1: is no JSON at column"),
-        (json.dumps({"text": SECRET}), 'must have one of "messages" and "prompt"'),
-        (json.dumps({"prompt": SECRET, "messages": []}), 'must have one of "messages" and "prompt"'),
-        (json.dumps([SECRET]), "must be an object"),
-        (json.dumps({"messages": SECRET}), "messages must be a list"),
-        (json.dumps({"messages": []}), "one message or more"),
-        (json.dumps({"prompt": {SECRET: 1}}), "prompt must be a text or a list of tokens"),
-        (json.dumps({"prompt": 5}), "prompt must be a text or a list of tokens"),
-        ('""', "and not empty"),
-        ("[" * 200_000, "line 1: is no JSON"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [*TABLES["mistakes"], ("[" * 200_000, "line 1: is no JSON")])
 def test_a_mistake_is_named_by_its_line_and_repeats_nothing(line: str, said: str) -> None:
     with pytest.raises(click.UsageError) as raised:
         list(prompts.parse([line]))

@@ -92,10 +92,8 @@ def test_in_a_pod_the_variable_or_a_file_in_its_usual_place_names_the_cluster(
 def test_in_a_pod_without_the_variable_the_namespace_is_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBECONFIG")
     monkeypatch.setenv("HOME", "/nonexistent")
-    monkeypatch.setattr("kubernetes.config.incluster_config.InClusterConfigLoader._load_config", lambda _loader: None)
-    monkeypatch.setattr(
-        "kubernetes.config.incluster_config.InClusterConfigLoader._set_config", lambda _loader, _settings: None
-    )
+    for method in ("_load_config", "_set_config"):
+        monkeypatch.setattr(f"kubernetes.config.incluster_config.InClusterConfigLoader.{method}", lambda *_: None)
     assert CliClient().namespace == "tools"
 
 

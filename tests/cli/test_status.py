@@ -68,11 +68,7 @@ def test_problems_come_first_and_conditions_without_one_are_only_counted() -> No
     assert steps.split() == ["EnginesReady:", "about", "EnginesReady", "DiskEffective:", "about", "DiskEffective"]
     everything = status.one(document(conditions=CONDITIONS), is_verbose=True)
     assert all(each["type"] in click.unstyle(everything) for each in CONDITIONS)
-    for reason, text, color in (
-        ("EngineCrashed", "False", "red"),
-        ("Idle", "False", "green"),
-        ("Bound", "True", "green"),
-    ):
+    for reason, text, color in TABLES["colors"]:
         assert click.style(text, fg=color) in next(line for line in everything.splitlines() if reason in line)
 
 
@@ -180,15 +176,7 @@ def test_a_prompt_of_several_lines_goes_with_its_record(repeated: str) -> None:
     assert kept[-1] == after
 
 
-@pytest.mark.parametrize(
-    "next_record",
-    [
-        "INFO 11-22 07:43:18 [engine.py:1] Added request",
-        'INFO:     10.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK',
-        "[2026-11-22 07:43:18,001] kvtier_operator [INFO    ] wrote",
-        "2026-11-22T07:43:18.001Z wrote",
-    ],
-)
+@pytest.mark.parametrize("next_record", TABLES["next_records"])
 def test_what_follows_a_prompt_of_several_lines_stays(next_record: str) -> None:
     told = f"INFO 11-22 07:43:17 [a.py:1] prompt: once\nupon a time\n{next_record}\n"
     state = {"terminated": {"message": told}}

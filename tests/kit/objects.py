@@ -65,6 +65,13 @@ def definition(kind: str, schema: Json, **version: Any) -> Json:
 WIDGET_SCHEMA: Json = yaml.safe_load(Path(__file__).with_name("widget.yaml").read_text())
 
 
+def refusal(answered: tuple[int, Any], code: int = 422, reason: str = "Invalid") -> Json:
+    """Return what a server says that refuses a request with this code and reason."""
+    refused: Json = answered[1]
+    assert (answered[0], refused["reason"]) == (code, reason), refused
+    return refused
+
+
 def widget(name: str = "a", /, **spec: Any) -> Json:
     return {"apiVersion": f"{GROUP}/v1", "kind": "Widget", "metadata": {"name": name}, "spec": {"size": 1, **spec}}
 

@@ -249,7 +249,7 @@ def test_a_kind_that_is_forbidden_is_known_to_be_and_told_when_it_may_be_read(st
 
 
 @contextmanager
-def cached(api: ApiServerThread) -> Iterator[tuple[CachedCluster, Cache]]:
+def cached() -> Iterator[tuple[CachedCluster, Cache]]:
     cluster = connect()
     cache = Cache(cluster, lambda _kind, _tiers: None, namespaces=("default",))
     cache.start()
@@ -268,10 +268,9 @@ MINE: dict[str, Any] = {
 }
 
 
-def test_nothing_is_written_for_a_tier_that_was_edited_or_deleted_since(api: ApiServerThread) -> None:
-    kubectl = Client(api.url)
+def test_nothing_is_written_for_a_tier_that_was_edited_or_deleted_since(kubectl: Client) -> None:
     kubectl.apply_tier(body())
-    with cached(api) as (cluster, cache):
+    with cached() as (cluster, cache):
         cluster.get(TIER_KEY, "default")
         kubectl.delete("/apis/kvtier.dev/v1beta1", "kvcachetiers", "llama")
         with pytest.raises(ClusterConflict, match="was changed or deleted"):
@@ -280,10 +279,9 @@ def test_nothing_is_written_for_a_tier_that_was_edited_or_deleted_since(api: Api
         assert cache.tiers.places() == []
 
 
-def test_what_was_made_meanwhile_is_not_written_over(api: ApiServerThread) -> None:
-    kubectl = Client(api.url)
+def test_what_was_made_meanwhile_is_not_written_over(kubectl: Client) -> None:
     kubectl.apply_tier(body())
-    with cached(api) as (cluster, _cache):
+    with cached() as (cluster, _cache):
         cluster.get(TIER_KEY, "default")
         theirs = {**MINE, "metadata": {"name": "llama-connector"}, "data": {"their": "own"}}
         kubectl.call("POST", kubectl.path(CORE, "configmaps"), theirs)

@@ -88,25 +88,14 @@ BOTH = Subjects(adapters=("sql",), has_pictures=True)
 SQL, PICTURE = "the adapter sql", "a picture"
 
 
-@pytest.mark.parametrize(
-    ("engine", "chunk", "covered", "left"),
-    [
-        ({}, Chunk(), (SQL, PICTURE), ()),
-        ({"is_blind": True}, Chunk(), (SQL,), (PICTURE,)),
-        # The model has no room for a picture.
-        ({"most_tokens": 1024}, Chunk(), (SQL,), ()),
-        # The prompt of a picture is as long as a chunk, and may be shorter than one.
-        ({}, Chunk(tokens=1024), (SQL, PICTURE), ()),
-        ({}, Chunk(tokens=1040), (SQL,), ()),
-    ],
-)
+@pytest.mark.parametrize(("engine", "chunk", "covered", "left"), TABLES["covered"])
 def test_a_tier_with_adapters_and_pictures_is_proven_with_as_many_as_can_be(
-    engine: dict[str, Any], chunk: Chunk, covered: tuple[str, ...], left: tuple[str, ...]
+    engine: dict[str, Any], chunk: dict[str, int], covered: list[str], left: list[str]
 ) -> None:
     volume = SharedVolume()
     first, second = ScriptedEngine(volume, **engine), ScriptedEngine(volume, **engine)
-    found = send(first, second, subjects=BOTH, chunk=chunk)
-    assert (found.outcome, found.covered, found.open) == (CanaryOutcome.LOADED, covered, left)
+    found = send(first, second, subjects=BOTH, chunk=Chunk(**chunk))
+    assert (found.outcome, [*found.covered], [*found.open]) == (CanaryOutcome.LOADED, covered, left)
     assert first.adapters == second.adapters == ["sql"]
 
 

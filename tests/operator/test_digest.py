@@ -283,15 +283,7 @@ def test_an_edit_is_told_field_by_field_and_in_sum(tmp_path: Path, kvtier: Comma
     assert "replaces 2 engine pods, one after another: spec.model.revision" in text
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        ({}, "serving/llama: nothing changes"),
-        ({"replicas": 5}, "only adds 3 engine pods"),
-        ({"replicas": 1}, "only removes 1 engine pod"),
-        ({"paused": True}, "restarts no engine"),
-    ],
-)
+@pytest.mark.parametrize(("edit", "words"), TABLES["costs_nothing"])
 def test_an_edit_that_costs_nothing_says_so(edit: dict[str, Any], words: str, tmp_path: Path, kvtier: Command) -> None:
     files = [write(tmp_path / "old.yaml", tier()), write(tmp_path / "new.yaml", tier(**edit))]
     assert words in kvtier("plan", "--diff", *files)

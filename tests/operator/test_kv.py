@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiers import engine_pod, plan_of, tier
 
 from kvtier_operator.plan import engine_args, models
-from kvtier_operator.plan.chunks import LARGEST_BLOCK_TOKENS, STEP_TOKENS
+from kvtier_operator.plan.chunks import LARGEST_BLOCK_TOKENS
 from kvtier_operator.plan.decisions import checkpoints_of
 from kvtier_operator.plan.model_families import make_family_layout
 from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayout, has_uneven_heads
@@ -163,26 +163,12 @@ def test_windows_are_kept_at_whole_files_and_take_at_most_half_of_what_every_tok
     assert 0 < checkpoints_of(plan.spec, plan.decisions.chunking).window_share <= 0.5
 
 
-STATES, PIECES, GEMMA = "Qwen/Qwen3-Next-80B-A3B-Instruct", "meta-llama/Llama-4-Scout-17B-16E-Instruct", WINDOWED[0]
-STEPS = {"1024": "1024", "1.5k": "1500", "1K": "1024", "32768": "2048", "auto": "2048"}
-"""Longest prompt to the step, which is no longer."""
+STATES, GEMMA = "Qwen/Qwen3-Next-80B-A3B-Instruct", WINDOWED[0]
 
 
-@pytest.mark.parametrize(
-    ("model", "args", "disk", "flags"),
-    [
-        ("openai/gpt-oss-20b", (), {"blockTokens": 128}, {INTERVAL: "512"}),
-        (STATES, (), {}, {INTERVAL: "None", STEP: str(STEP_TOKENS)}),
-        *((STATES, ("--max-model-len", most), {}, {INTERVAL: "None", STEP: step}) for most, step in STEPS.items()),
-        # A model that keeps every token, an unknown model, and windows in pieces, which vLLM keeps together.
-        *((each, (), {}, {}) for each in ("Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V3", "somebody/unknown", PIECES)),
-        # Without windows vLLM would refuse an interval.
-        *((GEMMA, (f"--disable-{each}",), {}, {}) for each in ("sliding-window", "hybrid-kv-cache-manager")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("model", "args", "disk", "flags"), TABLES["places"], ids=str)
 def test_places_to_go_on_from_are_kept_where_a_model_needs_them(
-    model: str, args: tuple[str, ...], disk: dict[str, Any], flags: dict[str, str]
+    model: str, args: list[str], disk: dict[str, Any], flags: dict[str, str]
 ) -> None:
     assert flags_of(planned(model, *args, disk=disk)) == flags
 

@@ -75,17 +75,7 @@ def test_what_an_older_version_rendered_otherwise_stays_with_its_document_and_it
     assert json.loads(config["data"]["connector.json"])["digest"] == "feed"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"spec": {"cpu": {"size": "32Gi"}}},
-        {"spec": {"model": {"tokenSecretRef": {"name": "hf"}}}},
-        {"spec": {"engine": {"podTemplate": {"nodeSelector": {"zone": "b"}}}}},
-        {"spec": {"engine": {"podTemplate": {"nodeSelector": None}}}},
-        {"metadata": {"annotations": {names.ANNOTATION_RESTART: "now"}}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", TABLES["takes_up"], ids=str)
 def test_an_edit_or_a_restart_takes_up_what_this_version_renders(change: dict[str, Any]) -> None:
     cluster = made(engine={"podTemplate": {"nodeSelector": {"zone": "a"}}})
     cluster.edit(TIER_KEY, change)
@@ -146,18 +136,7 @@ def janitors(cluster: FakeCluster) -> janitor.JanitorConfig:
     return janitor.decode(cluster.look(JANITOR_CONFIG)["data"]["janitor.json"])
 
 
-KEYS = {"encryption": {"secretName": "keys", "activeKey": "2026-10"}}
-BUDGET = {"budget": {"maxBytes": "1Ti", "ttl": "1h", "lowWatermark": "50%"}}
-
-
-@pytest.mark.parametrize(
-    ("disk", "edit", "told"),
-    [
-        ({}, {"mode": "Bypass"}, {"mode": "Bypass", "needs_permit": True}),
-        (KEYS, {"encryption": {"activeKey": "2026-11"}}, {"active_key": "2026-11"}),
-    ],
-    ids=["mode", "key"],
-)
+@pytest.mark.parametrize(("disk", "edit", "told"), TABLES["told_to_engines"], ids=["mode", "key"])
 def test_an_edit_reaches_running_engines(disk: dict[str, Any], edit: dict[str, Any], told: dict[str, Any]) -> None:
     cluster = reconciled(disk=disk)
     assert edited(cluster, disk=edit).written == (CONFIG,)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from asking_pods import Clock, ScriptedEngine, SharedVolume, nothing, on_loop
 from healthy_tier import HEALTHY, LATER, NOON, READY_POD, VIEW, varied
 from tiers import tier
@@ -24,6 +26,8 @@ from kvtier_operator.observe.http_client import HttpClient
 from kvtier_operator.observe.monitor import Monitor
 from kvtier_operator.observe.targets import EngineTarget, NoCanary, ObservationPlan, make_observation_plan
 from kvtier_operator.snapshot import EngineReport
+
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 TIER = TierName(namespace="serving", name="llama")
 TARGETS = (EngineTarget(pod="a", address="10.0.0.1"), EngineTarget(pod="b", address="10.0.0.2"))
@@ -133,49 +137,24 @@ def snapshot(*addresses: str, **changes: Any) -> Any:
     return replace(HEALTHY, pods=pods, **changes)
 
 
-BOTH_PODS = ("1.1.1.1", "1.1.1.2")
-
-
-@pytest.mark.parametrize(
-    ("body", "pods", "report", "refusal"),
-    [
-        ({}, BOTH_PODS, None, None),
-        ({"proof": {"canary": {"enabled": False}}}, BOTH_PODS, None, NoCanary.OFF),
-        ({"disk": {"mode": "ReadOnly"}}, BOTH_PODS, None, NoCanary.NOT_WRITTEN),
-        ({"replicas": 1}, BOTH_PODS[:1], None, NoCanary.SINGLE_REPLICA),
-        ({"replicas": 0}, (), None, NoCanary.NO_ENGINES),
-        ({}, BOTH_PODS[:1], None, NoCanary.ROLLING),
-        # Engines compare the blocks of another release.
-        ({}, BOTH_PODS, EngineReport(release=1), NoCanary.ROLLING),
-    ],
-)
+@pytest.mark.parametrize(("body", "pods", "report", "refusal"), TABLES["sent"])
 def test_a_canary_is_sent_only_where_it_can_prove_something(
-    body: Mapping[str, Any], pods: tuple[str, ...], report: EngineReport | None, refusal: NoCanary | None
+    body: Mapping[str, Any], pods: list[str], report: Mapping[str, int] | None, refusal: str | None
 ) -> None:
     seen = snapshot(*pods)
-    seen = replace(seen, pods=tuple(replace(pod, report=report) for pod in seen.pods))
+    told = None if report is None else EngineReport(**report)
+    seen = replace(seen, pods=tuple(replace(pod, report=told) for pod in seen.pods))
     ask = make_observation_plan(parse(tier(**body)), seen, generation="g", chunk=Chunk())
-    assert ask.refusal is refusal
+    assert ask.refusal is (None if refusal is None else NoCanary[refusal])
     assert len(ask.targets) == len(pods)
 
 
-ADAPTER = {"name": "sql", "source": {"claim": "adapters", "path": "sql"}}
-FROM_THE_HUB = {"name": "other", "source": {"hub": "org/other"}}
-
-
-@pytest.mark.parametrize(
-    ("body", "subjects"),
-    [
-        ({}, Subjects()),
-        ({"model": {"loras": [ADAPTER, FROM_THE_HUB]}}, Subjects(adapters=("sql",))),
-        ({"model": {"name": "google/gemma-3-12b-it"}}, Subjects(has_pictures=True)),
-        ({"model": {"name": "org/vl", "config": {"vision_config": {"depth": 2}}}}, Subjects(has_pictures=True)),
-        ({"model": {"name": "google/gemma-3-12b-it"}, "engine": {"args": ["--language-model-only"]}}, Subjects()),
-    ],
-)
-def test_a_canary_covers_adapters_and_pictures_of_the_tier(body: Mapping[str, Any], subjects: Subjects) -> None:
+@pytest.mark.parametrize(("body", "adapters", "has_pictures"), TABLES["subjects"])
+def test_a_canary_covers_adapters_and_pictures_of_the_tier(
+    body: Mapping[str, Any], adapters: list[str], has_pictures: bool
+) -> None:
     plan = make_observation_plan(parse(tier(**body)), snapshot("1.1.1.1"), generation="g", chunk=Chunk())
-    assert plan.subjects == subjects
+    assert plan.subjects == Subjects(adapters=tuple(adapters), has_pictures=has_pictures)
 
 
 def test_scaling_keeps_the_proof_and_other_blocks_or_other_pods_void_it() -> None:
@@ -192,15 +171,6 @@ def test_scaling_keeps_the_proof_and_other_blocks_or_other_pods_void_it() -> Non
 
 
 LOADED = CanaryResult(outcome=CanaryOutcome.LOADED, first="a", second="b", prompt_tokens=257, cached_tokens=256)
-FAILING: list[tuple[CanaryOutcome, str, str]] = [
-    (CanaryOutcome.FOUND, "True", "CanaryFound"),
-    (CanaryOutcome.LOADED, "True", "CanaryLoaded"),
-    (CanaryOutcome.MISSED, "False", "CanaryMissed"),
-    (CanaryOutcome.NOT_STORED, "False", "CanaryNotStored"),
-    (CanaryOutcome.BUSY, "Unknown", "CanaryBusy"),
-    (CanaryOutcome.UNANSWERED, "Unknown", "CanaryUnanswered"),
-    (CanaryOutcome.LOCKED, "Unknown", "CanaryLocked"),
-]
 
 
 def report(
@@ -214,9 +184,9 @@ def condition(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return next(each for each in found["conditions"] if each["type"] == kind)
 
 
-@pytest.mark.parametrize(("outcome", "verdict", "reason"), FAILING)
-def test_the_canary_is_told_and_a_disproof_takes_ready_away(outcome: CanaryOutcome, verdict: str, reason: str) -> None:
-    found = report(canary=replace(LOADED, outcome=outcome, problem="pod a answers 401"))
+@pytest.mark.parametrize(("outcome", "verdict", "reason"), TABLES["outcomes"])
+def test_the_canary_is_told_and_a_disproof_takes_ready_away(outcome: str, verdict: str, reason: str) -> None:
+    found = report(canary=replace(LOADED, outcome=CanaryOutcome[outcome], problem="pod a answers 401"))
     told = condition(found, "SharedCacheVerified")
     assert (told["status"], told["reason"]) == (verdict, reason)
     assert told["message"]
@@ -257,16 +227,9 @@ def test_what_was_proven_outlives_the_operator_and_what_cannot_be_looked_at_but_
     assert "proof" not in rolled
 
 
-@pytest.mark.parametrize(
-    ("outcome", "verdict", "reason"),
-    [
-        (EffectOutcome.PAYS, "True", "LoadingPays"),
-        (EffectOutcome.LOSES, "False", "LoadingLoses"),
-        (EffectOutcome.NO_HITS, "Unknown", "NoDiskHits"),
-    ],
-)
-def test_the_effect_is_advice_and_never_takes_ready_away(outcome: EffectOutcome, verdict: str, reason: str) -> None:
-    effect = EffectResult(outcome=outcome, loaded_tokens=51_234, load_rate=41_000, compute_rate=9_600)
+@pytest.mark.parametrize(("outcome", "verdict", "reason"), TABLES["effects"])
+def test_the_effect_is_advice_and_never_takes_ready_away(outcome: str, verdict: str, reason: str) -> None:
+    effect = EffectResult(outcome=EffectOutcome[outcome], loaded_tokens=51_234, load_rate=41_000, compute_rate=9_600)
     found = report(canary=LOADED, effect=effect)
     told = condition(found, "DiskEffective")
     assert (told["status"], told["reason"]) == (verdict, reason)

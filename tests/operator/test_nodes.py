@@ -143,9 +143,7 @@ def test_a_longer_table_of_models_changes_no_running_tier(monkeypatch: pytest.Mo
     assert decided(tier()) != before
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version":2}', '{"version":1,"cpu":7,"model":{"for":"x","blocks":0}}', "null"]
-)
+@pytest.mark.parametrize("text", TABLES["spoilt_notes"])
 def test_a_note_that_somebody_spoilt_counts_as_none(text: str) -> None:
     assert decisions.read(text) == decisions.Kept(cpu={}, model={})
 
@@ -322,22 +320,7 @@ def test_pods_on_the_nodes_network_resolve_services_and_a_node_must_have_room_fo
     assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
 
 
-PRIVILEGED = {**SIDECAR, "securityContext": {"privileged": True}}
-IPC = {"name": "engine", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
-
-
-@pytest.mark.parametrize(
-    ("template", "objection"),
-    [
-        ({"hostNetwork": True}, "hostNetwork"),
-        ({"volumes": [{"name": "dev", "hostPath": {"path": "/dev"}}]}, "hostPath of the volume dev"),
-        ({"containers": [PRIVILEGED]}, "privileged of the container auth"),
-        ({"initContainers": [{"name": "i", "image": "i", "securityContext": {"runAsUser": 0}}]}, "runAsUser of the"),
-        ({"containers": [IPC]}, "capabilities.add of the container engine"),
-        ({"securityContext": {"runAsNonRoot": False}}, "runAsNonRoot of the pods"),
-        ({"containers": [{**SIDECAR, "ports": [{"containerPort": 1, "hostPort": 1}]}]}, "hostPort of the container"),
-    ],
-)
+@pytest.mark.parametrize(("template", "objection"), TABLES["unrestricted"])
 def test_what_leaves_the_restricted_standard_is_said_by_its_field(template: dict[str, Any], objection: str) -> None:
     said = pods.warning(parse(tier(engine={"podTemplate": template})).engine.pod_template)
     assert objection in said
@@ -363,17 +346,7 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
     assert nodes.share_inputs(asked) != nodes.share_inputs(SPEC)
 
 
-CRASHED = {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason", "words"),
-    [
-        (CRASHED, "ContainerCrashed", "no host"),
-        ({"waiting_reason": "ImagePullBackOff"}, "ImagePullFailed", "spec.engine.podTemplate.containers"),
-        ({"exit_reason": "OOMKilled", "exit_code": 137}, "OutOfMemory", "spec.engine.podTemplate.containers"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason", "words"), TABLES["trouble_of_a_sidecar"])
 def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str, Any], reason: str, words: str) -> None:
     sidecar = ContainerStatus(name="auth", image="envoy", **changes)
     view = with_pod(containers=(ContainerStatus(name="engine", image="v"), sidecar))
