@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import mmap
@@ -54,6 +55,10 @@ def children(parent: int) -> list[int]:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 found.append(int(stat.parent.name))
     return found
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 def pass_deadlines(monkeypatch: pytest.MonkeyPatch, has_hung: Callable[[], bool], *, open_tasks: int = 1) -> None:

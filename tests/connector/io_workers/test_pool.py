@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,14 +245,15 @@ def test_what_waits_behind_a_volume_that_answers_is_not_late(pools: Pools, monke
 
 
 def test_what_waits_in_line_is_late_when_no_worker_gets_on_and_they_are_replaced(pools: Pools) -> None:
-    pool = pools.make(workers=2, stuck_seconds=1.0)
+    pool = pools.make(workers=2)
     pool.write(1)
-    # It closes again at once: a busy machine may let a worker hang in the first read.
+    # It closes again at once: a busy machine may let a worker hang in a later read.
     pool.breaker.admit = lambda _: True  # type: ignore[method-assign]  # of this breaker
     pool.load(0, 1)
     pool.wait_for(1)
     for process in pool.processes:
         os.kill(process, signal.SIGSTOP)
+    pool.workers._settings = replace(pool.workers._settings, deadline_seconds=1.0)
     pool.load(1, *[1] * 8, first_row=1)
     pool.wait_for(9)
     assert {pool.outcome(task) for task in range(1, 9)} == {Ending.LATE}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import HIT, PATIENCE_SECONDS, Pools, PoolUnderTest, is_waiting, payload, shut, wait_until
+from pools import HIT, PATIENCE_SECONDS, Pools, PoolUnderTest, is_waiting, payload, refuse, shut, wait_until
 from waiting import is_alive
 
 from kvtier_connector.io_workers.pool import NO_WORKERS
@@ -120,10 +119,6 @@ def test_workers_that_hang_and_are_killed_are_never_given_up(pools: Pools) -> No
         pool.load(task, 1)
         pool.wait_for(task + 1)
     assert pool.has_processes
-
-
-def refuse(*_: object, **__: object) -> None:
-    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 def test_without_processes_all_tasks_are_refused(

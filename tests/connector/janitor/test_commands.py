@@ -211,7 +211,7 @@ class Writers:
     def __init__(self, root: Path) -> None:
         self.outcomes: Counter[StoreOutcome] = Counter()
         self._tasks: queue.SimpleQueue[tuple[BlockKey, Lineage, float]] = queue.SimpleQueue()
-        self._stored = threading.Semaphore(0)
+        self._stored, self._may_end = threading.Semaphore(0), threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(root,)) for _ in range(WRITERS)]
 
     def order(self, of: BlockKey, lineage: Lineage = NO_LINEAGE) -> None:
@@ -224,6 +224,7 @@ class Writers:
             assert self._stored.acquire(timeout=60)
 
     def join(self) -> None:
+        self._may_end.set()
         for thread in self._threads:
             thread.join(60)
 
@@ -231,6 +232,8 @@ class Writers:
         store = BlockStore(root, direct=False)
         store.learn_purges()
         while True:
+            if self._tasks.qsize() < 100:
+                self._may_end.wait(60)
             try:
                 of, lineage, queued = self._tasks.get_nowait()
             except queue.Empty:

@@ -98,9 +98,7 @@ def begun(state: Path) -> StartupReport:
 def test_all_engines_of_the_pod_are_waited_for_and_one_without_its_volume_passes(probe: Probe, state: Path) -> None:
     first, second = begun(state), begun(state)
     first.say(Phase.ATTACHED)
-    code, words = probe()
-    assert code == 1
-    assert words == "1 of 2 disk tiers wait for the volume: ns/tier: the volume has not answered yet"
+    assert probe() == (1, "1 of 2 disk tiers wait for the volume: ns/tier: the volume has not answered yet")
     second.say(Phase.WITHOUT, "another model")
     assert probe() == (0, "ready")
 
@@ -145,9 +143,7 @@ def test_a_file_that_is_no_statement_counts_for_nothing_and_goes(probe: Probe, s
 def test_an_engine_that_does_not_answer_is_held_back(probe: Probe, engine: Engine, state: Path) -> None:
     begun(state).say(Phase.ATTACHED)
     engine.status = 503
-    code, words = probe()
-    assert code == 1
-    assert words == f"the engine answers 503 at 127.0.0.1:{engine.port}/health"
+    assert probe() == (1, f"the engine answers 503 at 127.0.0.1:{engine.port}/health")
     engine.close()
     code, words = probe()
     assert code == 1

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from rig import DECLARED, DIGEST, Rig, Rigs, key, keys, offloading_config, wait_until
+from store_contract import K1, K2
 from store_faults import FailingFs, GatedFs, plant
 
 from kvtier_connector.contract.engine import encode_live
@@ -150,6 +151,8 @@ def test_a_directory_that_goes_and_comes_back_is_noticed_with_the_next_lookup(ri
     rigs.root.rename(aside)
     rig.manager.reset_cache()
     assert rig.serve(keys(5), "gone").hit_blocks == 0
+    # A read that begins later would find them.
+    rig.settle()
 
     def put_back() -> bool:
         # The engine may write its journal into a directory that was just removed.
@@ -409,9 +412,6 @@ def test_the_layout_of_kv_depends_on_the_order_of_states_and_not_on_the_number_o
 )
 def test_another_backend_instruction_set_type_or_order_is_another_layout(other: tuple[Any, Any]) -> None:
     assert describe_one(*other)[1] != describe_one(attention())[1]
-
-
-K1, K2 = bytes(range(32)), bytes(range(1, 33))
 
 
 class Cluster:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import itertools
 import os
 import resource
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pools import pass_deadlines
+from pools import pass_deadlines, refuse
 from rig import DIGEST, IO_THREADS, ROW_BYTES, Rigs, key, keys, wait_until
 from store_faults import GatedFs
 from vllm.v1.kv_offload.base import get_offload_block_hash
@@ -331,10 +330,6 @@ def test_on_one_processor_a_worker_loads_while_others_store(rigs: Rigs, monkeypa
     rig.offload(keys(4))
     assert rig.serve(keys(4)).hit_blocks == 4
     assert rig.metric("vllm:kvtier_disk_io_processes") == 3
-
-
-def refuse(*_: object, **__: object) -> None:
-    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 def test_without_processes_an_engine_serves_without_its_tier(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Timer, current_thread, main_thread
+from threading import Event, current_thread, main_thread
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def start(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Start:
     def start_engine(release: str, shape: Shape | None = None, **settings: Any) -> SimulatedEngine:
         monkeypatch.setattr(releases, "release_name", lambda _image: release)
         made = engines.make(shape, **{"across_releases": "Verified", **settings})
-        wait_until(lambda: bool(made.metric("vllm:kvtier_disk_mode") == 0), "the engine has looked at the volume")
+        wait_until(made.tier.attachment._decided.is_set, "the engine has looked at the volume")
         return made
 
     return start_engine
@@ -150,7 +151,7 @@ def test_blocks_that_differ_give_the_release_its_own_generation(
     assert decide(second) is Verdict.REFUSED
     assert "differs in" in note_of(root)["why"]
     # They may hang in the volume: no request waits for that.
-    assert len(closers) == 2
+    wait_until(lambda: len(closers) == 2, "both are being closed")
     assert main_thread() not in closers
     ask(second, [prompt_of(6, seed=99)])
     later = start(NEW)
@@ -252,20 +253,16 @@ def test_engines_that_compare_at_once_agree(start: Start, total: int) -> None:
 
 @pytest.mark.parametrize("release", [OLD, NEW])
 def test_an_engine_that_was_accepted_goes_on_where_notes_are_lost_or_are_no_longer_believed(
-    start: Start, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str
+    start: Start, engines: Engines, keys_dir: Path, monkeypatch: pytest.MonkeyPatch, release: str
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.mkdir()
-    (keys / "k1").write_bytes(bytes(range(32)))
     live = engines.rigs.live_file(active_key="k1")
-    settings = {"keys_dir": str(keys), "live_file": str(live), "refresh_seconds": 0.05}
+    settings = {"keys_dir": str(keys_dir), "live_file": str(live), "refresh_seconds": 0.05}
     ask(start(OLD, **settings), OURS)
     engine = start(release, **settings)
     ask(engine, OURS)
     assert decide(engine) is Verdict.ACCEPTED
-    (keys / "k2").write_bytes(bytes(range(1, 33)))
     live.write_text(encode_live("ReadWrite", active_key="k2"))
-    (keys / "k1").unlink()
+    (keys_dir / "k1").unlink()
     attachment, root = engine.tier.attachment, engines.rigs.root
     keyring = attachment.keyring
     assert keyring is not None
@@ -310,18 +307,19 @@ def test_a_generation_that_another_release_made_anew_is_left(start: Start, engin
 
 
 class WithoutLinks(FileSystem):
-    """A volume without hard links, on which the old release founds the generation a moment after the new one did."""
-
     def link(self, source: str, target: str) -> None:
         raise OSError(errno.EPERM, f"{source} and {target}: no links")
 
-    def rename(self, source: str, target: str) -> None:
-        super().rename(source, target)
-        if target.endswith("founder.json"):
-            Timer(0.2, Path(target).write_text, (json.dumps({"release": OLD}),)).start()
 
+def test_one_of_the_releases_that_begin_at_once_founds_it_also_without_links(
+    start: Start, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found_too(seconds: float) -> None:
+        """Found it as the old release while the new one waits for others, a moment after it did."""
+        if seconds > 0.2:
+            (engines.rigs.root / "releases" / "founder.json").write_text(json.dumps({"release": OLD}))
 
-def test_one_of_the_releases_that_begin_at_once_founds_it_also_without_links(start: Start, engines: Engines) -> None:
+    monkeypatch.setattr(releases, "time", SimpleNamespace(sleep=found_too))
     assert decide(start(NEW, fs=WithoutLinks())) is Verdict.REFUSED
     assert "has stored no blocks" in note_of(engines.rigs.root)["why"]
 

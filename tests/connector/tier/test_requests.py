@@ -213,11 +213,11 @@ def test_a_step_with_many_requests_whose_blocks_are_being_written_asks_about_eac
     rig = rigs.make(fs=gate, chunks=2048)
     transfers = rig.tier.transfers
     contexts = [rig.begin_offload([key(number)], f"r{number}") for number in range(1000)]
-    began = time.process_time()
+    began = time.thread_time()
     assert all(map(transfers.is_storing, contexts))
     assert not transfers.is_storing(ReqContext(req_id="other"))
     # A look at every store for each request is a million looks, a tenth of a second at least.
-    assert time.process_time() - began < 0.02
+    assert time.thread_time() - began < 0.02
     gate.open_gate()
     rig.settle()
     assert not any(map(transfers.is_storing, contexts))

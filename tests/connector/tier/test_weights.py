@@ -84,7 +84,7 @@ def test_a_request_gets_the_new_weights_whether_or_not_its_load_was_reported(
     assert engine.computed["a"] == 0
     engine.fill_weights(7)
     engine.copies.lag = 0
-    engine.run(most_steps=100)
+    engine.run()
     # Of two, one computes what the other one shares.
     assert len(names) > 1 or engine.computed["a"] == prompts.REST * is_reported + len(prompts.PROMPT)
     assert engine.answers == dict.fromkeys(names, answer_of(prompts.PROMPT, 1, salt=engine.source_of(None, None)))
