@@ -70,8 +70,7 @@ def saying(said: bytes, *, drips: bool) -> Iterator[int]:
     is_over = threading.Event()
 
     def say(listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        with client, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), listener.accept()[0] as client:
             client.recv(1000)
             client.sendall(said)
             while drips and not is_over.wait(0.05):
@@ -82,6 +81,7 @@ def saying(said: bytes, *, drips: bool) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         is_over.set()
+        listener.shutdown(socket.SHUT_RDWR)  # whoever gave up on the way here never comes
         thread.join()
 
 
@@ -138,7 +138,7 @@ def test_an_asker_that_ends_leaves_nobody_behind(pods: Pods) -> None:
     pods.may_answer.clear()
     told: list[object] = []
     with running() as asker:
-        asker.call(lambda: asker.submit(HttpRequest(address=at(pods.port)), owner="tier", on_reply=told.append))
+        asker.call(lambda: asker.submit(HttpRequest(address=at(pods.port), seconds=50), owner="", on_reply=told.append))
         until(lambda: pods.asked)
     asker.call(told.append, "too late")
     assert told == []

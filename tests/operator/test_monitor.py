@@ -69,7 +69,9 @@ class Bench:
         return self.monitor.findings(TIER, ask, proven_rollout=proven)
 
     def canary(self, ask: ObservationPlan = ASK) -> CanaryResult:
-        return until(lambda: self.look(ask).canary)
+        found = until(lambda: self.look(ask).canary)
+        on_loop(self.asker, nothing)  # which wakes the tier once that can be seen
+        return found
 
     def asked(self) -> int:
         return sum(len(engine.asked) for engine in self.engines.values())

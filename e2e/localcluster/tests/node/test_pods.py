@@ -14,9 +14,6 @@ from waiting import is_alive, until
 from kvtier_localcluster import kinds
 from kvtier_localcluster.node import pod
 
-ENOUGH_SECONDS = 6
-"""For a hook and for a signal, each of which starts Python or finds it busy."""
-
 
 def test_a_container_gets_its_declared_environment_and_nothing_of_the_callers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
@@ -79,8 +76,8 @@ def test_config_files_name_the_real_paths_and_follow_their_config_map(bench: Ben
 
     bench.patch(kinds.CONFIG_MAP, "files", {"data": {"config.json": "new /var/lib/cache/x", "more": "1"}})
     until(lambda: bench.ask("reader", f"/file{path}") == f"new {root}/x")
-    names = {each.name for each in Path(path).parent.iterdir()}
-    assert {name for name in names if not name.startswith("..")} == {"config.json", "more"}
+    # Names that are new follow the text of those that were there.
+    until(lambda: {each.name for each in Path(path).parent.glob("[!.]*")} == {"config.json", "more"})
 
 
 def test_the_files_of_a_config_map_change_together_and_an_open_one_stays_as_it_was(bench: Bench) -> None:
@@ -228,7 +225,11 @@ def test_the_log_of_the_container_before_a_restart_is_kept_for_its_pod_alone(ben
         path = f"/api/v1/namespaces/{bench.namespace}/pods/crashing/log?previous=true"
         return fetch(bench.cluster.url + path)
 
-    once = "import os; print(os.path.exists('/notes/again')); open('/notes/again', 'x').close(); raise SystemExit(1)"
+    once = (
+        "import os, time; print(os.path.exists('/notes/again'), flush=True)\n"
+        "if os.path.exists('/notes/again'): time.sleep(600)\n"
+        "open('/notes/again', 'x').close(); raise SystemExit(1)"
+    )
     bench.pod("crashing", script(once), mounts={"/notes": {"emptyDir": {}}})
     assert until(previous) == "False\n"
     bench.delete(kinds.POD, "crashing")
@@ -260,15 +261,16 @@ def test_ending_a_pod_runs_its_hook_then_asks_and_then_kills_with_all_children(b
     bench.create(kinds.PERSISTENT_VOLUME_CLAIM, claim("notes"))
     hook = {"preStop": {"exec": {"command": ["python3", "-c", "open('/notes/hook', 'w').close()"]}}}
     mounts = {"/notes": claimed("notes")}
-    bench.pod("stubborn", script(stubborn, lifecycle=hook), mounts=mounts, terminationGracePeriodSeconds=ENOUGH_SECONDS)
+    bench.pod("stubborn", script(stubborn, lifecycle=hook), mounts=mounts, terminationGracePeriodSeconds=600)
     notes = bench.cluster.cluster.data.claim((bench.namespace, "notes"))
     until((notes / "pids").exists)
     pids = [int(pid) for pid in (notes / "pids").read_text().split()]
     assert all(is_alive(pid) for pid in pids)
     bench.delete(kinds.POD, "stubborn")
-    until(lambda: bench.get(kinds.POD, "stubborn") is None)
+    until((notes / "asked").exists)
     assert (notes / "hook").exists()
-    assert (notes / "asked").exists()
+    bench.delete(kinds.POD, "stubborn", grace_seconds=1)
+    until(lambda: bench.get(kinds.POD, "stubborn") is None)
     assert not any(is_alive(pid) for pid in pids)
     until(lambda: "Killing" in bench.reasons("stubborn"))
 
