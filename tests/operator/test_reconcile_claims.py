@@ -31,6 +31,8 @@ from kvtier_operator.names import ObjectKey, key_of
 from kvtier_operator.reconcile import PATIENCE
 from kvtier_operator.snapshot import LiveJanitor, Neighbour
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 
 def test_a_retained_claim_is_taken_up_again_and_goes_with_its_tier_only_under_delete() -> None:
     cluster = reconciled()
@@ -47,6 +49,22 @@ def test_a_retained_claim_is_taken_up_again_and_goes_with_its_tier_only_under_de
     edited(cluster, volume={"deletionPolicy": "Delete"})
     cluster.remove(TIER_KEY)
     assert cluster.existing() == set()
+
+
+@pytest.mark.parametrize("case", TABLES["held up"], ids=lambda case: case["id"])
+def test_a_claim_is_retained_as_soon_as_its_tier_says_so_whatever_else_waits_or_is_refused(
+    case: dict[str, Any],
+) -> None:
+    cluster = reconciled(volume={"deletionPolicy": "Delete"})
+    cluster.refuse = lambda each: "cannot grow" if each["kind"] == names.CLAIM_KIND and "3Ti" in str(each) else ""
+    cluster.edit(TIER_KEY, case.get("tier", {}))
+    cluster.edit(CLAIM, case.get("claim", {}))
+    run(cluster)
+    before = cluster.look(CLAIM)["spec"]
+    assert CLAIM in edited(cluster, volume={"deletionPolicy": "Retain"}).written
+    assert (run(cluster).written, cluster.look(CLAIM)["spec"]) == ((), before)
+    cluster.remove(TIER_KEY)
+    assert CLAIM in cluster.existing()
 
 
 def test_an_existing_claim_is_never_written() -> None:
@@ -298,7 +316,7 @@ def test_two_tiers_whose_budgets_do_not_fit_their_claim_say_so_until_one_is_lowe
 
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
-GOOD: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["good"]
+GOOD: dict[str, Any] = TABLES["good"]
 ALWAYS = {"proof": {"preflight": "Always"}}
 
 

@@ -43,7 +43,7 @@ _LEASE: Final = (names.COORDINATION, names.LEASE_KIND)
 PARTS: Final = (
     Part(
         name=claim.PART,
-        keys=lambda tier: _keys(names.claim(tier), ("v1", names.CLAIM_KIND)),
+        keys=lambda tier: (names.claim_key(names.claim(tier)),),
         wants=claim.wanted,
         refuse=claim.refuse,
         # A claim is never deleted: no edit of a tier may cost data.
