@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
 from kvtier_operator import names, quantity
-from kvtier_operator.api import pod_template
+from kvtier_operator.api import TierSpec, pod_template
 from kvtier_operator.api.disk_spec import EncryptionSpec
 from kvtier_operator.api.engine_spec import HARMLESS
 from kvtier_operator.api.reasons import Reason
@@ -351,20 +351,26 @@ def release_of(image: str) -> str | None:
     return None if found is None else vllm_release(found[1])
 
 
+def release_problem(spec: TierSpec) -> Problem | None:
+    """Return that no connector supports the release of vLLM in the tier's image."""
+    image, release = spec.engine.image, release_of(spec.engine.image) if spec.connector.is_ours else None
+    if release is None or release in SUPPORTED_VLLM:
+        return None
+    return Problem(
+        Reason.VLLM_UNSUPPORTED,
+        f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
+        f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
+    )
+
+
 def _judge(stage: PlannedStage, _previous: Status) -> Problem:
     """The pods are as this operator would make them, with a vLLM that the connector supports."""
     restart = (
         f"`kubectl annotate kvt {stage.tier.name} -n {stage.tier.namespace} --overwrite "
         f'{names.ANNOTATION_RESTART}="$(date +%s)"`'
     )
-    image = stage.spec.engine.image
-    release = release_of(image) if stage.spec.connector.is_ours else None
-    if release is not None and release not in SUPPORTED_VLLM:
-        return Problem(
-            Reason.VLLM_UNSUPPORTED,
-            f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
-            f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
-        )
+    if (problem := release_problem(stage.spec)) is not None:
+        return problem
     if changed := drift(stage.plan):
         return Problem(
             Reason.ENGINES_OUTDATED,
