@@ -363,21 +363,18 @@ def test_nodes_must_have_every_counted_resource_and_room_for_the_sidecars() -> N
     assert nodes.share_inputs(asked) != nodes.share_inputs(SPEC)
 
 
-CRASHED = {"waiting_reason": "CrashLoopBackOff", "exit_code": 2, "exit_message": "no host"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason", "words"),
-    [
-        (CRASHED, "ContainerCrashed", "no host"),
-        ({"waiting_reason": "ImagePullBackOff"}, "ImagePullFailed", "spec.engine.podTemplate.containers"),
-        ({"exit_reason": "OOMKilled", "exit_code": 137}, "OutOfMemory", "spec.engine.podTemplate.containers"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason", "words"), TABLES["sidecars"])
 def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str, Any], reason: str, words: str) -> None:
     sidecar = ContainerStatus(name="auth", image="envoy", **changes)
     view = with_pod(containers=(ContainerStatus(name="engine", image="v"), sidecar))
     check_problem(view, "EnginesReady", Reason(reason), words)
+
+
+@pytest.mark.parametrize(("probe", "tries"), TABLES["starts"])
+def test_a_start_has_its_time_whatever_the_period_of_the_probe_is(probe: dict[str, int], tries: int) -> None:
+    assert plan_of(tier()).sizing.startup_seconds == 362
+    found = container(pod_of(containers=[{"name": "engine", "startupProbe": probe}]))["startupProbe"]
+    assert found["failureThreshold"] == tries
 
 
 @pytest.mark.parametrize(

@@ -114,10 +114,15 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         yield "the connector's configuration"
 
 
+def _period(probe: Mapping[str, Any]) -> int:
+    """Return the seconds between tries of a probe with the user's settings; 0 is Kubernetes' default."""
+    return int(probe.get("periodSeconds", _PROBE_PERIOD_SECONDS) or 10)
+
+
 def _startup_seconds(plan: TierPlan) -> int:
     """Return what a start may take: what we expect, or what the user's threshold of the probe allows."""
     probe = pod_template.of_engine(plan.spec.engine.pod_template.containers).get("startupProbe") or {}
-    allowed = probe.get("failureThreshold", 0) * probe.get("periodSeconds", _PROBE_PERIOD_SECONDS)
+    allowed = probe.get("failureThreshold", 0) * _period(probe)
     return int(max(plan.sizing.startup_seconds, allowed + probe.get("initialDelaySeconds", 0)))
 
 
@@ -220,7 +225,7 @@ def _startup(plan: TierPlan) -> Manifest:
 
 
 def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, Any]) -> Manifest:
-    engine, keys = plan.spec.engine, plan.spec.disk.encryption
+    engine, keys, period = plan.spec.engine, plan.spec.disk.encryption, _period(added.get("startupProbe") or {})
     ours = {
         "name": names.ENGINE_CONTAINER,
         "image": engine.image,
@@ -237,10 +242,10 @@ def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, An
         # fails later costs what is computed instead, and an engine that serves is not taken away for it.
         "startupProbe": {
             **_startup(plan),
-            "periodSeconds": _PROBE_PERIOD_SECONDS,
+            "periodSeconds": period,
             # A start of Python on a node that is busy loading a model, and the engine's own answer.
             "timeoutSeconds": 10,
-            "failureThreshold": math.ceil(plan.sizing.startup_seconds / _PROBE_PERIOD_SECONDS),
+            "failureThreshold": math.ceil(plan.sizing.startup_seconds / period),
         },
         "readinessProbe": {**_health(), "timeoutSeconds": 5, "failureThreshold": 3},
         # /health answers 503 once the engine core has died. A busy front end may be slow to answer: that is no reason
