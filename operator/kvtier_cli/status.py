@@ -117,6 +117,8 @@ TierDocument = Mapping[str, Any]
 _COLORS: Final = {"True": "green", "False": "red", "Unknown": "yellow"}
 _NEGATIVE: Final = frozenset({"Reconciling", "Stalled", "Paused", "ClaimShared"})
 """Conditions whose good value is False."""
+_GOOD_REASON: Final = "BudgetsFit"
+"""Reason of a good condition whose value is the other one."""
 _SILENT_REASONS: Final = frozenset({"NotChecked", "NotApplicable"})
 """Reasons of conditions that say nothing about the tier."""
 _WIDTH: Final = 110
@@ -157,7 +159,8 @@ def _severity(condition: TierDocument) -> int:
     status = condition["status"]
     if status == "Unknown":
         return 2 if condition["reason"] in _SILENT_REASONS else 1
-    return 2 if status == ("False" if condition["type"] in _NEGATIVE else "True") else 0
+    is_good = status == ("False" if condition["type"] in _NEGATIVE else "True") or condition["reason"] == _GOOD_REASON
+    return 2 if is_good else 0
 
 
 def _colored(condition: TierDocument) -> str:
@@ -405,6 +408,9 @@ def restart(tier: str, *, yes: bool, output_format: str, where: client.Where) ->
     namespace = where.asked_namespace
     body = where.client.tier(namespace, tier)
     waits = _waits(tier, body) if yes else ""
+    if external_of(body):
+        remedy = "restart the object that makes them, as with `kubectl rollout restart`"
+        raise click.UsageError(f"engines of {tier} are those of another owner, which kvtier does not replace: {remedy}")
     pods = sorted(each["metadata"]["name"] for each in where.client.pods(namespace, tier, names.COMPONENT_ENGINE))
     if yes:
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -18,7 +18,7 @@ from command import Command
 from definition import tier_definition
 from live import APPS, Client, body
 from locked_image import blocked_modules, prelude
-from tiers import tier
+from tiers import merge, tier
 from waiting import until
 
 import kvtier_connector
@@ -45,8 +45,9 @@ ROOT = Path(__file__).parents[2]
         ("apiVersion: kvtier.dev/v1beta1\nkind: KVCacheTier\nmetadata: {}\n", "metadata.name: is required"),
         ("{", "is not YAML"),
         ("", "holds no KVCacheTier"),
+        ("kind: List\nitems: 5\n", "items: of a List must be a list of objects: write each"),
+        (yaml.safe_dump(merge(tier(), {"metadata": {"annotations": [1]}})), "metadata.annotations: must be an object"),
     ],
-    ids=["a bad field", "another kind", "another version", "a typo", "no kind", "no name", "no YAML", "nothing"],
 )
 @pytest.mark.parametrize("verb", ["render", "plan", "validate"])
 def test_unreadable_input_is_told_in_words(text: str, message: str, verb: str, tmp_path: Path, kvtier: Command) -> None:
