@@ -310,7 +310,11 @@ def engines_own_the_directory(stage: PlannedStage) -> Problem | None:
 
 
 def volume_answers(stage: PlannedStage) -> Problem | None:
-    """The volume answers every engine."""
+    """Every engine has a vLLM that can use the volume, and is answered."""
+    unsupported = {pod.name: pod.report.unsupported for pod in stage.snapshot.pods if pod.report}
+    if pods := [name for name, why in unsupported.items() if why]:
+        what = f"pod {listed(pods)} serves without the volume and without the CPU tier"
+        return Problem(Reason.DETACHED, f"{what}: {unsupported[pods[0]]}")
     without = [pod.name for pod in stage.snapshot.pods if pod.report is not None and pod.report.is_detached]
     if not without:
         return None
