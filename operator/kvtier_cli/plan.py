@@ -150,7 +150,7 @@ def plan_file(
         fits, fits_some = _fit(made, snapshot)
         is_fitting = is_fitting and fits_some
         warning = pods.warning(spec.engine.pod_template)
-        pages.append(report.describe(made, capacity, fits=fits, warning=warning))
+        pages.append(report.describe(made, capacity, fits=fits, warning=warning, found=found_nodes))
         documents.append(
             {
                 "tier": str(tier),
