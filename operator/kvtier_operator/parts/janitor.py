@@ -261,11 +261,11 @@ def engines_may_store(stage: PlannedStage) -> Problem | None:
     usage = stage.snapshot.janitor.usage
     if usage is None or not usage.store_pause:
         return None
-    return Problem(
-        Reason.STORES_PAUSED,
-        f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room "
-        "again: free the volume of what is not ours, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes",
-    )
+    what = f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room again: "
+    remedy = "remove files that are not of the tier, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes"
+    if "max_bytes" in usage.store_pause:
+        remedy = "wait while the janitor evicts, or raise spec.disk.budget.maxBytes"
+    return Problem(Reason.STORES_PAUSED, what + remedy)
 
 
 def volume_has_room(stage: PlannedStage) -> Problem | None:
