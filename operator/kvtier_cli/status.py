@@ -25,6 +25,7 @@ from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.contract.janitor import JANITOR_PORT
 from kvtier_connector.contract.usage import USAGE_PATH
 from kvtier_operator import names
+from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.names import ObjectKey
 from kvtier_operator.observe import engine_view
@@ -117,8 +118,6 @@ TierDocument = Mapping[str, Any]
 _COLORS: Final = {"True": "green", "False": "red", "Unknown": "yellow"}
 _NEGATIVE: Final = frozenset({"Reconciling", "Stalled", "Paused", "ClaimShared"})
 """Conditions whose good value is False."""
-_GOOD_REASON: Final = "BudgetsFit"
-"""Reason of a good condition whose value is the other one."""
 _SILENT_REASONS: Final = frozenset({"NotChecked", "NotApplicable"})
 """Reasons of conditions that say nothing about the tier."""
 _WIDTH: Final = 110
@@ -159,8 +158,8 @@ def _severity(condition: TierDocument) -> int:
     status = condition["status"]
     if status == "Unknown":
         return 2 if condition["reason"] in _SILENT_REASONS else 1
-    is_good = status == ("False" if condition["type"] in _NEGATIVE else "True") or condition["reason"] == _GOOD_REASON
-    return 2 if is_good else 0
+    good = "False" if condition["type"] in _NEGATIVE else "True"
+    return 2 if status == good or condition["reason"] == Reason.BUDGETS_FIT.value else 0
 
 
 def _colored(condition: TierDocument) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,30 +30,14 @@ from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.settings import Settings, parse
 
 ROOT = Path(__file__).parents[2]
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (yaml.safe_dump(tier(cpu={"size": "0"})), "spec.cpu.size: must be at least 1Mi"),
-        ("kind: Pod\napiVersion: v1\n", "holds something else than KVCacheTier"),
-        (
-            f"{yaml.safe_dump(tier())}---\napiVersion: kvtier.dev/v1\nkind: KVCacheTier\n",
-            "holds a KVCacheTier of kvtier.dev/v1, which there is not: write apiVersion: kvtier.dev/v1beta1",
-        ),
-        ("kind: KvCacheTier\napiVersion: v1\n", "holds a KvCacheTier of v1, which there is not"),
-        ("spec: {}\n", "no object of Kubernetes: apiVersion or kind is missing"),
-        ("apiVersion: kvtier.dev/v1beta1\nkind: KVCacheTier\nmetadata: {}\n", "metadata.name: is required"),
-        ("{", "is not YAML"),
-        ("", "holds no KVCacheTier"),
-        ("kind: List\nitems: 5\n", "items: of a List must be a list of objects: write each"),
-        (yaml.safe_dump(merge(tier(), {"metadata": {"annotations": [1]}})), "metadata.annotations: must be an object"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), TABLES["unreadable"])
 @pytest.mark.parametrize("verb", ["render", "plan", "validate"])
-def test_unreadable_input_is_told_in_words(text: str, message: str, verb: str, tmp_path: Path, kvtier: Command) -> None:
+def test_unreadable_input_is_told_in_words(text: Any, message: str, verb: str, tmp_path: Path, kvtier: Command) -> None:
     file = tmp_path / "tier.yaml"
-    file.write_text(text)
+    file.write_text(text if isinstance(text, str) else yaml.safe_dump(merge(tier(), text)))
     assert message in kvtier(verb, str(file), code=1) + kvtier.err
 
 

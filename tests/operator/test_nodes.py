@@ -322,22 +322,7 @@ def test_pods_on_the_nodes_network_resolve_services_and_a_node_must_have_room_fo
     assert conditions(view)["EnginesReady"]["reason"] == "EnginesStarting"
 
 
-PRIVILEGED = {**SIDECAR, "securityContext": {"privileged": True}}
-IPC = {"name": "engine", "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
-
-
-@pytest.mark.parametrize(
-    ("template", "objection"),
-    [
-        ({"hostNetwork": True}, "hostNetwork"),
-        ({"volumes": [{"name": "dev", "hostPath": {"path": "/dev"}}]}, "hostPath of the volume dev"),
-        ({"containers": [PRIVILEGED]}, "privileged of the container auth"),
-        ({"initContainers": [{"name": "i", "image": "i", "securityContext": {"runAsUser": 0}}]}, "runAsUser of the"),
-        ({"containers": [IPC]}, "capabilities.add of the container engine"),
-        ({"securityContext": {"runAsNonRoot": False}}, "runAsNonRoot of the pods"),
-        ({"containers": [{**SIDECAR, "ports": [{"containerPort": 1, "hostPort": 1}]}]}, "hostPort of the container"),
-    ],
-)
+@pytest.mark.parametrize(("template", "objection"), TABLES["objections"])
 def test_what_leaves_the_restricted_standard_is_said_by_its_field(template: dict[str, Any], objection: str) -> None:
     said = pods.warning(parse(tier(engine={"podTemplate": template})).engine.pod_template)
     assert objection in said

@@ -97,15 +97,7 @@ def test_an_existing_claim_that_cannot_serve_is_refused_with_a_remedy(
     assert words in condition(cluster, "Ready")["message"]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason", "words"),
-    [
-        ({"size": "1Ti"}, "ClaimCannotShrink", "1Ti is less than the 2Ti"),
-        ({"storageClassName": "nfs"}, "ClaimImmutable", "'cephfs', not 'nfs'"),
-        ({"accessModes": ["ReadWriteMany", "ReadWriteOnce"]}, "ClaimImmutable", "accessModes"),
-    ],
-    ids=["smaller", "another class", "another mode"],
-)
+@pytest.mark.parametrize(("change", "reason", "words"), TABLES["impossible"])
 def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
     change: dict[str, Any], reason: str, words: str
 ) -> None:

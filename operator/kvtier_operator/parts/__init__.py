@@ -51,11 +51,7 @@ PARTS: Final = (
         conditions=(claim.BOUND, claim.SHARING),
         serves_as_it_was=True,
     ),
-    Part(
-        name=engine_config.PART,
-        keys=lambda tier: _keys(names.config(tier), _CONFIG_MAP),
-        wants=engine_config.wanted,
-    ),
+    Part(name=engine_config.PART, keys=lambda tier: _keys(names.config(tier), _CONFIG_MAP), wants=engine_config.wanted),
     Part(
         name="account",
         keys=lambda tier: _keys(names.engine(tier), _ACCOUNT),

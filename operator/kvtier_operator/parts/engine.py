@@ -192,10 +192,7 @@ def _install_container(plan: TierPlan) -> Manifest:
         "command": ["python3", "-m", "kvtier_connector.pod_tools.install"],
         # Shared memory of a crashed engine outlives its container, because the emptyDir is the pod's.
         "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT, *_link_caches(plan)],
-        "resources": {
-            "requests": {"cpu": "50m", "memory": "64Mi"},
-            "limits": {"memory": "256Mi"},
-        },
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         # The end of a crashed container's log is the only thing that says why, to a person and in the status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pod_settings.hardened(),

@@ -158,6 +158,9 @@ def _health() -> Manifest:
 
 
 _HEALTHY: Final = "JanitorHealthy"
+_DISABLED: Final = unknown(
+    Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: the volume is not measured, and nothing is removed from it"
+)
 _OF_MESSAGES: Final = Component(
     name="janitor",
     effect=", so the volume is not cleared",
@@ -169,9 +172,7 @@ _OF_MESSAGES: Final = Component(
 def _judge_janitor(stage: ReadStage, previous: Status) -> Problem:
     """The janitor runs, answers, and can do its work."""
     if not stage.spec.janitor.enabled:
-        return unknown(
-            Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: the volume is not measured, and nothing is removed"
-        )
+        return _DISABLED
     found, name = stage.snapshot.janitor, names.janitor(stage.tier)
     if releases_claim(stage.spec, stage.snapshot):
         return unknown(Reason.JANITOR_STARTING, "the claim was deleted; the janitor starts again when there is one")
@@ -217,10 +218,7 @@ def janitor_reports(stage: PlannedStage) -> Problem | None:
     """The janitor runs and says what it found."""
     janitor = stage.snapshot.janitor
     if not stage.spec.janitor.enabled:
-        return unknown(
-            Reason.JANITOR_DISABLED,
-            "spec.janitor.enabled is false: the volume is not measured, and nothing is ever removed from it",
-        )
+        return _DISABLED
     if janitor.usage is None:
         return unknown(Reason.JANITOR_STARTING, "the janitor has not reported: see JanitorHealthy")
     if not janitor.usage.is_active:

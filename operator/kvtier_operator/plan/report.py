@@ -22,9 +22,7 @@ Row = tuple[str, str, str, str]
 """A name, its amount, the same in tokens, and how it comes about."""
 
 
-def describe(
-    plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: str = "", found: Nodes | None = None
-) -> str:
+def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: str, found: Nodes | None) -> str:
     """Return the page of one tier; `fits` tells whether nodes have room, where they are known."""
     spec = plan.spec
     replicas = "1 replica" if spec.replicas == 1 else f"{spec.replicas} replicas"

@@ -39,8 +39,7 @@ _PREFIX: Final = "kvtier-"
 _VOLUMES: Final = frozenset({"blocks", "config", "connector", "shm", "kvtier-keys"})
 _VARIABLES: Final = ("PYTHONHASHSEED", "PYTHONPATH", names.CONFIG_VARIABLE)
 _TRANSFER, _SCHEDULER, _ALGORITHM = "kv-transfer-config", "scheduler-cls", "prefix-caching-hash-algo"
-_CACHING: Final = "enable-prefix-caching"
-_OURS: Final = "kvtier_connector."
+_CACHING, _OURS = "enable-prefix-caching", "kvtier_connector."
 _NAMED: Final = re.compile(r'"(kv_connector|generation)": *"([^"]*)"')
 """Fields of the connector's flag without which an engine is none of the tier."""
 _READ: Final = frozenset(
@@ -352,9 +351,9 @@ def _stands(each: Put, found: Any) -> bool:
 
 def _serves(each: Put, found: Any) -> bool:
     """Return whether an engine serves with what it has instead: another size, or an earlier configuration."""
-    kinds = [step_into(volume, ("emptyDir", "medium")) for volume in (each.value, found)]
-    is_size = each.at[-1] in {"memory", "sizeLimit"} or ("emptyDir" in each.value and kinds[0] == kinds[1])
-    return is_size or each.at[-1] == ("name", names.CONFIG_VARIABLE)
+    kinds = {step_into(volume, ("emptyDir", "medium")) for volume in (each.value, found)}
+    is_value = each.at[-1] in {"memory", "sizeLimit", ("name", names.CONFIG_VARIABLE)}
+    return is_value or ("emptyDir" in each.value and len(kinds) == 1)
 
 
 def attach(plan: TierPlan, target: Target, words: Sequence[str] | None = None) -> EngineAdditions:
