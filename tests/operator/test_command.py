@@ -82,13 +82,7 @@ def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path:
         assert "_on_child" not in output  # a line for every event of every pod would drown the rest
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        *(([verb, "/nowhere.yaml"], "'/nowhere.yaml' does not exist") for verb in ("render", "plan", "validate")),
-        *((["run", "--metrics-port", port], "is not in the range") for port in ("99999", "-1")),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), TABLES["misuse"])
 def test_a_file_or_a_port_that_there_is_not_is_misuse(words: list[str], said: str, kvtier: Command) -> None:
     assert said in kvtier.fails(*words, code=2)
     assert kvtier("--version") == f"{__version__}\n"

@@ -202,7 +202,6 @@ def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wa
     assert {CLAIM, JOB} <= cluster.existing()
 
 
-BUDGET = 900 << 30
 LITTLE = LiveJanitor(usage=replace(USAGE, used_bytes=1 << 30))
 
 
@@ -213,21 +212,12 @@ def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
     return varied(VIEW, spec=spec, snapshot=replace(VIEW.stage.snapshot, neighbours=neighbours, janitor=LITTLE))
 
 
-@pytest.mark.parametrize(
-    ("view", "verdict", "reason", "words"),
-    [
-        (of_budget(), "False", "ClaimAlone", "no other tier is on claim llama-blocks"),
-        (of_budget(qwen=BUDGET), "True", "BudgetsFit", "with qwen (900Gi); their budgets are 1800Gi together, of 2Ti"),
-        (of_budget(qwen=BUDGET, phi=BUDGET), "True", "BudgetsOverlap", "budgets are 2700Gi together, of 2Ti: the vol"),
-        (of_budget(qwen=None), "True", "BudgetsOverlap", "qwen (no limit), and nothing limits the blocks of qwen: set"),
-        (of_budget(None, qwen=BUDGET), "True", "BudgetsOverlap", "nothing limits the blocks of llama: set spec.disk"),
-    ],
-    ids=["alone", "they fit", "too much together", "another has no limit", "this one has no limit"],
-)
+@pytest.mark.parametrize(("most", "others", "verdict", "reason", "words"), TABLES["budgets"])
 def test_a_tier_says_whether_the_budgets_of_all_tiers_on_its_claim_fit_it(
-    view: Progress, verdict: str, reason: str, words: str
+    most: str | None, others: dict[str, int | None], verdict: str, reason: str, words: str
 ) -> None:
-    assert check_verdict(view, "ClaimShared", verdict, reason, words)["Ready"]["status"] == "True"
+    told = check_verdict(of_budget(most, **others), "ClaimShared", verdict, reason, words)
+    assert told["Ready"]["status"] == "True"
 
 
 def test_overlapping_budgets_are_a_warning_their_end_is_not_and_an_unread_spec_keeps_what_was_told() -> None:
