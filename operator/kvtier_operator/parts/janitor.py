@@ -159,7 +159,7 @@ def _health() -> Manifest:
 
 _HEALTHY: Final = "JanitorHealthy"
 _DISABLED: Final = unknown(
-    Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: the volume is not measured, and nothing is removed from it"
+    Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: the volume is not measured, and nothing is ever removed"
 )
 _OF_MESSAGES: Final = Component(
     name="janitor",
