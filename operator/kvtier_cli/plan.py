@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,11 +69,14 @@ def read_config(file: str) -> Mapping[str, Any]:
     return config
 
 
-def _items(document: Any) -> Iterator[Any]:
-    if isinstance(document, Mapping) and str(document.get("kind")).endswith("List") and "items" in document:
-        yield from document["items"] or ()
-    else:
-        yield document
+def _items(document: Any) -> list[Any]:
+    if not isinstance(document, Mapping) or not str(document.get("kind")).endswith("List") or "items" not in document:
+        return [document]
+    if not isinstance(items := document["items"] or [], list):
+        raise SpecInvalid(
+            "items", f"of a {document['kind']} must be a list of objects: write each below `items:` as `- `"
+        )
+    return items
 
 
 def _is_tier(body: Any, file: str) -> bool:
@@ -91,6 +94,8 @@ def _is_tier(body: Any, file: str) -> bool:
     metadata = body.get("metadata")
     if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
         raise SpecInvalid("metadata.name", "is required")
+    if not isinstance(metadata.get("annotations") or {}, Mapping):
+        raise SpecInvalid("metadata.annotations", "must be an object: write names and values, such as example.org/a: b")
     return True
 
 
@@ -145,7 +150,7 @@ def plan_file(
         fits, fits_some = _fit(made, snapshot)
         is_fitting = is_fitting and fits_some
         warning = pods.warning(spec.engine.pod_template)
-        pages.append(report.describe(made, capacity, fits=fits, warning=warning))
+        pages.append(report.describe(made, capacity, fits=fits, warning=warning, found=found_nodes))
         documents.append(
             {
                 "tier": str(tier),

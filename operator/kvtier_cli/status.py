@@ -25,6 +25,7 @@ from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.contract.janitor import JANITOR_PORT
 from kvtier_connector.contract.usage import USAGE_PATH
 from kvtier_operator import names
+from kvtier_operator.api.reasons import Reason
 from kvtier_operator.errors import OperatorError
 from kvtier_operator.names import ObjectKey
 from kvtier_operator.observe import engine_view
@@ -157,7 +158,8 @@ def _severity(condition: TierDocument) -> int:
     status = condition["status"]
     if status == "Unknown":
         return 2 if condition["reason"] in _SILENT_REASONS else 1
-    return 2 if status == ("False" if condition["type"] in _NEGATIVE else "True") else 0
+    good = "False" if condition["type"] in _NEGATIVE else "True"
+    return 2 if status == good or condition["reason"] == Reason.BUDGETS_FIT.value else 0
 
 
 def _colored(condition: TierDocument) -> str:
@@ -405,6 +407,9 @@ def restart(tier: str, *, yes: bool, output_format: str, where: client.Where) ->
     namespace = where.asked_namespace
     body = where.client.tier(namespace, tier)
     waits = _waits(tier, body) if yes else ""
+    if external_of(body):
+        remedy = "restart the object that makes them, as with `kubectl rollout restart`"
+        raise click.UsageError(f"engines of {tier} are those of another owner, which kvtier does not replace: {remedy}")
     pods = sorted(each["metadata"]["name"] for each in where.client.pods(namespace, tier, names.COMPONENT_ENGINE))
     if yes:
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -215,6 +215,28 @@ def _apply_part(cluster: Cluster, part: Part, objects: tuple[Manifest, ...], wor
             return
 
 
+def release_claim(cluster: Cluster, body: Manifest, snapshot: Snapshot, changes: Changes) -> bool:
+    """Take the owner reference from a claim that is to be retained, and tell whether that changed it.
+
+    Before anything else, and of a paused or refused spec, too: the garbage collector deletes a claim that still has it
+    with the tier. Everything else of the claim stays as it is.
+    """
+    tier = snapshot.tier
+    live = snapshot.live.get(names.claim_key(names.claim(tier)))
+    if live is None or names.deletes_claim(body) or not names.is_controlled(live.content, tier):
+        return False
+    spec, fields = live.content["spec"], _ours(live.content)
+    if fields is not None:
+        # A field that others set is not made ours: the next apply leaves it out, which would remove it.
+        spec = {field_: value for field_, value in spec.items() if f"f:{field_}" in fields.get("f:spec", {})}
+    try:
+        _apply(cluster, claim.of_spec(tier, spec, is_owned=False), snapshot, changes)
+    except ClusterError as error:
+        changes.failures.append(error)
+        return False
+    return True
+
+
 def _kinds(part: Part, objects: tuple[Manifest, ...], plan: TierPlan) -> set[str]:
     """Return the kinds that a part cannot be applied without reading."""
     return {key.kind for key in part.keys(plan.tier)} if objects or part.serves_as_it_was else set()

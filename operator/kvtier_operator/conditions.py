@@ -155,10 +155,7 @@ def as_before(kind: str, previous: Status) -> Problem | None:
     if last is None or reason is None:
         return None
     return Problem(
-        reason=reason,
-        message=last["message"],
-        is_known=last["status"] != "Unknown",
-        is_met=last["status"] == "True",
+        reason=reason, message=last["message"], is_known=last["status"] != "Unknown", is_met=last["status"] == "True"
     )
 
 

@@ -73,10 +73,7 @@ class Operator:
         self._metrics = metrics
         self._has_begun = False
         self.cache = Cache(
-            cluster,
-            self._on_change,
-            namespaces=settings.namespaces,
-            list_seconds=settings.resync_seconds,
+            cluster, self._on_change, namespaces=settings.namespaces, list_seconds=settings.resync_seconds
         )
         self._wait_for_nodes: set[TierName] = set()
         # A Role in a few namespaces gives no right to look at nodes.

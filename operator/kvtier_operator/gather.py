@@ -102,7 +102,7 @@ def gather(
             ours[key] = found
         elif found is not None:
             foreign.add(key)
-    claim_key = ObjectKey(api_version="v1", kind=names.CLAIM_KIND, name=existing_claim or names.claim(tier))
+    claim_key = names.claim_key(names.claim_of(body))
     claim = ours.get(claim_key)
     if claim is None and existing_claim is not None:
         claim = reader.one(claim_key)

@@ -146,12 +146,21 @@ claim: Final = _suffixed("blocks")
 """Name of the claim the operator makes when the tier does not bring one."""
 
 
-def existing_claim_of(body: Mapping[str, Any]) -> str | None:
-    """Return the claim of the user's own that a KVCacheTier body names, whatever else is wrong with it."""
+def _volume_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
     spec = body.get("spec")
     volume = spec.get("volume") if isinstance(spec, Mapping) else None
-    existing = volume.get("existingClaim") if isinstance(volume, Mapping) else None
+    return volume if isinstance(volume, Mapping) else {}
+
+
+def existing_claim_of(body: Mapping[str, Any]) -> str | None:
+    """Return the claim of the user's own that a KVCacheTier body names, whatever else is wrong with it."""
+    existing = _volume_of(body).get("existingClaim")
     return str(existing) if existing else None
+
+
+def deletes_claim(body: Mapping[str, Any]) -> bool:
+    """Tell whether a claim of the operator's goes with its KVCacheTier, whatever else is wrong with the body."""
+    return bool(_volume_of(body).get("deletionPolicy") == "Delete")
 
 
 def claim_of(body: Mapping[str, Any]) -> str:
@@ -162,6 +171,11 @@ def claim_of(body: Mapping[str, Any]) -> str:
 def deployment_key(name: str) -> ObjectKey:
     """Return a Deployment by its name."""
     return ObjectKey(api_version="apps/v1", kind="Deployment", name=name)
+
+
+def claim_key(name: str) -> ObjectKey:
+    """Return a claim by its name."""
+    return ObjectKey(api_version="v1", kind=CLAIM_KIND, name=name)
 
 
 def preflight_key(tier: TierRef) -> ObjectKey:

@@ -18,7 +18,7 @@ from kvtier_operator import names, status
 from kvtier_operator.api import TierSpec, parse
 from kvtier_operator.api.parse import Asked, read_annotations
 from kvtier_operator.api.reasons import Reason, Refusal
-from kvtier_operator.apply import Changes, Deletion, apply_live_settings, apply_parts, try_engines
+from kvtier_operator.apply import Changes, Deletion, apply_live_settings, apply_parts, release_claim, try_engines
 from kvtier_operator.conditions import AppliedStage, Observation, PlannedStage, Progress, ReadStage
 from kvtier_operator.errors import ClusterError, SpecInvalid
 from kvtier_operator.gather import JANITOR_PATIENCE, MOUNT_PATIENCE, gather
@@ -179,13 +179,15 @@ class _Attempt:
             spec = self._as_asked(parse(self.body))
         except SpecInvalid as error:
             self.progress = replace(self.progress, invalid=error)
-            if error.field.startswith("metadata."):
-                return
         self.progress = replace(self.progress, spec=spec)
         try:
             snapshot = self.inputs.read(self.cluster, self.body)
+            if release_claim(self.cluster, self.body, snapshot, self.changes):
+                snapshot = self.inputs.read(self.cluster, self.body)
         except ClusterError as error:
             self.changes.failures.append(error)
+            return
+        if self.progress.invalid is not None and self.progress.invalid.field.startswith("metadata."):
             return
         if spec is None and (spec := self._applicable(snapshot)) is None:
             if (live := live_settings(self.body)) is not None and not self._as_asked(live).paused:

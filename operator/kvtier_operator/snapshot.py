@@ -86,6 +86,8 @@ class EngineReport:
     """Value of ``vllm:kvtier_disk_release``: compared, refused, or 0 where the engine uses the blocks."""
     is_detached: bool = False
     """It serves without the volume, which it was not refused by and is not told to leave alone."""
+    unsupported: str = ""
+    """Why the connector takes no part in this vLLM, with a remedy; empty where it does."""
     token_bytes: int = 0
     """Bytes of KV of one token, over all ranks and groups; 0 where it did not say, as below."""
     chunk_bytes: int = 0

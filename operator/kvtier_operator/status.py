@@ -99,24 +99,10 @@ def _says(message: str) -> Problem:
 _NORMAL: Final = frozenset(
     reason.value
     for reason in (
-        Reason.READY,
-        Reason.PAUSED,
-        Reason.ACTIVE,
-        Reason.ENGINES_STARTING,
-        Reason.CLAIM_MISSING,
-        Reason.CLAIM_PENDING,
-        Reason.SERVING,
-        Reason.SCALED_TO_ZERO,
-        Reason.CURRENT,
-        Reason.ENGINES_OUTDATED,
-        Reason.ENGINES_REPLACED,
-        Reason.JANITOR_RUNS,
-        Reason.JANITOR_STARTING,
-        Reason.JANITOR_DISABLED,
-        Reason.CLAIM_ALONE,
-        Reason.BUDGETS_FIT,
-        Reason.ROUTER_STARTING,
-        Reason.STORE_READY,
+        *(Reason.READY, Reason.PAUSED, Reason.ACTIVE, Reason.ENGINES_STARTING, Reason.CLAIM_MISSING),
+        *(Reason.CLAIM_PENDING, Reason.SERVING, Reason.SCALED_TO_ZERO, Reason.CURRENT, Reason.ENGINES_OUTDATED),
+        *(Reason.ENGINES_REPLACED, Reason.JANITOR_RUNS, Reason.JANITOR_STARTING, Reason.JANITOR_DISABLED),
+        *(Reason.CLAIM_ALONE, Reason.BUDGETS_FIT, Reason.ROUTER_STARTING, Reason.STORE_READY),
         Reason.STORE_STARTING,
     )
 )

@@ -190,6 +190,9 @@ def test_verbs_on_a_paused_tier_say_what_they_wait_for(api: ApiServerThread, kvt
     assert kvtier.json("restart", "asleep", "--yes")["waits"] == ""
     make_tier(api, "held", paused=True)
     assert kvtier.json("restart", "held", "--yes", code=1)["waits"] == "spec.paused is false"
+    make_tier(api, "theirs", replicas=None, engine={"external": {"selector": {"matchLabels": {"app": "vllm"}}}})
+    kvtier("restart", "theirs", "--yes", code=2)
+    assert "restart the object that makes them" in kvtier.err
 
 
 def make_live_settings(api: ApiServerThread, tier: str, mode: str) -> None:

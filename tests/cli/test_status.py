@@ -64,7 +64,7 @@ def test_problems_come_first_and_conditions_without_one_are_only_counted() -> No
     page = click.unstyle(status.one(document(conditions=CONDITIONS)))
     conditions, steps = page.partition("ENGINES")[0], page.partition("NEXT")[2]
     assert [line.split()[0] for line in conditions.splitlines()[3:6]] == ["Ready", "EnginesReady", "DiskEffective"]
-    assert "3 without a problem: -v shows them" in conditions
+    assert "4 without a problem: -v shows them" in conditions
     assert steps.split() == ["EnginesReady:", "about", "EnginesReady", "DiskEffective:", "about", "DiskEffective"]
     everything = status.one(document(conditions=CONDITIONS), is_verbose=True)
     assert all(each["type"] in click.unstyle(everything) for each in CONDITIONS)

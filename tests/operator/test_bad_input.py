@@ -26,8 +26,10 @@ from kvtier_localcluster.apiserver.admission.validation import Validator
 from kvtier_localcluster.apiserver.store.api_errors import ApiError
 from kvtier_localcluster.apiserver.store.resources import Registry, Resource
 from kvtier_operator.api import TierSpec, connector_spec, crd, parse
+from kvtier_operator.api.parse import document
 from kvtier_operator.api.pod_template import REFUSED
 from kvtier_operator.errors import SpecInvalid
+from kvtier_operator.plan import diff
 from kvtier_operator.reconcile import Inputs, reconcile
 
 TABLES = yaml.safe_load(Path(__file__).with_name("good_input.yaml").read_text())
@@ -163,16 +165,24 @@ MOVE = (
 )
 
 
+def refusals_told(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return what `kvtier plan --diff` tells of refusals, by changed field."""
+    found = diff.differences(*(document(parse(tier(changes))) for changes in (before, after)))
+    return [diff.why_refused(".".join(path), was, becomes) for path, was, becomes in found]
+
+
 @pytest.mark.parametrize(("before", "after", "at", "says"), TABLES["moves"])
 def test_the_place_of_the_blocks_cannot_change(
     before: Mapping[str, Any], after: Mapping[str, Any], at: str, says: str, server: Admission
 ) -> None:
     assert server.refusals(tier(after), tier(before)) == [(at, says.format(at=at, move=MOVE, shrink=SHRINK))]
+    assert any(refusals_told(before, after))
 
 
 @pytest.mark.parametrize(("before", "after"), TABLES["edits"])
 def test_everything_else_can_change(before: Mapping[str, Any], after: Mapping[str, Any], server: Admission) -> None:
     assert server.refusals(tier(after), tier(before)) == []
+    assert not any(refusals_told(before, after))
 
 
 TEXTS = st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126), max_size=12)
@@ -250,13 +260,15 @@ def test_engine_cores_of_one_pod_do_not_write_into_one_directory(
 
 
 def test_a_volume_cannot_be_taken_away_and_may_be_added(server: Admission) -> None:
-    with_volume = tier({"spec.connector": {"type": "SimpleCPU"}})
-    without = tier({"spec.connector": {"type": "SimpleCPU"}, "spec.volume": "~remove"})
+    simple: dict[str, Any] = {"spec.connector": {"type": "SimpleCPU"}}
+    bare = {**simple, "spec.volume": ABSENT}
+    with_volume, without = tier(simple), tier(bare)
     assert server.refusals(without) == []
     ((at, message),) = server.refusals(without, with_volume)
     assert at == "spec.volume"
     assert message.startswith("cannot be removed: the claim holds blocks")
     assert server.refusals(with_volume, without) == []
+    assert (any(refusals_told(simple, bare)), any(refusals_told(bare, simple))) == (True, False)
 
 
 @pytest.mark.parametrize(("image", "mode", "is_taken"), TABLES["images_of_lmcache"])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ from command import Command
 from definition import tier_definition
 from live import APPS, Client, body
 from locked_image import blocked_modules, prelude
-from tiers import tier
+from tiers import merge, tier
 from waiting import until
 
 import kvtier_connector
@@ -29,29 +30,14 @@ from kvtier_operator.errors import SettingsInvalid
 from kvtier_operator.settings import Settings, parse
 
 ROOT = Path(__file__).parents[2]
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (yaml.safe_dump(tier(cpu={"size": "0"})), "spec.cpu.size: must be at least 1Mi"),
-        ("kind: Pod\napiVersion: v1\n", "holds something else than KVCacheTier"),
-        (
-            f"{yaml.safe_dump(tier())}---\napiVersion: kvtier.dev/v1\nkind: KVCacheTier\n",
-            "holds a KVCacheTier of kvtier.dev/v1, which there is not: write apiVersion: kvtier.dev/v1beta1",
-        ),
-        ("kind: KvCacheTier\napiVersion: v1\n", "holds a KvCacheTier of v1, which there is not"),
-        ("spec: {}\n", "no object of Kubernetes: apiVersion or kind is missing"),
-        ("apiVersion: kvtier.dev/v1beta1\nkind: KVCacheTier\nmetadata: {}\n", "metadata.name: is required"),
-        ("{", "is not YAML"),
-        ("", "holds no KVCacheTier"),
-    ],
-    ids=["a bad field", "another kind", "another version", "a typo", "no kind", "no name", "no YAML", "nothing"],
-)
+@pytest.mark.parametrize(("text", "message"), TABLES["unreadable"])
 @pytest.mark.parametrize("verb", ["render", "plan", "validate"])
-def test_unreadable_input_is_told_in_words(text: str, message: str, verb: str, tmp_path: Path, kvtier: Command) -> None:
+def test_unreadable_input_is_told_in_words(text: Any, message: str, verb: str, tmp_path: Path, kvtier: Command) -> None:
     file = tmp_path / "tier.yaml"
-    file.write_text(text)
+    file.write_text(text if isinstance(text, str) else yaml.safe_dump(merge(tier(), text)))
     assert message in kvtier(verb, str(file), code=1) + kvtier.err
 
 
@@ -96,13 +82,7 @@ def test_the_operator_works_until_it_is_told_to_stop(scope: list[str], tmp_path:
         assert "_on_child" not in output  # a line for every event of every pod would drown the rest
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        *(([verb, "/nowhere.yaml"], "'/nowhere.yaml' does not exist") for verb in ("render", "plan", "validate")),
-        *((["run", "--metrics-port", port], "is not in the range") for port in ("99999", "-1")),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), TABLES["misuse"])
 def test_a_file_or_a_port_that_there_is_not_is_misuse(words: list[str], said: str, kvtier: Command) -> None:
     assert said in kvtier.fails(*words, code=2)
     assert kvtier("--version") == f"{__version__}\n"

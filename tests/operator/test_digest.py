@@ -244,6 +244,15 @@ def test_the_numbers_for_programs_are_those_of_the_status(tmp_path: Path, kvtier
     assert "nodes" not in found
 
 
+@pytest.mark.parametrize(("changes", "words"), TABLES["untold"])
+def test_a_plan_names_what_it_lacks_for_the_accelerators_and_nothing_else(
+    changes: dict[str, Any], words: str, tmp_path: Path, kvtier: Command
+) -> None:
+    text = kvtier("plan", write(tmp_path / "tier.yaml", tier(**changes)))
+    (line,) = (each for each in text.splitlines() if each.startswith("accelerators, estimated"))
+    assert line.endswith(f"  {words}")
+
+
 def test_several_tiers_make_several_pages_and_a_config_tells_more_than_a_name(tmp_path: Path, kvtier: Command) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}))
@@ -283,10 +292,14 @@ def test_an_edit_is_told_field_by_field_and_in_sum(tmp_path: Path, kvtier: Comma
     assert "replaces 2 engine pods, one after another: spec.model.revision" in text
 
 
-@pytest.mark.parametrize(("edit", "words"), TABLES["costs_nothing"])
-def test_an_edit_that_costs_nothing_says_so(edit: dict[str, Any], words: str, tmp_path: Path, kvtier: Command) -> None:
+@pytest.mark.parametrize(("edit", "words"), TABLES["without_cost"])
+def test_an_edit_that_costs_nothing_or_is_refused_says_so(
+    edit: dict[str, Any], words: str, tmp_path: Path, kvtier: Command
+) -> None:
     files = [write(tmp_path / "old.yaml", tier()), write(tmp_path / "new.yaml", tier(**edit))]
-    assert words in kvtier("plan", "--diff", *files)
+    text = kvtier("plan", "--diff", *files)
+    assert words in " ".join(text.split())
+    assert ("keeps the cache" in text) is not ("refused" in words or edit == {})
 
 
 def test_an_edit_is_told_to_programs_in_the_words_of_the_api(tmp_path: Path, kvtier: Command) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_cluster import FakeCluster, condition, status
 from tiers import CONFIG, DEPLOYMENT, JANITOR, NOON, RUNNING, TIER, TIER_KEY, engine_pod, made_by, merge, plan_of, tier
 
@@ -21,6 +23,9 @@ from kvtier_operator.parts.external.attach import Target, attach
 from kvtier_operator.parts.external.pods import PodClaims
 from kvtier_operator.reconcile import Inputs, reconcile
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SELECTOR = {"app": "vllm"}
 CONTAINER = ("containers", ("name", "vllm"))
 POD = {
@@ -28,7 +33,7 @@ POD = {
         {
             "name": "vllm",
             "image": "vllm/vllm-openai:v0.32.0",
-            "args": ["--model=meta-llama/Llama-3.1-8B-Instruct", "--max-model-len=8192"],
+            "args": [f"--model={LLAMA}", "--max-model-len=8192"],
             "resources": {"limits": {"nvidia.com/gpu": "1"}},
         },
         {"name": "istio-proxy", "image": "istio/proxyv2"},
@@ -142,10 +147,9 @@ def without(path: str) -> dict[str, Any]:
     return pod
 
 
-def of_another_model() -> dict[str, Any]:
-    pod = attached(POD)
-    pod["containers"][0]["args"][0] = "--model=org/other"
-    return pod
+def other(pod: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return a pod with another word in place of one."""
+    return dict(json.loads(json.dumps(pod).replace(old, new)))
 
 
 UNTOLD = {"containers": [{"name": name, "image": f"example.org/{name}"} for name in "ab"]}
@@ -161,8 +165,14 @@ UNTOLD = {"containers": [{"name": name, "image": f"example.org/{name}"} for name
         (external(), without("env:PYTHONPATH"), "env[PYTHONPATH]"),
         (external(), without("args:kv-transfer-config"), "--kv-transfer-config"),
         (external(), without("args:scheduler-cls"), "--scheduler-cls"),
-        (external(), of_another_model(), "--model: is org/other"),
-        (external(), of_another_model(), "spec.model.name of the tier is meta-llama/Llama-3.1-8B-Instruct"),
+        (external(), other(attached(POD), "KVTierConnector", "Another"), "it lacks --kv-transfer-config;"),
+        (
+            external(),
+            other(attached(POD), plan_of(external()).generation.digest, "0"),
+            "it lacks --kv-transfer-config;",
+        ),
+        (external(), other(attached(POD), LLAMA, "org/other"), "--model: is org/other"),
+        (external(), other(attached(POD), LLAMA, "org/other"), f"spec.model.name of the tier is {LLAMA}"),
         (external(), UNTOLD, "spec.engine.external.container"),
         # An edit that begins a generation needs the pods attached again.
         (external(hash={"seed": "7"}), attached(POD), "PYTHONHASHSEED: is 0, and spec.hash.seed of the tier is 7"),
@@ -183,28 +193,26 @@ def test_a_pod_that_is_not_attached_as_it_must_be_is_named_with_the_command_that
     assert world.condition("Ready")[:2] == ("False", "NotAttached")
 
 
-def test_a_refused_mode_leaves_the_mode_and_an_edit_tells_which_pods_are_outdated() -> None:
-    world = World(external(disk={"admission": {"minTokens": 512}}))
-    world.add("early", attached(POD))
-    assert world.condition("EnginesReady")[0] == "True"
-    found, reason, message = world.condition("UpToDate")
-    assert (found, reason) == ("False", "AttachedOutdated")
-    assert "pod early" in message
-    assert "deployment/vllm" in message
+def test_a_refused_mode_leaves_the_mode() -> None:
     world = World(external(disk={"mode": "Bypass"}))
     world.condition("Ready")
     world.edited(disk={"mode": "bypass"})
     assert json.loads(world.cluster.look(CONFIG)["data"]["live.json"])["mode"] == "Bypass"
 
 
-@pytest.mark.parametrize(
-    ("refused", "is_followed"),
-    [
-        ({"engine": {"memory": "12 gigs"}}, True),
-        ({"disk": {"blockTokens": 24}}, True),
-        ({"disk": {"budget": {"ttl": "soon"}}}, False),
-    ],
-)
+@pytest.mark.parametrize("case", TABLES["edits"], ids=lambda case: case["id"])
+def test_an_edit_leaves_engines_ready_that_serve_and_tells_what_of_them_is_outdated(case: dict[str, Any]) -> None:
+    pod = merge(POD, {"containers": [merge(POD["containers"][0], {"resources": case.get("resources", {})})]})
+    world = World()
+    world.add("early", other(attached(pod), *case.get("release", ("", ""))))
+    assert world.edited(**case.get("spec", {}))[:2] == ("True", "Ready")
+    found, reason, message = world.condition("UpToDate")
+    assert (found, reason) == ("False", "AttachedOutdated")
+    for words in ("pod early", f"({case['differs']})", f"`kvtier attach llama -n {TIER.namespace} deployment/vllm`"):
+        assert words in message
+
+
+@pytest.mark.parametrize(("refused", "is_followed"), TABLES["refused"])
 def test_a_refused_spec_takes_attached_engines_off_the_volume_and_bounds_it_unless_the_bounds_are_refused(
     refused: dict[str, Any], *, is_followed: bool
 ) -> None:

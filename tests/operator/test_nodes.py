@@ -353,6 +353,13 @@ def test_trouble_of_a_sidecar_names_the_sidecar_and_its_field(changes: dict[str,
     check_problem(view, "EnginesReady", Reason(reason), words)
 
 
+@pytest.mark.parametrize(("probe", "tries"), TABLES["starts"])
+def test_a_start_has_its_time_whatever_the_period_of_the_probe_is(probe: dict[str, int], tries: int) -> None:
+    assert plan_of(tier()).sizing.startup_seconds == 362
+    found = container(pod_of(containers=[{"name": "engine", "startupProbe": probe}]))["startupProbe"]
+    assert found["failureThreshold"] == tries
+
+
 @pytest.mark.parametrize(
     ("template", "grace", "shutdown"), [({}, 90, 60), ({"terminationGracePeriodSeconds": 180}, 180, 150)]
 )

@@ -31,6 +31,8 @@ from kvtier_operator.names import ObjectKey, key_of
 from kvtier_operator.reconcile import PATIENCE
 from kvtier_operator.snapshot import LiveJanitor, Neighbour
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 
 def test_a_retained_claim_is_taken_up_again_and_goes_with_its_tier_only_under_delete() -> None:
     cluster = reconciled()
@@ -47,6 +49,22 @@ def test_a_retained_claim_is_taken_up_again_and_goes_with_its_tier_only_under_de
     edited(cluster, volume={"deletionPolicy": "Delete"})
     cluster.remove(TIER_KEY)
     assert cluster.existing() == set()
+
+
+@pytest.mark.parametrize("case", TABLES["held up"], ids=lambda case: case["id"])
+def test_a_claim_is_retained_as_soon_as_its_tier_says_so_whatever_else_waits_or_is_refused(
+    case: dict[str, Any],
+) -> None:
+    cluster = reconciled(volume={"deletionPolicy": "Delete"})
+    cluster.refuse = lambda each: "cannot grow" if each["kind"] == names.CLAIM_KIND and "3Ti" in str(each) else ""
+    cluster.edit(TIER_KEY, case.get("tier", {}))
+    cluster.edit(CLAIM, case.get("claim", {}))
+    run(cluster)
+    before = cluster.look(CLAIM)["spec"]
+    assert CLAIM in edited(cluster, volume={"deletionPolicy": "Retain"}).written
+    assert (run(cluster).written, cluster.look(CLAIM)["spec"]) == ((), before)
+    cluster.remove(TIER_KEY)
+    assert CLAIM in cluster.existing()
 
 
 def test_an_existing_claim_is_never_written() -> None:
@@ -79,15 +97,7 @@ def test_an_existing_claim_that_cannot_serve_is_refused_with_a_remedy(
     assert words in condition(cluster, "Ready")["message"]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason", "words"),
-    [
-        ({"size": "1Ti"}, "ClaimCannotShrink", "1Ti is less than the 2Ti"),
-        ({"storageClassName": "nfs"}, "ClaimImmutable", "'cephfs', not 'nfs'"),
-        ({"accessModes": ["ReadWriteMany", "ReadWriteOnce"]}, "ClaimImmutable", "accessModes"),
-    ],
-    ids=["smaller", "another class", "another mode"],
-)
+@pytest.mark.parametrize(("change", "reason", "words"), TABLES["impossible"])
 def test_a_change_that_a_claim_cannot_make_is_refused_and_holds_up_nothing_else(
     change: dict[str, Any], reason: str, words: str
 ) -> None:
@@ -192,7 +202,6 @@ def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wa
     assert {CLAIM, JOB} <= cluster.existing()
 
 
-BUDGET = 900 << 30
 LITTLE = LiveJanitor(usage=replace(USAGE, used_bytes=1 << 30))
 
 
@@ -203,21 +212,12 @@ def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
     return varied(VIEW, spec=spec, snapshot=replace(VIEW.stage.snapshot, neighbours=neighbours, janitor=LITTLE))
 
 
-@pytest.mark.parametrize(
-    ("view", "verdict", "reason", "words"),
-    [
-        (of_budget(), "False", "ClaimAlone", "no other tier is on claim llama-blocks"),
-        (of_budget(qwen=BUDGET), "True", "BudgetsFit", "with qwen (900Gi); their budgets are 1800Gi together, of 2Ti"),
-        (of_budget(qwen=BUDGET, phi=BUDGET), "True", "BudgetsOverlap", "budgets are 2700Gi together, of 2Ti: the vol"),
-        (of_budget(qwen=None), "True", "BudgetsOverlap", "qwen (no limit), and nothing limits the blocks of qwen: set"),
-        (of_budget(None, qwen=BUDGET), "True", "BudgetsOverlap", "nothing limits the blocks of llama: set spec.disk"),
-    ],
-    ids=["alone", "they fit", "too much together", "another has no limit", "this one has no limit"],
-)
+@pytest.mark.parametrize(("most", "others", "verdict", "reason", "words"), TABLES["budgets"])
 def test_a_tier_says_whether_the_budgets_of_all_tiers_on_its_claim_fit_it(
-    view: Progress, verdict: str, reason: str, words: str
+    most: str | None, others: dict[str, int | None], verdict: str, reason: str, words: str
 ) -> None:
-    assert check_verdict(view, "ClaimShared", verdict, reason, words)["Ready"]["status"] == "True"
+    told = check_verdict(of_budget(most, **others), "ClaimShared", verdict, reason, words)
+    assert told["Ready"]["status"] == "True"
 
 
 def test_overlapping_budgets_are_a_warning_their_end_is_not_and_an_unread_spec_keeps_what_was_told() -> None:
@@ -298,7 +298,7 @@ def test_two_tiers_whose_budgets_do_not_fit_their_claim_say_so_until_one_is_lowe
 
 
 JOB = ObjectKey(api_version="batch/v1", kind="Job", name="llama-preflight")
-GOOD: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["good"]
+GOOD: dict[str, Any] = TABLES["good"]
 ALWAYS = {"proof": {"preflight": "Always"}}
 
 

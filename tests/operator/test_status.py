@@ -282,7 +282,7 @@ REFUSED_BY_QUOTA = {
         (with_janitor(), "Unknown", "JanitorStarting", "has not reported yet"),
         (with_janitor(silence="refused"), "Unknown", "JanitorStarting", "not answer (refused)"),
         (with_janitor(usage=replace(USAGE, is_active=False)), "Unknown", "JanitorWaiting", "Lease/llama-janitor"),
-        (spec_view(janitor={"enabled": False}), "Unknown", "JanitorDisabled", "nothing is removed"),
+        (spec_view(janitor={"enabled": False}), "Unknown", "JanitorDisabled", "nothing is ever removed"),
     ],
 )
 def test_a_janitor_that_fails_is_told_with_remedy(view: Progress, verdict: str, reason: str, words: str) -> None:

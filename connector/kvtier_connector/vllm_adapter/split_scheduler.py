@@ -117,9 +117,8 @@ class AdmittingScheduler(KVTierScheduler):
             return True
         if all(job.req_id != name for job in jobs.values()):
             return split.copied_at - rates.now() - rates.busy_seconds <= self.most_wait_seconds
-        return (
-            self._seconds_until_copied(sum(len(self._jobs[job_id].keys) for job_id in jobs)) <= self.most_wait_seconds
-        )
+        chunks = sum(len(self._jobs[job_id].keys) for job_id in jobs)
+        return self._seconds_until_copied(chunks) <= self.most_wait_seconds
 
     def join(self, split: Split, blocks: list[int]) -> None:
         """Have a request go on behind these blocks, with its tail, whose copies the next step waits for."""
@@ -160,12 +159,8 @@ class AdmittingScheduler(KVTierScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if request.request_id in self._at_once:
             # vLLM has hashed the blocks already, and 0.32 loads blocks without a hash only.
-            blocks = KVCacheBlocks(
-                tuple(
-                    [block if block.is_null else KVCacheBlock(block.block_id) for block in group]
-                    for group in blocks.blocks
-                )
-            )
+            unhashed = ([b if b.is_null else KVCacheBlock(b.block_id) for b in group] for group in blocks.blocks)
+            blocks = KVCacheBlocks(tuple(unhashed))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     @override

@@ -230,10 +230,7 @@ def render(crd: Schema) -> str:
 def generate() -> dict[str, str]:
     """Return every generated file: its path in the repository to its text."""
     crd = definition()
-    return {
-        "crds/kvcachetier.yaml": render(crd),
-        "crds/API.md": render_page(crd),
-    }
+    return {"crds/kvcachetier.yaml": render(crd), "crds/API.md": render_page(crd)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -146,25 +146,9 @@ class Reason(enum.Enum):
 
 
 CONDITIONS: Final = (
-    "Ready",
-    "Available",
-    "VolumeBound",
-    "SizingFits",
-    "EnginesReady",
-    "HashSeedConsistent",
-    "StorageChecked",
-    "DiskWithinBudget",
-    "DiskHealthy",
-    "JanitorHealthy",
-    "RoutingReady",
-    "StoreReady",
-    "SharedCacheVerified",
-    "DiskEffective",
-    "UpToDate",
-    "ClaimShared",
-    "Paused",
-    "Reconciling",
-    "Stalled",
+    *("Ready", "Available", "VolumeBound", "SizingFits", "EnginesReady", "HashSeedConsistent", "StorageChecked"),
+    *("DiskWithinBudget", "DiskHealthy", "JanitorHealthy", "RoutingReady", "StoreReady", "SharedCacheVerified"),
+    *("DiskEffective", "UpToDate", "ClaimShared", "Paused", "Reconciling", "Stalled"),
 )
 """Types of conditions, in the order of the status."""
 

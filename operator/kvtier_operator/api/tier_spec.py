@@ -162,8 +162,8 @@ class TierSpec(ApiModel):
     """Class of the operator that works on this tier, as its `--operator-class` says. Left out, an operator without a
     class does. Cannot change: two operators must not work on one tier."""
     paused: StrictBool = False
-    """Whether the operator leaves everything as it is, for maintenance by hand. Status is still reported. The
-    annotation `kvtier.dev/paused: "true"` on the resource does the same."""
+    """Whether the operator leaves everything as it is, for maintenance by hand. Status is still reported, and a claim
+    is kept from `volume.deletionPolicy: Retain` on. The annotation `kvtier.dev/paused: "true"` does the same."""
 
     is_filled_in = True
     rules = (
@@ -188,7 +188,7 @@ class TierSpec(ApiModel):
             cel="has(self.operatorClassName) == has(oldSelf.operatorClassName) && (!has(self.operatorClassName) || "
             "self.operatorClassName == oldSelf.operatorClassName)",
             message="cannot change after creation: restore it; to give a tier to another operator, delete the tier and "
-            "create it anew, which keeps its claim unless spec.volume.claim.deletionPolicy says Delete",
+            "create it anew, which keeps its claim unless spec.volume.deletionPolicy says Delete",
             check=None,
             field=".operatorClassName",
         ),

@@ -97,10 +97,7 @@ class CliClient:
         host = f"[{address}]" if ":" in address else address
         lines: list[str] = []
         code, complaint = self.execute(
-            pod,
-            container or _container(pod),
-            ["python3", "-c", _FETCH, f"http://{host}:{port}{path}"],
-            lines.append,
+            pod, container or _container(pod), ["python3", "-c", _FETCH, f"http://{host}:{port}{path}"], lines.append
         )
         if code:
             raise ClusterUnavailable(f"{pod['metadata']['name']}{path}: {complaint.strip()[-300:]}")

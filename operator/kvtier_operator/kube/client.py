@@ -244,10 +244,7 @@ class KubernetesCluster:
                 _path(names.API_VERSION, names.KIND, tier.namespace, tier.name)
                 + "/status"
                 + _query({"fieldManager": names.FIELD_MANAGER}),
-                body={
-                    "metadata": {"uid": tier.uid, "resourceVersion": resource_version},
-                    "status": dict(changes),
-                },
+                body={"metadata": {"uid": tier.uid, "resourceVersion": resource_version}, "status": dict(changes)},
                 content_type="application/merge-patch+json",
                 what=f"write the status of {tier}",
             )

@@ -41,12 +41,7 @@ class Informer:
     """One kind in one scope."""
 
     def __init__(
-        self,
-        source: KubernetesCluster,
-        scope: Scope,
-        store: ObjectStore,
-        *,
-        list_seconds: float | None = None,
+        self, source: KubernetesCluster, scope: Scope, store: ObjectStore, *, list_seconds: float | None = None
     ) -> None:
         """Store; `start` starts. A kind that is not followed is listed once, or again after `list_seconds`."""
         self.scope = scope

@@ -70,12 +70,7 @@ class WorkQueue(Generic[Key]):
     """Runs `work(key, attempt)` on worker threads for every key that was added, until it is closed."""
 
     def __init__(
-        self,
-        work: Callable[[Key, int], Requeue],
-        *,
-        workers: int,
-        resync_seconds: float,
-        debounce_seconds: float = 0.0,
+        self, work: Callable[[Key, int], Requeue], *, workers: int, resync_seconds: float, debounce_seconds: float = 0.0
     ) -> None:
         """Store the settings; `start` starts the threads.
 

@@ -102,13 +102,7 @@ class Waiting:
 
 
 async def run(  # noqa: PLR0913  each by its name
-    first: Replica,
-    second: Replica,
-    *,
-    chunk: Chunk,
-    min_reuse: int,
-    waiting: Waiting,
-    subjects: Subjects = TEXT_ALONE,
+    first: Replica, second: Replica, *, chunk: Chunk, min_reuse: int, waiting: Waiting, subjects: Subjects = TEXT_ALONE
 ) -> CanaryResult:
     """Send a new prompt to one replica, then to the other, and tell what the second one did with it.
 
@@ -203,11 +197,7 @@ async def _run(pair: _Pair, ask: Ask, length: int) -> CanaryResult:
 
     def result(outcome: CanaryOutcome, cached: float = 0) -> CanaryResult:
         return CanaryResult(
-            outcome=outcome,
-            first=first.name,
-            second=second.name,
-            prompt_tokens=length,
-            cached_tokens=round(cached),
+            outcome=outcome, first=first.name, second=second.name, prompt_tokens=length, cached_tokens=round(cached)
         )
 
     has_stored = await _wait_for_store(first.engine, before, waiting)

@@ -108,10 +108,7 @@ class HttpEngine:
             address=Address(host=self._host, port=self._port, path=path),
             method=method,
             body=None if body is None else json.dumps(body).encode(),
-            headers={
-                "Content-Type": "application/json",
-                **(self._authorization if path.startswith("/v1/") else {}),
-            },
+            headers={"Content-Type": "application/json", **(self._authorization if path.startswith("/v1/") else {})},
             seconds=seconds,
         )
         try:

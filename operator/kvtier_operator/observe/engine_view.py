@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier_operator.api.generations_spec import COMPARED
-from kvtier_operator.observe.pod_reports import samples
+from kvtier_operator.observe.pod_reports import samples, why_unsupported
 from kvtier_operator.quantity import show_bytes
 
 Document = dict[str, Any]
@@ -131,7 +131,7 @@ def look(text: str) -> Document:
 def describe(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what an engine is doing, in plain words: a name, and a sentence's worth; see `look`."""
     yield "vLLM", f"{found['vllm']['version'] or 'unknown'} {found['vllm']['support']}".strip()
-    yield "volume", _volume(found["volume"])
+    yield "volume", _volume(found["volume"], why_unsupported(found["vllm"]))
     requests, use, blocks = found["requests"], found["use"], found["blocks"]
     held_up = f"{requests['waitingForVolume']} of them for room to be loaded"
     yield "requests", f"{requests['running']} running, {requests['waiting']} waiting, {held_up}"
@@ -169,13 +169,14 @@ def describe(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def is_without_volume(found: Mapping[str, Any]) -> bool:
     """Say whether an engine of kvtier's serves without the volume although it may use it; see `look`."""
     volume = found["volume"]
-    may_use = (volume["isKnown"] or volume["refused"]) and volume["mode"] != "Bypass"
-    return bool(may_use and not volume["isUsed"] and not volume["isCompared"])
+    may_use = (volume["isKnown"] or volume["refused"]) and volume["mode"] != "Bypass" and not volume["isCompared"]
+    return bool((may_use and not volume["isUsed"]) or why_unsupported(found["vllm"]))
 
 
-def _volume(volume: Mapping[str, Any]) -> str:
+def _volume(volume: Mapping[str, Any], unsupported: str) -> str:
     if not (volume["isKnown"] or volume["refused"]):
-        return "this engine reports none: it has another connector, or no metrics of kvtier yet"
+        none = "this engine reports none: it has another connector, or no metrics of kvtier yet"
+        return f"not used: {unsupported}" if unsupported else none
     if not volume["isUsed"]:
         why = f"the directory has another {', '.join(volume['refused'])}" if volume["refused"] else "see its log"
         why = "it compares the blocks of another release first" if volume["isCompared"] else why

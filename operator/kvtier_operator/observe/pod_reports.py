@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier_connector.contract import usage
+from kvtier_connector.contract.engine import SUPPORTED_VLLM
 from kvtier_connector.contract.usage import Usage
 from kvtier_operator.api.generations_spec import COMPARED
 from kvtier_operator.snapshot import EngineReport
@@ -96,6 +97,7 @@ _KEY_MISSING: Final = re.compile(rb"^vllm:kvtier_disk_key_missing\{[^}]*\} 1(\.0
 _INACTIVE: Final = re.compile(rb"^vllm:kvtier_disk_active\{[^}]*\} 0(\.0*)?\s*$", re.MULTILINE)
 _BYPASSED: Final = re.compile(rb"^vllm:kvtier_disk_mode\{[^}]*\} 2(\.0*)?\s*$", re.MULTILINE)
 _RELEASE: Final = re.compile(rb"^vllm:kvtier_disk_release\{[^}]*\} ([0-2])(?:\.0*)?\s*$", re.MULTILINE)
+_VLLM: Final = re.compile(rb"^vllm:kvtier_vllm_release\{([^}]*)\} 1(?:\.0*)?\s*$", re.MULTILINE)
 _SIZES: Final = re.compile(
     rb"^vllm:kvtier_(token_bytes|chunk_bytes)\{[^}]*\} (\d+(?:\.\d+)?(?:e\+\d+)?)\s*$", re.MULTILINE
 )
@@ -140,14 +142,25 @@ def read_metrics(body: bytes) -> EngineReport:
         if field is not None and float(value) > 0:
             refused.add(field[1][:_MOST_WORDS].decode(errors="replace"))
     release = max(map(int, _RELEASE.findall(body)), default=0)
+    vllm = (dict(_LABEL.findall(labels.decode(errors="replace"))) for labels in _VLLM.findall(body))
     is_inactive = _INACTIVE.search(body) is not None and _BYPASSED.search(body) is None
     return EngineReport(
         refused=tuple(sorted(refused)),
         is_key_missing=_KEY_MISSING.search(body) is not None,
         release=release,
+        unsupported=next(filter(None, map(why_unsupported, vllm)), ""),
         is_detached=is_inactive and not refused and release != COMPARED,
         **{name.decode(): int(size) for name, text in _SIZES.findall(body) if (size := float(text)) < _MOST_BYTES},
     )
+
+
+def why_unsupported(release: Mapping[str, str]) -> str:
+    """Return why the connector takes no part in an engine, by version and support; empty where it does."""
+    version, support = (release.get(label, "")[:_MOST_WORDS] for label in ("version", "support"))
+    why = f"and this release of kvtier supports {' and '.join(SUPPORTED_VLLM)}: set spec.engine.image to one of these"
+    if support == "no_prefix_caching":
+        why = "with prefix caching off: remove --no-enable-prefix-caching; its log says where the model needs it off"
+    return "" if support in {"", "supported"} else f"its vLLM is {version}, {why}"
 
 
 def rounded(number: int) -> int:

@@ -43,7 +43,7 @@ _LEASE: Final = (names.COORDINATION, names.LEASE_KIND)
 PARTS: Final = (
     Part(
         name=claim.PART,
-        keys=lambda tier: _keys(names.claim(tier), ("v1", names.CLAIM_KIND)),
+        keys=lambda tier: (names.claim_key(names.claim(tier)),),
         wants=claim.wanted,
         refuse=claim.refuse,
         # A claim is never deleted: no edit of a tier may cost data.
@@ -51,11 +51,7 @@ PARTS: Final = (
         conditions=(claim.BOUND, claim.SHARING),
         serves_as_it_was=True,
     ),
-    Part(
-        name=engine_config.PART,
-        keys=lambda tier: _keys(names.config(tier), _CONFIG_MAP),
-        wants=engine_config.wanted,
-    ),
+    Part(name=engine_config.PART, keys=lambda tier: _keys(names.config(tier), _CONFIG_MAP), wants=engine_config.wanted),
     Part(
         name="account",
         keys=lambda tier: _keys(names.engine(tier), _ACCOUNT),

@@ -21,7 +21,7 @@ from kvtier_operator.conditions import (
     not_checked,
     quoted,
 )
-from kvtier_operator.names import Manifest
+from kvtier_operator.names import Manifest, TierRef
 from kvtier_operator.parts.part import Work
 from kvtier_operator.plan import TierPlan, releases_claim
 from kvtier_operator.snapshot import LiveClaim, Snapshot
@@ -44,23 +44,19 @@ def claim(plan: TierPlan) -> Manifest | None:
     wanted = plan.spec.volume.claim
     if wanted is None:
         return None
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": names.metadata(
-            plan.tier,
-            names.claim(plan.tier),
-            component=names.COMPONENT_VOLUME,
-            # The garbage collector deletes what the tier owns: a claim to be retained must not be owned.
-            is_owned=plan.spec.volume.deletion_policy == DELETE,
-        ),
-        "spec": {
-            "accessModes": list(wanted.access_modes),
-            "resources": {"requests": {"storage": wanted.size}},
-            **({"storageClassName": wanted.storage_class_name} if wanted.storage_class_name is not None else {}),
-            "volumeMode": "Filesystem",
-        },
+    spec = {
+        "accessModes": list(wanted.access_modes),
+        "resources": {"requests": {"storage": wanted.size}},
+        **({"storageClassName": wanted.storage_class_name} if wanted.storage_class_name is not None else {}),
+        "volumeMode": "Filesystem",
     }
+    return of_spec(plan.tier, spec, is_owned=plan.spec.volume.deletion_policy == DELETE)
+
+
+def of_spec(tier: TierRef, spec: Manifest, *, is_owned: bool) -> Manifest:
+    """Return the claim with a spec. The garbage collector deletes what the tier owns: a retained claim is not owned."""
+    metadata = names.metadata(tier, names.claim(tier), component=names.COMPONENT_VOLUME, is_owned=is_owned)
+    return {"apiVersion": "v1", "kind": names.CLAIM_KIND, "metadata": metadata, "spec": spec}
 
 
 def refuse(spec: TierSpec, snapshot: Snapshot) -> Refusal | None:

@@ -128,9 +128,7 @@ def explain_edit(  # noqa: PLR0913  each by its name
     found = diff.make_diff(before, after, effect_of=effect_of, running=_running(snapshot), warm_bytes=warm_bytes)
     is_for_ranks = any(change.field == _RANKS and change.is_new_generation for change in found.changes)
     return replace(
-        found,
-        upgrade=drift(plan_of(before)),
-        ranks_hint=decided.advise_ranks(after) if is_for_ranks else "",
+        found, upgrade=drift(plan_of(before)), ranks_hint=decided.advise_ranks(after) if is_for_ranks else ""
     )
 
 

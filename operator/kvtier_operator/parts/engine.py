@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
 from kvtier_operator import names, quantity
-from kvtier_operator.api import pod_template
+from kvtier_operator.api import TierSpec, pod_template
 from kvtier_operator.api.disk_spec import EncryptionSpec
 from kvtier_operator.api.engine_spec import HARMLESS
 from kvtier_operator.api.reasons import Reason
@@ -114,10 +114,15 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         yield "the connector's configuration"
 
 
+def _period(probe: Mapping[str, Any]) -> int:
+    """Return the seconds between tries of a probe with the user's settings; 0 is Kubernetes' default."""
+    return int(probe.get("periodSeconds", _PROBE_PERIOD_SECONDS) or 10)
+
+
 def _startup_seconds(plan: TierPlan) -> int:
     """Return what a start may take: what we expect, or what the user's threshold of the probe allows."""
     probe = pod_template.of_engine(plan.spec.engine.pod_template.containers).get("startupProbe") or {}
-    allowed = probe.get("failureThreshold", 0) * probe.get("periodSeconds", _PROBE_PERIOD_SECONDS)
+    allowed = probe.get("failureThreshold", 0) * _period(probe)
     return int(max(plan.sizing.startup_seconds, allowed + probe.get("initialDelaySeconds", 0)))
 
 
@@ -187,10 +192,7 @@ def _install_container(plan: TierPlan) -> Manifest:
         "command": ["python3", "-m", "kvtier_connector.pod_tools.install"],
         # Shared memory of a crashed engine outlives its container, because the emptyDir is the pod's.
         "args": ["--target", names.CONNECTOR_MOUNT, "--clear-shm", names.SHM_MOUNT, *_link_caches(plan)],
-        "resources": {
-            "requests": {"cpu": "50m", "memory": "64Mi"},
-            "limits": {"memory": "256Mi"},
-        },
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         # The end of a crashed container's log is the only thing that says why, to a person and in the status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pod_settings.hardened(),
@@ -220,7 +222,7 @@ def _startup(plan: TierPlan) -> Manifest:
 
 
 def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, Any]) -> Manifest:
-    engine, keys = plan.spec.engine, plan.spec.disk.encryption
+    engine, keys, period = plan.spec.engine, plan.spec.disk.encryption, _period(added.get("startupProbe") or {})
     ours = {
         "name": names.ENGINE_CONTAINER,
         "image": engine.image,
@@ -237,10 +239,10 @@ def _engine_container(plan: TierPlan, rendered: Rendered, added: Mapping[str, An
         # fails later costs what is computed instead, and an engine that serves is not taken away for it.
         "startupProbe": {
             **_startup(plan),
-            "periodSeconds": _PROBE_PERIOD_SECONDS,
+            "periodSeconds": period,
             # A start of Python on a node that is busy loading a model, and the engine's own answer.
             "timeoutSeconds": 10,
-            "failureThreshold": math.ceil(plan.sizing.startup_seconds / _PROBE_PERIOD_SECONDS),
+            "failureThreshold": math.ceil(plan.sizing.startup_seconds / period),
         },
         "readinessProbe": {**_health(), "timeoutSeconds": 5, "failureThreshold": 3},
         # /health answers 503 once the engine core has died. A busy front end may be slow to answer: that is no reason
@@ -351,20 +353,26 @@ def release_of(image: str) -> str | None:
     return None if found is None else vllm_release(found[1])
 
 
+def release_problem(spec: TierSpec) -> Problem | None:
+    """Return that no connector supports the release of vLLM in the tier's image."""
+    image, release = spec.engine.image, release_of(spec.engine.image) if spec.connector.is_ours else None
+    if release is None or release in SUPPORTED_VLLM:
+        return None
+    return Problem(
+        Reason.VLLM_UNSUPPORTED,
+        f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
+        f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
+    )
+
+
 def _judge(stage: PlannedStage, _previous: Status) -> Problem:
     """The pods are as this operator would make them, with a vLLM that the connector supports."""
     restart = (
         f"`kubectl annotate kvt {stage.tier.name} -n {stage.tier.namespace} --overwrite "
         f'{names.ANNOTATION_RESTART}="$(date +%s)"`'
     )
-    image = stage.spec.engine.image
-    release = release_of(image) if stage.spec.connector.is_ours else None
-    if release is not None and release not in SUPPORTED_VLLM:
-        return Problem(
-            Reason.VLLM_UNSUPPORTED,
-            f"spec.engine.image {image} is vLLM {release}, and this release of kvtier supports "
-            f"{' and '.join(SUPPORTED_VLLM)}: engines serve without the volume; set spec.engine.image to one of these",
-        )
+    if (problem := release_problem(stage.spec)) is not None:
+        return problem
     if changed := drift(stage.plan):
         return Problem(
             Reason.ENGINES_OUTDATED,

@@ -158,6 +158,9 @@ def _health() -> Manifest:
 
 
 _HEALTHY: Final = "JanitorHealthy"
+_DISABLED: Final = unknown(
+    Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: the volume is not measured, and nothing is ever removed"
+)
 _OF_MESSAGES: Final = Component(
     name="janitor",
     effect=", so the volume is not cleared",
@@ -169,9 +172,7 @@ _OF_MESSAGES: Final = Component(
 def _judge_janitor(stage: ReadStage, previous: Status) -> Problem:
     """The janitor runs, answers, and can do its work."""
     if not stage.spec.janitor.enabled:
-        return unknown(
-            Reason.JANITOR_DISABLED, "spec.janitor.enabled is false: the volume is not measured, and nothing is removed"
-        )
+        return _DISABLED
     found, name = stage.snapshot.janitor, names.janitor(stage.tier)
     if releases_claim(stage.spec, stage.snapshot):
         return unknown(Reason.JANITOR_STARTING, "the claim was deleted; the janitor starts again when there is one")
@@ -217,10 +218,7 @@ def janitor_reports(stage: PlannedStage) -> Problem | None:
     """The janitor runs and says what it found."""
     janitor = stage.snapshot.janitor
     if not stage.spec.janitor.enabled:
-        return unknown(
-            Reason.JANITOR_DISABLED,
-            "spec.janitor.enabled is false: the volume is not measured, and nothing is ever removed from it",
-        )
+        return _DISABLED
     if janitor.usage is None:
         return unknown(Reason.JANITOR_STARTING, "the janitor has not reported: see JanitorHealthy")
     if not janitor.usage.is_active:
@@ -261,11 +259,11 @@ def engines_may_store(stage: PlannedStage) -> Problem | None:
     usage = stage.snapshot.janitor.usage
     if usage is None or not usage.store_pause:
         return None
-    return Problem(
-        Reason.STORES_PAUSED,
-        f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room "
-        "again: free the volume of what is not ours, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes",
-    )
+    what = f"engines may not store, loads go on: {usage.store_pause}; it ends by itself when there is room again: "
+    remedy = "remove files that are not of the tier, raise spec.volume.claim.size, or lower spec.disk.budget.maxBytes"
+    if "max_bytes" in usage.store_pause:
+        remedy = "wait while the janitor evicts, or raise spec.disk.budget.maxBytes"
+    return Problem(Reason.STORES_PAUSED, what + remedy)
 
 
 def volume_has_room(stage: PlannedStage) -> Problem | None:
@@ -310,7 +308,11 @@ def engines_own_the_directory(stage: PlannedStage) -> Problem | None:
 
 
 def volume_answers(stage: PlannedStage) -> Problem | None:
-    """The volume answers every engine."""
+    """Every engine has a vLLM that can use the volume, and is answered."""
+    unsupported = {pod.name: pod.report.unsupported for pod in stage.snapshot.pods if pod.report}
+    if pods := [name for name, why in unsupported.items() if why]:
+        what = f"pod {listed(pods)} serves without the volume and without the CPU tier"
+        return Problem(Reason.DETACHED, f"{what}: {unsupported[pods[0]]}")
     without = [pod.name for pod in stage.snapshot.pods if pod.report is not None and pod.report.is_detached]
     if not without:
         return None

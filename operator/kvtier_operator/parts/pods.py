@@ -245,15 +245,8 @@ def tolerations(plan: TierPlan) -> list[Manifest]:
 
 _VOLUMES: Final = frozenset(
     {
-        "configMap",
-        "csi",
-        "downwardAPI",
-        "emptyDir",
-        "ephemeral",
-        "image",
-        "persistentVolumeClaim",
-        "projected",
-        "secret",
+        *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim"),
+        *("projected", "secret"),
     }
 )
 _PROFILES: Final = frozenset({"RuntimeDefault", "Localhost"})

@@ -39,12 +39,7 @@ _WRITTEN: Final = "ReadWrite"
 """The mode in which engines need what a preflight asks for."""
 
 _MEASURED: Final = (
-    "directIo",
-    "totalBytes",
-    "freeBytes",
-    "writeBytesPerSecond",
-    "readBytesPerSecond",
-    "statMicroseconds",
+    *("directIo", "totalBytes", "freeBytes", "writeBytesPerSecond", "readBytesPerSecond", "statMicroseconds"),
     "roundTripMicroseconds",
 )
 _QUOTED_FIELDS: Final = ("fileSystem", "chosen", "advice")

@@ -32,11 +32,7 @@ from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayo
 _VERSION: Final = 1
 
 _KV_FLAGS: Final = (
-    "block-size",
-    "decode-context-parallel-size",
-    "disable-hybrid-kv-cache-manager",
-    "dtype",
-    "kv-cache-dtype",
+    *("block-size", "decode-context-parallel-size", "disable-hybrid-kv-cache-manager", "dtype", "kv-cache-dtype"),
     "pipeline-parallel-size",
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvtier_operator import quantity
 from kvtier_operator.api import TierSpec
@@ -40,6 +40,8 @@ class Change:
     """Whether this field alone makes the cached blocks unreadable."""
     is_restart: bool
     """Whether this field alone replaces the pods."""
+    refusal: str = ""
+    """Why the API server refuses to change this field; empty where it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ def make_diff(
                 after=None if becomes is ABSENT else becomes,
                 is_new_generation=alone.generation != old.generation,
                 is_restart=alone.template != old.template,
+                refusal=why_refused(".".join(path), was, becomes),
             )
         )
     return Diff(
@@ -110,6 +113,21 @@ def make_diff(
         replicas=(before.replicas, after.replicas),
         warm_bytes=warm_bytes,
     )
+
+
+def why_refused(field: str, was: Any, becomes: Any) -> str:
+    """Return why the API server refuses a change of a spec, by the rules of the CRD that name the old value."""
+    if field == "volume.claim.size" and quantity.parse_bytes(becomes) < quantity.parse_bytes(was):
+        return "cannot shrink, because a PersistentVolumeClaim cannot: to use less of it, set spec.disk.budget.maxBytes"
+    is_same = field == "volume.claim.accessModes" and set(was) == set(becomes)
+    if (field in _FIXED and not is_same) or (field == "volume" and becomes is ABSENT):
+        return "cannot change after creation: create another KVCacheTier, and delete this one when it is not needed"
+    return ""
+
+
+_FIXED: Final = frozenset({"operatorClassName", "volume.claim", "volume.existingClaim", "volume.path"}) | {
+    f"volume.claim.{name}" for name in ("accessModes", "storageClassName")
+}
 
 
 def warm_bytes(status: Mapping[str, Any]) -> int | None:
@@ -127,6 +145,10 @@ def warm_bytes(status: Mapping[str, Any]) -> int | None:
 
 def warnings(diff: Diff) -> tuple[str, ...]:
     """Return what a person should know before such an edit, as sentences; nothing where it costs nothing."""
+    if refused := [
+        f"the API server refuses this edit: {each.field} {each.refusal}" for each in diff.changes if each.refusal
+    ]:
+        return tuple(refused)
     sentences = []
     if diff.discards_cache:
         held = "" if diff.warm_bytes is None else f" ({quantity.show_bytes(diff.warm_bytes)} on the volume)"

@@ -50,13 +50,8 @@ IDENTITY: Final = frozenset(
         *("kv-cache-dtype-skip-layers", "kv-sharing-fast-prefill", "prefix-match-unit", "sparse-indexer-topk-backend"),
         *("swa-bounded-replay", "worker-cls", "enable-mamba-cache-stochastic-rounding"),
         *("enable-mamba-shared-prefix-checkpoint", "mamba-block-size", "mamba-cache-dtype", "mamba-cache-mode"),
-        *(
-            "mamba-cache-philox-rounds",
-            "mamba-config",
-            "mamba-ssm-cache-dtype",
-            "replayssm-buffer-len",
-            "use-replayssm",
-        ),
+        *("mamba-cache-philox-rounds", "mamba-config", "mamba-ssm-cache-dtype", "replayssm-buffer-len"),
+        "use-replayssm",
         # Which tokens and heads a rank holds.
         *("cp-kv-cache-interleave-size", "dcp-kv-cache-interleave-size", "decode-context-parallel-size"),
         *("pipeline-parallel-size", "prefill-context-parallel-size"),

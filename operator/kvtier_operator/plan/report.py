@@ -10,20 +10,19 @@ from typing import Any, Final
 from kvtier_operator import quantity
 from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.api.status_schema import Capacity, PodSizing
-from kvtier_operator.plan import TierPlan, diff
+from kvtier_operator.plan import TierPlan, diff, nodes
 from kvtier_operator.plan.sizing import GIB, LOAD_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, SCRATCH_BYTES
 from kvtier_operator.quantity import show_bytes
+from kvtier_operator.snapshot import Nodes
 
 _WIDTH: Final = 100
 _UNKNOWN: Final = "unknown"
-
-_UNTOLD_DEVICE: Final = "needs the size of the weights and spec.engine.accelerator.memory, or nodes that say it"
 
 Row = tuple[str, str, str, str]
 """A name, its amount, the same in tokens, and how it comes about."""
 
 
-def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: str = "") -> str:
+def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: str, found: Nodes | None) -> str:
     """Return the page of one tier; `fits` tells whether nodes have room, where they are known."""
     spec = plan.spec
     replicas = "1 replica" if spec.replicas == 1 else f"{spec.replicas} replicas"
@@ -33,7 +32,7 @@ def describe(plan: TierPlan, capacity: Capacity, *, fits: str | None, warning: s
         ("one file on the volume", _bytes_or_unknown(capacity.chunk_bytes), *_chunk(plan, capacity)),
         ("", "", "", ""),
         ("TIER", "", "TOKENS", ""),
-        *_tiers(plan, capacity),
+        *_tiers(plan, capacity, found),
         ("", "", "", ""),
         ("POD", "", "", ""),
         *_pod(plan),
@@ -49,15 +48,15 @@ def describe_diff(tier: str, found: diff.Diff) -> str:
         return f"{tier}: nothing changes\n"
     rows: list[Row] = [("FIELD", "BEFORE", "AFTER", "ALONE")]
     for change in found.changes:
-        effects = [
-            text for text, holds in (("empty cache", change.is_new_generation), ("restart", change.is_restart)) if holds
-        ]
-        rows.append((change.field, _short(change.before), _short(change.after), ", ".join(effects) or "no restart"))
+        found_of = (("empty cache", change.is_new_generation), ("restart", change.is_restart))
+        effects = "refused" if change.refusal else ", ".join(text for text, holds in found_of if holds) or "no restart"
+        rows.append((change.field, _short(change.before), _short(change.after), effects))
     before, after = found.replicas
     notes = list(diff.warnings(found))
-    if not found.discards_cache:
+    is_refused = any(change.refusal for change in found.changes)
+    if not found.discards_cache and not is_refused:
         notes.append(f"keeps the cache: generation {found.generation} stays")
-    if not found.restarted_pods:
+    if not found.restarted_pods and not is_refused:
         notes.append("restarts no engine" if before == after else f"only {_pods(before, after)}")
     return "\n".join([tier, "", *_table(rows, left=4), *_notes(notes)]) + "\n"
 
@@ -97,14 +96,17 @@ def _chunk(plan: TierPlan, capacity: Capacity) -> tuple[str, str]:
     return _tokens(tokens), said + several
 
 
-def _tiers(plan: TierPlan, capacity: Capacity) -> Iterable[Row]:
+def _tiers(plan: TierPlan, capacity: Capacity, found: Nodes | None) -> Iterable[Row]:
     spec, sizing = plan.spec, plan.sizing
+    missing = ["the size of the weights"] if plan.decisions.weight_bytes is None else []
+    if nodes.device_memory(spec, found) is None:
+        missing.append("spec.engine.accelerator.memory, or nodes that say it")
     if spec.engine.accelerator.resource != NO_ACCELERATOR:
         yield (
             "accelerators, estimated",
             _bytes_or_unknown(capacity.device_kv_bytes),
             _tokens(capacity.device_kv_tokens),
-            capacity.device_formula or _UNTOLD_DEVICE,
+            capacity.device_formula or f"needs {' and '.join(missing) or 'the KV of one token'}",
         )
     share = f"{spec.cpu.fraction} of {show_bytes(plan.decisions.node_bytes)}" if plan.decisions.node_bytes else ""
     each = f" for each of {sizing.engines_per_pod} engine cores" if sizing.engines_per_pod > 1 else ""

@@ -39,7 +39,9 @@ _PREFIX: Final = "kvtier-"
 _VOLUMES: Final = frozenset({"blocks", "config", "connector", "shm", "kvtier-keys"})
 _VARIABLES: Final = ("PYTHONHASHSEED", "PYTHONPATH", names.CONFIG_VARIABLE)
 _TRANSFER, _SCHEDULER, _ALGORITHM = "kv-transfer-config", "scheduler-cls", "prefix-caching-hash-algo"
-_CACHING: Final = "enable-prefix-caching"
+_CACHING, _OURS = "enable-prefix-caching", "kvtier_connector."
+_NAMED: Final = re.compile(r'"(kv_connector|generation)": *"([^"]*)"')
+"""Fields of the connector's flag without which an engine is none of the tier."""
 _READ: Final = frozenset(
     {_TRANSFER, _SCHEDULER, _ALGORITHM, _CACHING, "config", "model", "revision", "tensor-parallel-size"}
 )
@@ -318,35 +320,49 @@ class _Theirs:
         )
 
 
-def lacks(plan: TierPlan, target: Target) -> list[str]:
-    """Return what a running pod lacks to be an engine of the tier, by name.
+def differences(plan: TierPlan, target: Target) -> dict[str, bool]:
+    """Return what a running pod lacks to be an engine of the tier, by name; True: it serves with that of another spec.
 
     Raises:
         AttachRefused: it cannot become one.
     """
-    words = read_words(target)
-    others = [word for word in words if "kvtier_connector." not in word]
-    wanted = attach(plan, replace(target, pod=_without_ours(target)), others)
-    found = [write_path(each.at) for each in wanted.puts if not _stands(each, target.pod)]
-    return [*found, *(flag.partition("=")[0] for flag in wanted.flags if flag not in words)]
+    words, found = read_words(target), dict[str, bool]()
+    ours = {word.partition("=")[0]: word for word in words if _OURS in word}
+    wanted = attach(plan, replace(target, pod=_without_ours(target)), [word for word in words if _OURS not in word])
+    for each in wanted.puts:
+        there = step_into(target.pod, each.at)
+        if not _stands(each, there):
+            found[write_path(each.at)] = there is not None and _serves(each, there)
+    for flag in wanted.flags:
+        name = flag.partition("=")[0]
+        if flag != (there := ours.pop(name, "")):
+            found[name] = bool(there) and set(_NAMED.findall(flag)) == set(_NAMED.findall(there))
+    return found | dict.fromkeys(ours, True)
 
 
-def _stands(each: Put, pod: Mapping[str, Any]) -> bool:
+def _stands(each: Put, found: Any) -> bool:
     """Return whether a running pod has it, or does without: a pod that has started had the time for its probe."""
     value = each.value
     if each.at[0] == "initContainers":
         # One of another release installs a connector, too; a chart may leave the rest of it out.
         value = {name: value[name] for name in ("name", "volumeMounts")}
-    return "startupProbe" in each.at or _holds(step_into(pod, each.at), value)
+    return "startupProbe" in each.at or _holds(found, value)
+
+
+def _serves(each: Put, found: Any) -> bool:
+    """Return whether an engine serves with what it has instead: another size, or an earlier configuration."""
+    kinds = {step_into(volume, ("emptyDir", "medium")) for volume in (each.value, found)}
+    is_value = each.at[-1] in {"memory", "sizeLimit", ("name", names.CONFIG_VARIABLE)}
+    return is_value or ("emptyDir" in each.value and len(kinds) == 1)
 
 
 def attach(plan: TierPlan, target: Target, words: Sequence[str] | None = None) -> EngineAdditions:
-    """Decide what a pod needs that has nothing of a tier's; its command line is read unless it is given.
+    """Decide what a pod needs that has nothing of a tier's; of a running one, the command line without ours is given.
 
     Raises:
         AttachRefused: it cannot become an engine of the tier.
     """
-    words = read_words(target) if words is None else words
+    is_running, words = words is not None, read_words(target) if words is None else words
     theirs = _read(plan, target, words)
     spec = theirs.spec(plan.spec)
     made = replace(plan, spec=spec, sizing=make_sizing(spec, plan.decisions), rendered=None, desired=None)
@@ -354,7 +370,7 @@ def attach(plan: TierPlan, target: Target, words: Sequence[str] | None = None) -
         *_flag_problems(plan, target, words),
         *_variable_problems(plan, target),
         *_identity_problems(plan, target, made),
-        *_pod_problems(made, target),
+        *_pod_problems(made, target, is_running=is_running),
     ]
     if problems:
         raise AttachRefused(problems)
@@ -421,8 +437,7 @@ def _accelerator(plan: TierPlan, engine: Mapping[str, Any]) -> str | None:
 
 
 def _port(plan: TierPlan, words: Sequence[str]) -> int:
-    said = (engine_args.read(words).words.get("port") or ("",))[-1]
-    external = plan.spec.engine.external
+    external, said = plan.spec.engine.external, (engine_args.read(words).words.get("port") or ("",))[-1]
     usual = names.HTTP_PORT if external is None else external.port
     return int(said) if said.isdecimal() else usual
 
@@ -500,12 +515,12 @@ def _said(value: Any) -> str:
     return "left out" if value is None else str(value)
 
 
-def _pod_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
+def _pod_problems(plan: TierPlan, target: Target, *, is_running: bool) -> Iterator[tuple[str, str]]:
     pod, engine = target.pod, target.engine
     release = release_of(str(engine.get("image", "")))
     if release is not None and release not in SUPPORTED_VLLM:
         yield target.field("image"), f"is vLLM {release}, and the connector supports {' and '.join(SUPPORTED_VLLM)}"
-    limit, needed = _memory(engine, "limits"), plan.sizing.memory_bytes
+    limit, needed = None if is_running else _memory(engine, "limits"), plan.sizing.memory_bytes
     if limit is not None and limit < needed:
         terms = (plan.sizing.engine_memory_bytes, plan.sizing.shm_bytes, plan.sizing.io_worker_bytes)
         engine_bytes, shm, moving = map(quantity.show_bytes, terms)
@@ -515,8 +530,7 @@ def _pod_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
             "spec.engine.memory of the tier"
         )
         yield target.field("resources", "limits", "memory"), text
-    volume = _shm_volume(target)
-    if volume is not None and (volume.get("emptyDir") or {}).get("medium") != "Memory":
+    if (volume := _shm_volume(target)) is not None and (volume.get("emptyDir") or {}).get("medium") != "Memory":
         yield target.at("volumes", ("name", volume["name"])), f"is {names.SHM_MOUNT} and no memory: set medium: Memory"
     taken = {each["mountPath"] for each in engine.get("volumeMounts") or ()}
     for path in sorted(taken & {names.VOLUME_MOUNT, names.CONFIG_MOUNT, names.KEYS_MOUNT, names.CONNECTOR_MOUNT}):

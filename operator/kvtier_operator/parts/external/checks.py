@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from kvtier_connector.contract.engine import SUPPORTED_VLLM
 from kvtier_operator import names
 from kvtier_operator.api.reasons import Reason
 from kvtier_operator.conditions import ConditionRule, PlannedStage, Problem, ReadStage, S, Status, checked, listed, met
 from kvtier_operator.names import Manifest
-from kvtier_operator.parts.engine import release_of
+from kvtier_operator.observe.targets import is_attached
+from kvtier_operator.parts.engine import release_problem
 from kvtier_operator.parts.engine_checks import connector_is_installed, volumes_are_mounted
-from kvtier_operator.parts.external.attach import AttachRefused, Target, find_engine, lacks, variable_of
+from kvtier_operator.parts.external.attach import AttachRefused, Target, differences, find_engine, variable_of
 from kvtier_operator.parts.external.pods import is_alive
 from kvtier_operator.parts.part import Work
 from kvtier_operator.snapshot import Pod
@@ -67,14 +67,6 @@ def pods_have_one_tier(stage: PlannedStage) -> Problem | None:
     return Problem(Reason.PODS_CLAIMED_TWICE, text)
 
 
-def _target(stage: PlannedStage, pod: Pod) -> Target | None:
-    external, spec = stage.spec.engine.external, pod.content.get("spec", {})
-    engine = find_engine(spec, None if external is None else external.container)
-    if engine is None:
-        return None
-    return Target(pod=spec, container=("containers", ("name", engine["name"])), variable=variable_of(engine))
-
-
 def _command(stage: PlannedStage, pod: Pod) -> str:
     """Return the command that mends a pod, by the object that makes it."""
     metadata = pod.content.get("metadata", {})
@@ -92,29 +84,29 @@ def _command(stage: PlannedStage, pod: Pod) -> str:
     return f"`kvtier attach {tier.name} -n {tier.namespace} {found or '-f FILE'}` prints what mends it"
 
 
+def _compare(stage: PlannedStage, pod: Pod) -> tuple[str, str]:
+    """Return why a pod is no engine of the tier, and what else differs from the spec; empty for nothing."""
+    external, spec, differing = stage.spec.engine.external, pod.content.get("spec", {}), ""
+    engine = find_engine(spec, None if external is None else external.container)
+    if engine is None:
+        why = "which of its containers runs vLLM cannot be told: name it in spec.engine.external.container"
+        return f"pod {pod.name}: {why}", ""
+    target = Target(pod=spec, container=("containers", ("name", engine["name"])), variable=variable_of(engine))
+    try:
+        found = differences(stage.plan, target)
+        lacking = listed([each for each, serves in found.items() if not serves])
+        differing = listed([each for each, serves in found.items() if serves])
+        why = f"it lacks {lacking}" if lacking else ""
+    except AttachRefused as refused:
+        why = str(refused)
+    what = f"container {engine['name']} of pod {pod.name} is no engine of this tier: {why}; {_command(stage, pod)}"
+    return what if why else "", differing
+
+
 def pods_are_attached(stage: PlannedStage) -> Problem | None:
     """Every pod has what an engine of the tier needs."""
-    for pod in _alive(stage):
-        target = _target(stage, pod)
-        if target is None:
-            remedy = "name it in spec.engine.external.container"
-            text = f"pod {pod.name}: which of its containers runs vLLM cannot be told: {remedy}"
-            return Problem(Reason.NOT_ATTACHED, text)
-        if why := _why_not(stage, target):
-            what = f"container {target.engine['name']} of pod {pod.name}"
-            text = f"{what} is no engine of this tier: {why}; {_command(stage, pod)}"
-            return Problem(Reason.NOT_ATTACHED, text)
-    return None
-
-
-def _why_not(stage: PlannedStage, target: Target) -> str:
-    """Return why a pod is no engine of the tier; empty if it is one."""
-    try:
-        # An earlier configuration is no reason; `UpToDate` tells of it.
-        missing = [each for each in lacks(stage.plan, target) if names.CONFIG_VARIABLE not in each]
-    except AttachRefused as refused:
-        return str(refused)
-    return f"it lacks {listed(missing)}" if missing else ""
+    text = next(filter(None, (_compare(stage, pod)[0] for pod in _alive(stage))), "")
+    return Problem(Reason.NOT_ATTACHED, text) if text else None
 
 
 def engines_are_ready(stage: PlannedStage) -> Problem | None:
@@ -141,18 +133,13 @@ READY: Final = checked(
 
 
 def _judge_current(stage: PlannedStage, _previous: Status) -> Problem:
-    release = release_of(stage.spec.engine.image)
-    if release is not None and release not in SUPPORTED_VLLM:
-        what = f"spec.engine.image {stage.spec.engine.image} is vLLM {release}"
-        supported = f"this release of kvtier supports {' and '.join(SUPPORTED_VLLM)}"
-        return Problem(Reason.VLLM_UNSUPPORTED, f"{what}, and {supported}: engines serve without the volume")
-    wanted = {"name": names.CONFIG_VARIABLE, "value": stage.plan.config_digest}
-    for pod in _alive(stage):
-        target = _target(stage, pod)
-        variables = [] if target is None else target.engine.get("env") or ()
-        if any(each["name"] == names.CONFIG_VARIABLE for each in variables) and wanted not in variables:
-            what = f"pod {pod.name} started with the configuration of an earlier spec, or of another release"
-            return Problem(Reason.ATTACHED_OUTDATED, f"{what}: {_command(stage, pod)}")
+    if (problem := release_problem(stage.spec)) is not None:
+        return problem
+    for pod in filter(is_attached, _alive(stage)):
+        why, differing = _compare(stage, pod)
+        if why or differing:
+            what = f"pod {pod.name} started as an earlier spec, or another release, had it ({differing})"
+            return Problem(Reason.ATTACHED_OUTDATED, why or f"{what}: {_command(stage, pod)}")
     return met(Reason.CURRENT, "attached engines have the configuration of this spec")
 
 
