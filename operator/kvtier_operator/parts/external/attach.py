@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,9 @@ Path = tuple[Step, ...]
 
 VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """Variable that presets of KServe's LLMInferenceService append to the command line of vLLM, by the shell's ``eval``."""
+
+MODULES: Final = "kvtier_connector."
+"""Begins the names of the connector's modules, which only our own flags have."""
 
 _PREFIX: Final = "kvtier-"
 _VOLUMES: Final = frozenset({"blocks", "config", "connector", "shm", "kvtier-keys"})
@@ -99,7 +103,8 @@ class Target:
         name = write_path(path)
         ours = next((each for each in self.words if name.startswith(each)), "")
         name = self.words.get(ours, "") + name.removeprefix(ours)
-        return ".".join(filter(None, (self.prefix, name)))
+        # Fields of all models stand beside the models.
+        return name[1:] if name.startswith("/") else ".".join(filter(None, (self.prefix, name)))
 
 
 class Put(NamedTuple):
@@ -130,14 +135,20 @@ class EngineAdditions:
         place = None if is_hidden(engine) else _script(engine)
         if target.variable:
             variable = ("env", ("name", target.variable))
-            value = " ".join(filter(None, (step_into(engine, (*variable, "value")), shlex.join(self.flags))))
+            value = _lengthened(step_into(engine, (*variable, "value")) or "", self.flags)
             put(engine, variable, {"name": target.variable, "value": value})
         elif place is None:
             engine["args"] = [*(engine.get("args") or ()), *self.flags]
         else:
             field_, item = _field_of(engine, place)
-            engine[field_][item] = f"{engine[field_][item].rstrip()} {shlex.join(self.flags)}"
+            engine[field_][item] = _lengthened(engine[field_][item], self.flags)
         return pod
+
+
+def _lengthened(line: str, flags: Sequence[str]) -> str:
+    """Return a command line with flags at its end, before blanks and the sign that the line goes on."""
+    more = f"{line and ' '}{shlex.join(flags)}"
+    return re.sub(r"(?:\\\n|[ \t\n])*\Z", lambda end: more + end[0], line, count=1)
 
 
 def write_path(path: Iterable[Step]) -> str:
@@ -165,8 +176,7 @@ def step_into(tree: Any, path: Path) -> Any:
 
 def put(tree: Any, path: Path, value: Any) -> None:
     """Set a field or a list item of a tree, in place; what is missing on the way is made."""
-    *way, last = path
-    for step, after in zip(way, (*way[1:], last), strict=True):
+    for step, after in pairwise(path):
         empty: Any = {} if isinstance(after, str) else []
         if isinstance(step, str):
             tree[step] = tree.get(step) or empty
@@ -177,6 +187,7 @@ def put(tree: Any, path: Path, value: Any) -> None:
                 found = {step[0]: step[1]}
                 tree.append(found)
             tree = found
+    last = path[-1]
     if isinstance(last, str):
         tree[last] = value
         return
@@ -218,13 +229,11 @@ def read_words(target: Target) -> list[str]:
     engine = target.engine
     if target.variable:
         text = step_into(engine, ("env", ("name", target.variable), "value"))
-        try:
-            return [*_passed_on(engine), *shlex.split(str(text or ""))]
-        except ValueError as error:
-            problem = f"is no command line ({error}): close its quotes"
-            raise AttachRefused([(target.field("env", target.variable), problem)]) from error
+        return [*_passed_on(engine), *_read_script(target.field("env", target.variable), str(text or ""))]
     place = None if is_hidden(engine) else _script(engine)
-    return _passed_on(engine) if place is None else _read_script(target, _all_words(engine)[place], place)
+    if place is None:
+        return _passed_on(engine)
+    return _read_script(target.field(_field_of(engine, place)[0]), _all_words(engine)[place])
 
 
 def _all_words(engine: Mapping[str, Any]) -> list[str]:
@@ -263,22 +272,27 @@ def variable_of(engine: Mapping[str, Any]) -> str:
     return VARIABLE if any(VARIABLE in str(word) for word in engine.get("command") or ()) else ""
 
 
-def _read_script(target: Target, script: str, place: int) -> list[str]:
-    field_, _ = _field_of(target.engine, place)
+def _read_script(at: str, script: str) -> list[str]:
+    """Return the words of a script that is one command, to which flags can be added."""
     text = script.replace("\\\n", " ").strip()
     reader = shlex.shlex(text, posix=True, punctuation_chars=True)
-    reader.whitespace_split = True
+    reader.whitespace_split, reader.commenters = True, ""
     try:
-        words = list(reader)
-    except ValueError:
-        words = [";"]
+        words, is_commented = list(reader), shlex.split(text, comments=True) != shlex.split(text)
+    except ValueError as error:
+        problem = f"is no command line ({error}): close its quotes, and end it without a backslash"
+        raise AttachRefused([(at, problem)]) from error
     if "\n" in text or any(word and set(word) <= _OPERATORS for word in words):
-        text = "is a script of several commands, so flags have no certain place: write vLLM's own as command and args"
-        raise AttachRefused([(target.field(field_), text)])
+        problem = (
+            "is a script of several commands, so flags have no certain place: write vLLM's own as command and args"
+        )
+        raise AttachRefused([(at, problem)])
+    if is_commented:
+        raise AttachRefused([(at, "has a #, behind which the shell reads no flags: quote it, or remove the comment")])
     words = words[1:] if words[:1] == ["exec"] else words
-    if words[:1] == ["env"] or (words and "=" in words[0]):
+    if words[:1] == ["env"] or (words and re.match(r"\w+=", words[0])):
         text = "sets variables before the command, where no cache identity has them: write them in env"
-        raise AttachRefused([(target.field(field_), text)])
+        raise AttachRefused([(at, text)])
     return words
 
 
@@ -325,7 +339,7 @@ def lacks(plan: TierPlan, target: Target) -> list[str]:
         AttachRefused: it cannot become one.
     """
     words = read_words(target)
-    others = [word for word in words if "kvtier_connector." not in word]
+    others = [word for word in words if MODULES not in word]
     wanted = attach(plan, replace(target, pod=_without_ours(target)), others)
     found = [write_path(each.at) for each in wanted.puts if not _stands(each, target.pod)]
     return [*found, *(flag.partition("=")[0] for flag in wanted.flags if flag not in words)]
@@ -350,15 +364,15 @@ def attach(plan: TierPlan, target: Target, words: Sequence[str] | None = None) -
     theirs = _read(plan, target, words)
     spec = theirs.spec(plan.spec)
     made = replace(plan, spec=spec, sizing=make_sizing(spec, plan.decisions), rendered=None, desired=None)
+    own, port = template_of(made)["spec"], _port(plan, words)
     problems = [
         *_flag_problems(plan, target, words),
         *_variable_problems(plan, target),
         *_identity_problems(plan, target, made),
-        *_pod_problems(made, target),
+        *_pod_problems(made, target, own),
     ]
     if problems:
         raise AttachRefused(problems)
-    own, port = template_of(made)["spec"], _port(plan, words)
     return EngineAdditions(
         puts=tuple(_puts(made, target, own, port=port)),
         port=port,
@@ -500,7 +514,7 @@ def _said(value: Any) -> str:
     return "left out" if value is None else str(value)
 
 
-def _pod_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
+def _pod_problems(plan: TierPlan, target: Target, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     pod, engine = target.pod, target.engine
     release = release_of(str(engine.get("image", "")))
     if release is not None and release not in SUPPORTED_VLLM:
@@ -515,10 +529,15 @@ def _pod_problems(plan: TierPlan, target: Target) -> Iterator[tuple[str, str]]:
             "spec.engine.memory of the tier"
         )
         yield target.field("resources", "limits", "memory"), text
+    ours, theirs = (each.get("fsGroup") for each in (own["securityContext"], pod.get("securityContext") or {}))
+    if theirs not in {None, ours}:
+        where = "spec.engine.podTemplate.securityContext.fsGroup"
+        text = f"is {theirs}, and the tier's is {ours}: make it equal, or set {where} of the tier"
+        yield target.at("securityContext", "fsGroup"), text
     volume = _shm_volume(target)
     if volume is not None and (volume.get("emptyDir") or {}).get("medium") != "Memory":
         yield target.at("volumes", ("name", volume["name"])), f"is {names.SHM_MOUNT} and no memory: set medium: Memory"
-    taken = {each["mountPath"] for each in engine.get("volumeMounts") or ()}
+    taken = {_directory(each) for each in engine.get("volumeMounts") or ()}
     for path in sorted(taken & {names.VOLUME_MOUNT, names.CONFIG_MOUNT, names.KEYS_MOUNT, names.CONNECTOR_MOUNT}):
         yield target.field("volumeMounts", path), "is where the tier's own files go: mount yours somewhere else"
     if step_into(engine, ("securityContext", "readOnlyRootFilesystem")) and names.SCRATCH_MOUNT not in taken:
@@ -538,8 +557,13 @@ def _memory(engine: Mapping[str, Any], kind: str) -> int | None:
 def _shm_volume(target: Target) -> Manifest | None:
     """Return the owner's volume for shared memory; None where there is none."""
     mounts = target.engine.get("volumeMounts") or ()
-    name = next((each["name"] for each in mounts if each["mountPath"] == names.SHM_MOUNT), None)
+    name = next((each["name"] for each in mounts if _directory(each) == names.SHM_MOUNT), None)
     return next((each for each in target.pod.get("volumes") or () if each["name"] == name), None)
+
+
+def _directory(mount: Mapping[str, Any]) -> str:
+    """Return where a mount is, without a slash at the end."""
+    return str(PurePosixPath(mount["mountPath"]))
 
 
 def _renamed(volume: str) -> str:
@@ -550,8 +574,8 @@ def _puts(plan: TierPlan, target: Target, own: Mapping[str, Any], *, port: int) 
     engine, ours, at = target.engine, own["containers"][0], target.container
     shm = _shm_volume(target)
     yield from _pod_puts(target, own, shm)
-    sizes = {} if shm is None else shm["emptyDir"]
-    if shm is not None and "sizeLimit" in sizes and quantity.parse_bytes(sizes["sizeLimit"]) < plan.sizing.shm_bytes:
+    limit = step_into(shm, ("emptyDir", "sizeLimit"))
+    if shm is not None and limit is not None and quantity.parse_bytes(str(limit)) < plan.sizing.shm_bytes:
         size = quantity.format_bytes(plan.sizing.shm_bytes)
         yield Put(("volumes", ("name", shm["name"]), "emptyDir", "sizeLimit"), size)
     for mount in _mounts(ours, shm):
@@ -569,7 +593,7 @@ def _pod_puts(target: Target, own: Mapping[str, Any], shm: Manifest | None) -> I
         if init["name"] == names.INSTALL_CONTAINER:
             yield Put(("initContainers", ("name", init["name"])), {**init, "volumeMounts": _mounts(init, shm)})
     # Block files of all engines belong to one group.
-    if "fsGroup" not in (target.pod.get("securityContext") or {}):
+    if step_into(target.pod, ("securityContext", "fsGroup")) is None:
         for name in ("fsGroup", "fsGroupChangePolicy"):
             yield Put(("securityContext", name), own["securityContext"][name])
     for volume in own["volumes"]:
@@ -604,8 +628,8 @@ def _startup(plan: TierPlan, target: Target, ours: Mapping[str, Any], port: int)
         command = [f"--port={port}" if word.startswith("--port=") else word for word in ours["exec"]["command"]]
         yield Put((*target.container, "startupProbe"), {**ours, "exec": {"command": command}})
     elif probe is not None:
-        period = probe.get("periodSeconds", 10)
-        allowed = period * probe.get("failureThreshold", 3) + probe.get("initialDelaySeconds", 0)
+        period = probe.get("periodSeconds") or 10
+        allowed = period * (probe.get("failureThreshold") or 3) + (probe.get("initialDelaySeconds") or 0)
         if allowed < needed:
             yield Put((*target.container, "startupProbe", "failureThreshold"), math.ceil(needed / period))
 
