@@ -75,22 +75,9 @@ def show(document: Any, output_format: str, page: Callable[[], str]) -> None:
 
 def as_yaml(documents: Sequence[Any]) -> str:
     """Return objects as YAML: fields in their order, texts of several lines as blocks, no aliases."""
-    import yaml  # noqa: PLC0415  JSON and pages do without it
+    from kvtier_cli import kubectl_yaml  # noqa: PLC0415  JSON and pages do without it
 
-    class Dumper(yaml.SafeDumper):
-        """A subclass, so that other users of the library keep their output."""
-
-        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002  the library's signature
-            """Write a repeated value in full."""
-            return True
-
-    def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-    Dumper.add_representer(str, represent_text)
-    return yaml.dump_all(
-        documents, Dumper=Dumper, sort_keys=False, width=10_000, explicit_start=True, allow_unicode=True
-    )
+    return kubectl_yaml.write(documents)
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: int = 0) -> str:

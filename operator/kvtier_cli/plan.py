@@ -17,7 +17,7 @@ import click
 import yaml
 from pydantic.alias_generators import to_camel
 
-from kvtier_cli import client, output, trace
+from kvtier_cli import client, kubectl_yaml, output, trace
 from kvtier_cli.output import FINE, FOUND
 from kvtier_operator import names, parts, quantity
 from kvtier_operator import settings as settings_module
@@ -43,7 +43,7 @@ def read_documents(file: str) -> list[Any]:
     except UnicodeDecodeError as error:
         raise SpecInvalid(_called(file), f"is not text in UTF-8: {error}") from error
     try:
-        return [item for document in yaml.safe_load_all(text) if document is not None for item in _items(document)]
+        return [item for document in kubectl_yaml.read(text) if document is not None for item in _items(document)]
     except yaml.YAMLError as error:
         raise SpecInvalid(_called(file), f"is not YAML: {error}") from error
 
