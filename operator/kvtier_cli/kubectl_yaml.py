@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import yaml
@@ -21,14 +20,9 @@ _RESOLVED: Final = (
 """Words that are no text, by resolve.go of go-yaml 2: their tag, their first letters, and a pattern."""
 
 
-class _Reader(yaml.SafeLoader):
-    """A subclass, as that of the dumper, so that other users of the library keep theirs."""
-
-
-class _Writer(yaml.SafeDumper):
-    def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002  the library's signature
-        """Write a repeated value in full."""
-        return True
+# Subclasses, so that other users of the library keep theirs. Repeated values are written in full.
+Reader: Any = type("Reader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
+Writer: Any = type("Writer", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
 
 
 def _number(reader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
@@ -48,23 +42,10 @@ def _text(writer: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return writer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Reader.yaml_implicit_resolvers = {}
 for _tag, _first, _pattern in _RESOLVED:
-    for _class in (_Reader, _Writer):
+    for _class in (Reader, Writer):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), ["", *_first])
-for _tag in ("int", "float"):
-    _Reader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
-_Reader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: node.value.lower() in {"y", "yes", "true", "on"})
-_Writer.add_representer(str, _text)
-
-
-def read(text: str) -> Iterator[Any]:
-    """Yield the documents of a text."""
-    return yaml.load_all(text, Loader=_Reader)
-
-
-def write(documents: Sequence[Any]) -> str:
-    """Return objects as YAML: fields in their order, texts of several lines as blocks, no aliases."""
-    return yaml.dump_all(
-        documents, Dumper=_Writer, sort_keys=False, width=10_000, explicit_start=True, allow_unicode=True
-    )
+Reader.add_constructor("tag:yaml.org,2002:int", _number)
+Reader.add_constructor("tag:yaml.org,2002:float", _number)
+Reader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: node.value.lower() in {"y", "yes", "true", "on"})
+Writer.add_representer(str, _text)

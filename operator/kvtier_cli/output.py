@@ -75,9 +75,12 @@ def show(document: Any, output_format: str, page: Callable[[], str]) -> None:
 
 def as_yaml(documents: Sequence[Any]) -> str:
     """Return objects as YAML: fields in their order, texts of several lines as blocks, no aliases."""
-    from kvtier_cli import kubectl_yaml  # noqa: PLC0415  JSON and pages do without it
+    import yaml  # noqa: PLC0415  JSON and pages do without it
 
-    return kubectl_yaml.write(documents)
+    from kvtier_cli.kubectl_yaml import Writer  # noqa: PLC0415  as above
+
+    options: Any = {"sort_keys": False, "width": 10_000, "explicit_start": True, "allow_unicode": True}
+    return yaml.dump_all(documents, Dumper=Writer, **options)  # type: ignore[no-any-return]  # as above
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: int = 0) -> str:

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
@@ -151,8 +151,7 @@ class BlockCache:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierSizes:
+class TierSizes(NamedTuple):
     """Sizes of a tier, as far as a simulation needs them."""
 
     spec: TierSpec
@@ -232,10 +231,10 @@ def _of_prompt(body: Mapping[str, Any], block_tokens: int) -> Request:
 def simulate(trace: Trace, sizes: TierSizes, *, volumes: Iterable[int]) -> list[SimulatedTier]:
     """Return what each tier would serve: accelerators, host memory, volumes by size, and one without a limit."""
     spec, capacity, layout, per_block = sizes.spec, sizes.capacity, sizes.layout, trace.block_tokens
-    above: list[tuple[str, int | None, int]] = []
-    if capacity.device_kv_tokens is not None:
-        above.append(("accelerators", capacity.device_kv_bytes, capacity.device_kv_tokens))
-    above.append((_HOST, (capacity.cpu_tokens or 0) * layout.token_bytes, capacity.cpu_tokens or 0))
+    cpu_tokens, device_tokens = capacity.cpu_tokens or 0, capacity.device_kv_tokens
+    above: list[tuple[str, int | None, int]] = [(_HOST, cpu_tokens * layout.token_bytes, cpu_tokens)]
+    if device_tokens is not None:
+        above.insert(0, ("accelerators", capacity.device_kv_bytes, device_tokens))
     best = [0] * len(trace.requests)
     found = []
     for name, size, tokens in above:
@@ -279,6 +278,14 @@ class Pace:
     """On average to compute the same tokens, where the engine's rate is given."""
     split_seconds: float | None = None
     """On average where head and tail are computed and read at once."""
+
+    def document(self) -> dict[str, float | None]:
+        """Return the figures for JSON."""
+        seconds = (self.mean_seconds, self.long_seconds, self.busy, self.computing_seconds, self.split_seconds)
+        rounded = (None if each is None else round(each, 3) for each in seconds)
+        fields = ("meanSeconds", "p99Seconds", "busyShare", "computingSeconds", "splitSeconds")
+        rate = {"rateGBs": self.rate, "tokensPerSecond": round(self.tokens_per_second)}
+        return rate | dict(zip(fields, rounded, strict=True))
 
 
 def paces(
@@ -339,18 +346,7 @@ class Forecast:
             "served": [{"tier": each.name, "bytes": each.size_bytes, "share": round(of, 4)} for each, of in rows],
             "volumeBytes": self.own_bytes,
             "busiestMinuteGBs": None if self.busiest is None else round(self.busiest, 3),
-            "rates": [
-                {
-                    "rateGBs": each.rate,
-                    "tokensPerSecond": round(each.tokens_per_second),
-                    "meanSeconds": round(each.mean_seconds, 3),
-                    "p99Seconds": round(each.long_seconds, 3),
-                    "busyShare": None if each.busy is None else round(each.busy, 3),
-                    "computingSeconds": None if each.computing_seconds is None else round(each.computing_seconds, 3),
-                    "splitSeconds": None if each.split_seconds is None else round(each.split_seconds, 3),
-                }
-                for each in self.paces
-            ],
+            "rates": [each.document() for each in self.paces],
         }
 
     def page(self) -> str:
@@ -365,15 +361,9 @@ class Forecast:
         if trace.is_estimated:
             lines.append(f"a token is {BYTES_PER_TOKEN} bytes of text here; requests are taken in the file's order")
         rows = [("SERVED BY", "SIZE", "OF ALL TOKENS", "MORE THAN ABOVE IT")]
-        rows += [
-            (
-                each.name,
-                "" if each.size_bytes is None else show_bytes(each.size_bytes),
-                f"{share:.1%}",
-                "" if more is None else f"+{more:.1%}",
-            )
-            for each, share, more in zip(self.tiers, self._shares(), self._gains(), strict=True)
-        ]
+        for each, share, more in zip(self.tiers, self._shares(), self._gains(), strict=True):
+            size = "" if each.size_bytes is None else show_bytes(each.size_bytes)
+            rows.append((each.name, size, f"{share:.1%}", "" if more is None else f"+{more:.1%}"))
         lines += ["", output.columns(rows)]
         if self.paces and self.own_bytes is not None:
             lines.append(self._pace_page(show_bytes(self.own_bytes)))
@@ -397,12 +387,11 @@ class Forecast:
 
     def _gains(self) -> list[float | None]:
         """Return what each tier serves beyond the last one that is no volume; None for the first."""
-        gains: list[float | None] = []
-        base = None
-        for each, share in zip(self.tiers, self._shares(), strict=True):
-            gains.append(None if base is None else share - base)
-            if each.name != _VOLUME:
-                base = share
+        shares, base = self._shares(), 0
+        gains: list[float | None] = [None]
+        for place, share in enumerate(shares[1:], 1):
+            base = base if self.tiers[place - 1].name == _VOLUME else place - 1
+            gains.append(share - shares[base])
         return gains
 
 
@@ -423,18 +412,14 @@ def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
     host = next(each for each in tiers if each.name == _HOST)
     volume = next((each for each in tiers if each.name == _VOLUME and each.size_bytes == own), host)
     loaded = [got - had for got, had in zip(volume.tokens, host.tokens, strict=True)]
+    read_tokens, rates = [tokens for tokens in loaded if tokens], given.rate or RATES
+    rate, seconds = given.prefill_rate, trace.seconds
     found = Forecast(
         file=str(given.trace),
         trace=trace,
         replicas=spec.replicas,
         tiers=tiers,
-        paces=paces(
-            [tokens for tokens in loaded if tokens],
-            layout.token_bytes,
-            seconds=trace.seconds,
-            rates=given.rate or RATES,
-            prefill_rate=given.prefill_rate,
-        ),
+        paces=paces(read_tokens, layout.token_bytes, seconds=seconds, rates=rates, prefill_rate=rate),
         busiest=None if trace.seconds is None else busiest_minute(trace, loaded) * layout.token_bytes / 1e9,
         own_bytes=own,
     )

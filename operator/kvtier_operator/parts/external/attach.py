@@ -177,22 +177,15 @@ def step_into(tree: Any, path: Path) -> Any:
 def put(tree: Any, path: Path, value: Any) -> None:
     """Set a field or a list item of a tree, in place; what is missing on the way is made."""
     for step, after in pairwise(path):
-        empty: Any = {} if isinstance(after, str) else []
-        if isinstance(step, str):
-            tree[step] = tree.get(step) or empty
-            tree = tree[step]
-        else:
-            found = step_into(tree, (step,))
-            if found is None:
-                found = {step[0]: step[1]}
-                tree.append(found)
-            tree = found
+        if not step_into(tree, (step,)):
+            empty: Any = {} if isinstance(after, str) else []
+            put(tree, (step,), empty if isinstance(step, str) else dict([step]))
+        tree = step_into(tree, (step,))
     last = path[-1]
     if isinstance(last, str):
         tree[last] = value
         return
-    places = (place for place, item in enumerate(tree) if item.get(last[0]) == last[1])
-    place = next(places, len(tree))
+    place = next((place for place, item in enumerate(tree) if item.get(last[0]) == last[1]), len(tree))
     tree[place : place + 1] = [value]
 
 
@@ -208,11 +201,10 @@ def _holds(found: Any, wanted: Any) -> bool:
 
 def find_engine(pod: Mapping[str, Any], name: str | None = None) -> Manifest | None:
     """Return the container of a pod that runs vLLM; None where it cannot be told."""
-    containers = list(pod.get("containers") or ())
-    if name is not None:
-        return next((each for each in containers if each.get("name") == name), None)
-    likely = containers if len(containers) == 1 else [each for each in containers if _is_likely(each)]
-    return likely[0] if len(likely) == 1 else None
+    found = list(pod.get("containers") or ())
+    if name is not None or len(found) > 1:
+        found = [each for each in found if (_is_likely(each) if name is None else each.get("name") == name)]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_likely(container: Mapping[str, Any]) -> bool:
@@ -310,12 +302,11 @@ class _Theirs:
 
     def spec(self, spec: TierSpec) -> TierSpec:
         """Return the tier as it were, had it this engine."""
-        said = {"image": self.image, "tensor_parallel": self.tensor_parallel}
-        accelerator = {} if self.accelerator is None else {"resource": self.accelerator}
+        accelerator = _said_of(resource=self.accelerator)
         security = spec.engine.pod_template.security_context
         engine = spec.engine.model_copy(
             update={
-                **{name: value for name, value in said.items() if value is not None},
+                **_said_of(image=self.image, tensor_parallel=self.tensor_parallel),
                 "args": self.words,
                 "env": self.env,
                 "external": None,
@@ -325,11 +316,12 @@ class _Theirs:
                 "accelerator": spec.engine.accelerator.model_copy(update=accelerator),
             }
         )
-        model = {"name": self.model, "revision": self.revision}
-        changes = {**{name: value for name, value in model.items() if value is not None}, "loras": ()}
-        return spec.model_copy(
-            update={"engine": engine, "model": spec.model.model_copy(update=changes), "kv_events": None}
-        )
+        model = spec.model.model_copy(update=_said_of(name=self.model, revision=self.revision) | {"loras": ()})
+        return spec.model_copy(update={"engine": engine, "model": model, "kv_events": None})
+
+
+def _said_of(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def lacks(plan: TierPlan, target: Target) -> list[str]:
@@ -644,12 +636,9 @@ def _flags(plan: TierPlan, args: Sequence[str], theirs: EngineArgs) -> tuple[str
 
 def _notes(plan: TierPlan, theirs: _Theirs) -> Iterator[str]:
     """Say where each part of the identity comes from."""
+    names_of = ("model", "revision", "image", "accelerator", "tensor_parallel")
     said = {
-        "model": theirs.model,
-        "revision": theirs.revision,
-        "image": theirs.image,
-        "accelerator": theirs.accelerator,
-        "tensor parallel size": theirs.tensor_parallel,
+        **{name.replace("parallel", "parallel size").replace("_", " "): getattr(theirs, name) for name in names_of},
         **{f"--{flag}": _said(found) for flag, found in engine_args.read(theirs.words).identity.items()},
         **{each["name"]: _said(each.get("value")) for each in theirs.env},
     }

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names
 from kvtier_operator.names import Manifest
@@ -37,8 +36,7 @@ PORT: Final = f"{names.GROUP}/port"
 """Port of an attached pod's metrics; the chart's PodMonitor reads it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of objects that have pods of engines."""
 
     api_versions: tuple[str, ...]
@@ -48,34 +46,27 @@ class Kind:
     pod: Path = ("spec", "template", "spec")
     metadata: Path = ("spec", "template", "metadata")
     """Where labels and annotations of the pods are."""
-    is_known_to_kustomize: bool = False
-    """Whether kustomize merges its lists item by item; otherwise a patch has whole lists."""
+
+    @property
+    def is_known_to_kustomize(self) -> bool:
+        """Return whether kustomize merges its lists item by item; otherwise a patch has whole lists."""
+        return self.api_versions == ("apps/v1",)
 
 
 _WORKERS: Final = ("spec", "leaderWorkerTemplate", "workerTemplate")
+_LWS, _KSERVE = "leaderworkerset.x-k8s.io/v1", "serving.kserve.io"
+_PREDICTOR: Final = ("spec", "predictor")
 KINDS: Final[Mapping[str, Kind]] = {
-    "Deployment": Kind(api_versions=("apps/v1",), plural="deployments", short="deploy", is_known_to_kustomize=True),
-    "StatefulSet": Kind(api_versions=("apps/v1",), plural="statefulsets", short="sts", is_known_to_kustomize=True),
-    "LeaderWorkerSet": Kind(
-        api_versions=("leaderworkerset.x-k8s.io/v1",),
-        plural="leaderworkersets",
-        short="lws",
-        pod=(*_WORKERS, "spec"),
-        metadata=(*_WORKERS, "metadata"),
-    ),
-    "InferenceService": Kind(
-        api_versions=("serving.kserve.io/v1beta1",),
-        plural="inferenceservices",
-        short="isvc",
-        pod=("spec", "predictor"),
-        metadata=("spec", "predictor"),
-    ),
+    "Deployment": Kind(("apps/v1",), "deployments", "deploy"),
+    "StatefulSet": Kind(("apps/v1",), "statefulsets", "sts"),
+    "LeaderWorkerSet": Kind((_LWS,), "leaderworkersets", "lws", (*_WORKERS, "spec"), (*_WORKERS, "metadata")),
+    "InferenceService": Kind((f"{_KSERVE}/v1beta1",), "inferenceservices", "isvc", _PREDICTOR, _PREDICTOR),
     "LLMInferenceService": Kind(
-        api_versions=("serving.kserve.io/v1alpha2", "serving.kserve.io/v1alpha1"),
-        plural="llminferenceservices",
-        short="llmisvc",
-        pod=("spec", "template"),
-        metadata=("spec",),
+        (f"{_KSERVE}/v1alpha2", f"{_KSERVE}/v1alpha1"),
+        "llminferenceservices",
+        "llmisvc",
+        ("spec", "template"),
+        ("spec",),
     ),
 }
 
@@ -100,8 +91,7 @@ def is_attachable(document: Mapping[str, Any]) -> bool:
     return document.get("kind") in KINDS or is_values(document)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a document has its engine."""
 
     target: Target
@@ -121,13 +111,11 @@ def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
     if document["kind"] == "LLMInferenceService" and step_into(document, _OFFLOADING):
         text = "makes KServe render another connector: remove it; spec.cpu.size of the tier sets the CPU tier"
         raise AttachRefused([(write_path(_OFFLOADING), text)])
-    if document["kind"] == "LeaderWorkerSet":
-        size = step_into(document, ("spec", "leaderWorkerTemplate", "size"))
-        if size not in {None, 1}:
-            raise AttachRefused([("spec.leaderWorkerTemplate.size", f"is {size}, which {_ONE_POD}")])
-        leader = ("spec", "leaderWorkerTemplate", "leaderTemplate")
-        if step_into(document, leader):
-            pod_path, metadata = (*leader, "spec"), (*leader, "metadata")
+    if (size := step_into(document, (*_WORKERS[:-1], "size"))) not in {None, 1}:
+        raise AttachRefused([("spec.leaderWorkerTemplate.size", f"is {size}, which {_ONE_POD}")])
+    leader = (*_WORKERS[:-1], "leaderTemplate")
+    if step_into(document, leader):
+        pod_path, metadata = (*leader, "spec"), (*leader, "metadata")
     pod = copy_of(step_into(document, pod_path) or {})
     target = _target(document, pod, write_path(pod_path), container)
     return _Place(target=target, pod=pod_path, annotations=(*metadata, "annotations"), labels=(*metadata, "labels"))
@@ -136,13 +124,8 @@ def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
 def _target(document: Mapping[str, Any], pod: Manifest, prefix: str, container: str | None) -> Target:
     spec = document["spec"]
     if document["kind"] == "InferenceService" and pod.get("model"):
-        return Target(
-            pod=pod,
-            container=("model",),
-            prefix=prefix,
-            is_partial=True,
-            model=_of_hub(step_into(spec, ("predictor", "model", "storageUri"))),
-        )
+        model = _of_hub(step_into(spec, ("predictor", "model", "storageUri")))
+        return Target(pod=pod, container=("model",), prefix=prefix, is_partial=True, model=model)
     if document["kind"] == "LLMInferenceService":
         container = container or "main"
         pod["containers"] = pod.get("containers") or [{"name": container}]
@@ -178,12 +161,8 @@ def _locate_values(document: Mapping[str, Any], name: str | None) -> _Place:
         raise AttachRefused([(f"{write_path(path)}.lmcacheConfig", text)])
     if "raySpec" in model:
         raise AttachRefused([(f"{write_path(path)}.raySpec", _ONE_POD)])
-    target = Target(
-        pod=_pod_of_values(document, model),
-        container=("containers", ("name", "vllm")),
-        prefix=write_path(path),
-        words=_WORDS,
-    )
+    pod, container = _pod_of_values(document, model), ("containers", ("name", "vllm"))
+    target = Target(pod=pod, container=container, prefix=write_path(path), words=_WORDS)
     return _Place(target=target, pod=path, annotations=(*path, "podAnnotations"), labels=(*path, "podLabels"))
 
 
@@ -218,13 +197,9 @@ def _pod_of_values(document: Mapping[str, Any], model: Mapping[str, Any]) -> Man
     words = [f"{flag}={vllm[name]}" for name, flag in flags.items() if name in vllm]
     if "modelRevision" in model:
         words.append(f"--revision={model['modelRevision']}")
-    resources = model.get("resources") or {
-        "requests": {"memory": model.get("requestMemory")},
-        "limits": {
-            "memory": model.get("limitMemory"),
-            model.get("requestGPUType", "nvidia.com/gpu"): model.get("requestGPU"),
-        },
-    }
+    gpus = {model.get("requestGPUType", "nvidia.com/gpu"): model.get("requestGPU")}
+    limits = {"memory": model.get("limitMemory"), **gpus}
+    resources = model.get("resources") or {"requests": {"memory": model.get("requestMemory")}, "limits": limits}
     container: Manifest = {
         "name": "vllm",
         "image": f"{model.get('repository')}:{model.get('tag')}",
