@@ -192,9 +192,7 @@ def read(file: Path, *, block_tokens: int) -> Trace:
 
 def _mooncake(file: Path) -> Iterator[Request]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+        for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
             try:
                 yield _of_row(json.loads(line))
             except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
@@ -336,13 +334,11 @@ class Forecast:
 
     def document(self) -> dict[str, Any]:
         """Return the figures for JSON."""
-        rows = zip(self.tiers, self._shares(), strict=True)
-        return {
-            "trace": self.file,
-            "requests": len(self.trace.requests),
-            "promptTokens": self.trace.tokens,
-            "isEstimated": self.trace.is_estimated,
-            "seconds": self.trace.seconds,
+        trace, rows = self.trace, zip(self.tiers, self._shares(), strict=True)
+        head = {"trace": self.file, "requests": len(trace.requests), "promptTokens": trace.tokens}
+        return head | {
+            "isEstimated": trace.is_estimated,
+            "seconds": trace.seconds,
             "served": [{"tier": each.name, "bytes": each.size_bytes, "share": round(of, 4)} for each, of in rows],
             "volumeBytes": self.own_bytes,
             "busiestMinuteGBs": None if self.busiest is None else round(self.busiest, 3),
@@ -352,10 +348,8 @@ class Forecast:
     def page(self) -> str:
         """Return the text for people."""
         trace = self.trace
-        about = f"{len(trace.requests):,} requests, {trace.tokens:,} prompt tokens"
-        if trace.seconds is not None:
-            about += f" in {output.duration(trace.seconds)}"
-        lines = [f"{self.file}: {about}"]
+        lasts = "" if trace.seconds is None else f" in {output.duration(trace.seconds)}"
+        lines = [f"{self.file}: {len(trace.requests):,} requests, {trace.tokens:,} prompt tokens{lasts}"]
         if self.replicas > 1:
             lines.append(f"requests go to the {self.replicas} replicas in turn; all share the volume")
         if trace.is_estimated:

@@ -177,8 +177,5 @@ def attach(  # noqa: PLR0913 - options
         documents = [_patch(document if output_format == "patch" else before, after, output_format)]
     else:
         documents[documents.index(document)] = after
-    if output_format == "json":
-        output.show(documents, "json", str)
-    else:
-        click.echo(output.as_yaml(documents), nl=False)
+    output.show(documents, output_format if output_format == "json" else "", lambda: output.as_yaml(documents))
     return FINE

@@ -41,6 +41,7 @@ MODULES: Final = "kvtier_connector."
 
 _PREFIX: Final = "kvtier-"
 _VOLUMES: Final = frozenset({"blocks", "config", "connector", "shm", "kvtier-keys"})
+_GROUP: Final = ("fsGroup", "fsGroupChangePolicy")
 _VARIABLES: Final = ("PYTHONHASHSEED", "PYTHONPATH", names.CONFIG_VARIABLE)
 _TRANSFER, _SCHEDULER, _ALGORITHM = "kv-transfer-config", "scheduler-cls", "prefix-caching-hash-algo"
 _CACHING: Final = "enable-prefix-caching"
@@ -134,9 +135,8 @@ class EngineAdditions:
         engine = step_into(pod, target.container)
         place = None if is_hidden(engine) else _script(engine)
         if target.variable:
-            variable = ("env", ("name", target.variable))
-            value = _lengthened(step_into(engine, (*variable, "value")) or "", self.flags)
-            put(engine, variable, {"name": target.variable, "value": value})
+            variable: Path = ("env", ("name", target.variable), "value")
+            put(engine, variable, _lengthened(step_into(engine, variable) or "", self.flags))
         elif place is None:
             engine["args"] = [*(engine.get("args") or ()), *self.flags]
         else:
@@ -220,8 +220,8 @@ def read_words(target: Target) -> list[str]:
     """
     engine = target.engine
     if target.variable:
-        text = step_into(engine, ("env", ("name", target.variable), "value"))
-        return [*_passed_on(engine), *_read_script(target.field("env", target.variable), str(text or ""))]
+        text = str(step_into(engine, ("env", ("name", target.variable), "value")) or "")
+        return [*_passed_on(engine), *_read_script(target.field("env", target.variable), text)]
     place = None if is_hidden(engine) else _script(engine)
     if place is None:
         return _passed_on(engine)
@@ -378,11 +378,9 @@ def _without_ours(target: Target) -> Manifest:
     pod: Manifest = copy_of(target.pod)
     inits = pod.get("initContainers") or ()
     containers = [*inits, *(pod.get("containers") or ()), step_into(pod, target.container)]
-    for container in containers:
-        mounts = container.get("volumeMounts") or ()
-        container["volumeMounts"] = [each for each in mounts if not each["name"].startswith(_PREFIX)]
+    for owner, field_ in ((pod, "volumes"), *((each, "volumeMounts") for each in containers)):
+        owner[field_] = [each for each in owner.get(field_) or () if not each["name"].startswith(_PREFIX)]
     pod["initContainers"] = [each for each in inits if each["name"] != names.INSTALL_CONTAINER]
-    pod["volumes"] = [each for each in pod.get("volumes") or () if not each["name"].startswith(_PREFIX)]
     return pod
 
 
@@ -420,16 +418,14 @@ def _arguments(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 def _accelerator(plan: TierPlan, engine: Mapping[str, Any]) -> str | None:
     resources = engine.get("resources") or {}
     asked = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
-    wanted = plan.spec.engine.accelerator.resource
-    if wanted == CLAIMED or not asked:
+    if (wanted := plan.spec.engine.accelerator.resource) == CLAIMED or not asked:
         return None
     return wanted if wanted in asked else next((name for name in asked if "/" in name), NO_ACCELERATOR)
 
 
 def _port(plan: TierPlan, words: Sequence[str]) -> int:
     said = (engine_args.read(words).words.get("port") or ("",))[-1]
-    external = plan.spec.engine.external
-    usual = names.HTTP_PORT if external is None else external.port
+    usual = names.HTTP_PORT if (external := plan.spec.engine.external) is None else external.port
     return int(said) if said.isdecimal() else usual
 
 
@@ -511,9 +507,9 @@ def _pod_problems(plan: TierPlan, target: Target, own: Mapping[str, Any]) -> Ite
     release = release_of(str(engine.get("image", "")))
     if release is not None and release not in SUPPORTED_VLLM:
         yield target.field("image"), f"is vLLM {release}, and the connector supports {' and '.join(SUPPORTED_VLLM)}"
-    limit, needed = _memory(engine, "limits"), plan.sizing.memory_bytes
-    if limit is not None and limit < needed:
-        terms = (plan.sizing.engine_memory_bytes, plan.sizing.shm_bytes, plan.sizing.io_worker_bytes)
+    limit, size = _memory(engine, "limits"), plan.sizing
+    if limit is not None and limit < (needed := size.memory_bytes):
+        terms = (size.engine_memory_bytes, size.shm_bytes, size.io_worker_bytes)
         engine_bytes, shm, moving = map(quantity.show_bytes, terms)
         text = (
             f"is {quantity.show_bytes(limit)}, and the engine needs {quantity.show_bytes(needed)} (spec.engine.memory "
@@ -554,7 +550,6 @@ def _shm_volume(target: Target) -> Manifest | None:
 
 
 def _directory(mount: Mapping[str, Any]) -> str:
-    """Return where a mount is, without a slash at the end."""
     return str(PurePosixPath(mount["mountPath"]))
 
 
@@ -586,8 +581,7 @@ def _pod_puts(target: Target, own: Mapping[str, Any], shm: Manifest | None) -> I
             yield Put(("initContainers", ("name", init["name"])), {**init, "volumeMounts": _mounts(init, shm)})
     # Block files of all engines belong to one group.
     if step_into(target.pod, ("securityContext", "fsGroup")) is None:
-        for name in ("fsGroup", "fsGroupChangePolicy"):
-            yield Put(("securityContext", name), own["securityContext"][name])
+        yield from (Put(("securityContext", each), own["securityContext"][each]) for each in _GROUP)
     for volume in own["volumes"]:
         if volume["name"] in _VOLUMES and (shm is None or volume["name"] != "shm"):
             name = _renamed(volume["name"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names
@@ -103,8 +103,7 @@ class _Place(NamedTuple):
 def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
     if is_values(document):
         return _locate_values(document, container)
-    kind = KINDS[document["kind"]]
-    pod_path, metadata = kind.pod, kind.metadata
+    *_, pod_path, metadata = KINDS[document["kind"]]
     for path in _SEVERAL_NODES.get(document["kind"], ()):
         if step_into(document, path):
             raise AttachRefused([(write_path(path), _ONE_POD)])
@@ -212,14 +211,10 @@ def _pod_of_values(document: Mapping[str, Any], model: Mapping[str, Any]) -> Man
         "startupProbe": {**_CHART_PROBE, **(step_into(document, _PROBE) or {})},
         **{field: list(model.get(name) or ()) for name, field in _VALUES.items()},
     }
-    pod: Manifest = {
-        "containers": [container],
-        "volumes": list(model.get("extraVolumes") or ()),
-        "securityContext": step_into(document, _SECURITY) or {},
-    }
+    volumes, security = list(model.get("extraVolumes") or ()), step_into(document, _SECURITY) or {}
+    pod: Manifest = {"containers": [container], "volumes": volumes, "securityContext": security}
     if "tensorParallelSize" in vllm:
-        memory = {"medium": "Memory", "sizeLimit": model.get("shmSize", "20Gi")}
-        pod["volumes"].append({"name": "shm", "emptyDir": memory})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": model.get("shmSize", "20Gi")}})
         container["volumeMounts"].append({"name": "shm", "mountPath": names.SHM_MOUNT})
     if model.get("initContainer"):
         # The chart takes one: it is in the way of ours.
@@ -241,9 +236,8 @@ def _put_into_values(document: Manifest, path: Path, pod: Mapping[str, Any]) -> 
     memory: Path = ("resources", "requests", "memory")
     if (asked := step_into(engine, memory)) is not None:
         put(model, memory if model.get("resources") else ("requestMemory",), asked)
-    for name in ("fsGroup", "fsGroupChangePolicy"):
-        if name in pod["securityContext"]:
-            put(document, (*_SECURITY, name), pod["securityContext"][name])
+    for name, value in pod["securityContext"].items():
+        put(document, (*_SECURITY, name), value)
     shm = step_into(pod, ("volumes", ("name", "shm"), "emptyDir", "sizeLimit"))
     if made_by_chart and shm != model.get("shmSize", "20Gi"):
         model["shmSize"] = shm
@@ -275,7 +269,9 @@ def attach_document(
     put(after, (*place.annotations, PORT), str(made.port))
     put(after, (*place.annotations, ANNOTATION), "")
     put(after, (*place.labels, names.LABEL_TIER), plan.tier.name)
-    changes = sorted([*_shared(_models(before)), *_differences(before, after, ())], key=_is_of_model)
+    changes = sorted(
+        [*_shared(_models(before)), *_differences(before, after, ())], key=lambda each: tuple(each[1][:2]) == _SERVING
+    )
     record = {"tier": str(plan.tier), "changes": changes}
     put(after, (*place.annotations, ANNOTATION), json.dumps(record, sort_keys=True, separators=(",", ":")))
     return before, after, made.notes
@@ -320,15 +316,11 @@ def _models(document: Mapping[str, Any], name: str | None = None) -> list[Any]:
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield each value that is no object and no list, after its path."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
-    elif isinstance(tree, list):
-        for place, each in enumerate(tree):
-            name = each.get("name", place) if isinstance(each, Mapping) else place
-            yield from _leaves(each, (*path, ("name", str(name))))
-    else:
+    if not isinstance(tree, (Mapping, list)):
         yield path, tree
+        return
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from _leaves(value, (*path, str(key) if isinstance(tree, Mapping) else ("name", str(key))))
 
 
 def _records(models: Iterable[Manifest]) -> list[Manifest]:
@@ -336,14 +328,10 @@ def _records(models: Iterable[Manifest]) -> list[Manifest]:
     return [json.loads(text) for each in models for path, text in _leaves(each) if path[-1] == ANNOTATION]
 
 
-def _is_of_model(change: Sequence[Any]) -> bool:
-    return tuple(change[1][:2]) == _SERVING
-
-
 def _shared(models: Iterable[Manifest]) -> list[Any]:
     """Return the changes to fields of all models; each record has them, so that the last one takes them back."""
-    found = (change for record in _records(models) for change in record["changes"] if not _is_of_model(change))
-    return list({str(change): change for change in found}.values())
+    found = {str(change): change for record in _records(models) for change in record["changes"]}
+    return [change for change in found.values() if tuple(change[1][:2]) != _SERVING]
 
 
 _KEYS: Final = {
