@@ -19,7 +19,6 @@ _RESOLVED: Final = (
 )
 """Words that are no text, by resolve.go of go-yaml 2: their tag, their first letters, and a pattern."""
 
-
 # Subclasses, so that other users of the library keep theirs. Repeated values are written in full.
 Reader: Any = type("Reader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
 Writer: Any = type("Writer", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})

@@ -407,13 +407,14 @@ def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
     volume = next((each for each in tiers if each.name == _VOLUME and each.size_bytes == own), host)
     loaded = [got - had for got, had in zip(volume.tokens, host.tokens, strict=True)]
     read_tokens, rates = [tokens for tokens in loaded if tokens], given.rate or RATES
-    rate, seconds = given.prefill_rate, trace.seconds
     found = Forecast(
         file=str(given.trace),
         trace=trace,
         replicas=spec.replicas,
         tiers=tiers,
-        paces=paces(read_tokens, layout.token_bytes, seconds=seconds, rates=rates, prefill_rate=rate),
+        paces=paces(
+            read_tokens, layout.token_bytes, seconds=trace.seconds, rates=rates, prefill_rate=given.prefill_rate
+        ),
         busiest=None if trace.seconds is None else busiest_minute(trace, loaded) * layout.token_bytes / 1e9,
         own_bytes=own,
     )

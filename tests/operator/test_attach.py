@@ -33,7 +33,6 @@ from kvtier_operator.plan import TierPlan
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 OWNERS_MEMORY = TABLES["owners_pods"]["memory of the owner's"][2]
-
 FOREIGN = Path(__file__).parent / "foreign"
 TIER = FOREIGN / "tier.yaml"
 KUBECTL = ci_tools.load("helm").binary("kubectl")
@@ -158,8 +157,7 @@ def test_kubectl_makes_of_a_patch_what_is_attached_and_of_another_what_was_befor
     original = read(name)
     attached = read_printed(kvtier("attach", TIER, "-f", FOREIGN / f"{name}.yaml"))
     (tmp_path / "component").mkdir()
-    kustomization = {"resources": ["object.yaml"], "components": ["component"]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    (tmp_path / "kustomization.yaml").write_text("{resources: [object.yaml], components: [component]}")
     merge_type = "strategic" if KINDS[original["kind"]].is_known_to_kustomize else "merge"
     file, patch = tmp_path / "object.yaml", tmp_path / "patch.yaml"
     local = ["patch", "--local", "--type", merge_type, "-f", file, "--patch-file", patch, "-o", "yaml"]

@@ -147,8 +147,7 @@ class EngineAdditions:
 
 def _lengthened(line: str, flags: Sequence[str]) -> str:
     """Return a command line with flags at its end, before blanks and the sign that the line goes on."""
-    more = f"{line and ' '}{shlex.join(flags)}"
-    return re.sub(r"(?:\\\n|[ \t\n])*\Z", lambda end: more + end[0], line, count=1)
+    return re.sub(r"(?:\\\n|[ \t\n])*\Z", lambda end: f"{line and ' '}{shlex.join(flags)}{end[0]}", line, count=1)
 
 
 def write_path(path: Iterable[Step]) -> str:
