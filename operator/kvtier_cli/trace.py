@@ -406,15 +406,13 @@ def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
     host = next(each for each in tiers if each.name == _HOST)
     volume = next((each for each in tiers if each.name == _VOLUME and each.size_bytes == own), host)
     loaded = [got - had for got, had in zip(volume.tokens, host.tokens, strict=True)]
-    read_tokens, rates = [tokens for tokens in loaded if tokens], given.rate or RATES
+    loads, rates = [tokens for tokens in loaded if tokens], given.rate or RATES
     found = Forecast(
         file=str(given.trace),
         trace=trace,
         replicas=spec.replicas,
         tiers=tiers,
-        paces=paces(
-            read_tokens, layout.token_bytes, seconds=trace.seconds, rates=rates, prefill_rate=given.prefill_rate
-        ),
+        paces=paces(loads, layout.token_bytes, seconds=trace.seconds, rates=rates, prefill_rate=given.prefill_rate),
         busiest=None if trace.seconds is None else busiest_minute(trace, loaded) * layout.token_bytes / 1e9,
         own_bytes=own,
     )

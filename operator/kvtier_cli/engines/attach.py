@@ -167,9 +167,8 @@ def attach(  # noqa: PLR0913 - options
             click.echo(f"{field} {text}", err=True)
         return FOUND
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise click.ClickException(
-            "the object is not as the API server takes it: `kubectl apply --dry-run=server -f FILE` names the field"
-        ) from error
+        text = "the object is not as the API server takes it: `kubectl apply --dry-run=server -f FILE` names the field"
+        raise click.ClickException(text) from error
     for each in notes:
         click.echo(f"# {each}", err=True)
     if output_format in {"patch", "kustomize"}:
