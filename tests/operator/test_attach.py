@@ -291,12 +291,19 @@ def test_an_object_of_the_cluster_is_read_in_the_first_version_that_is_served(
     assert "serving.kserve.io/v1beta1" in kvtier.fails("attach", str(TIER), "isvc/qwen")
 
 
-def test_the_command_prints_every_document_and_says_what_the_digest_took(kvtier: Command) -> None:
+def test_the_command_prints_every_document_and_says_what_the_digest_took(kvtier: Command, tmp_path: Path) -> None:
     printed = kvtier("attach", str(TIER), "-f", str(FOREIGN / "deployment.yaml"))
     assert [each["kind"] for each in yaml.safe_load_all(printed)] == ["Service", "Deployment"]
     assert "is that of model Qwen/Qwen2.5-7B-Instruct, revision main, image vllm/vllm-openai:v0.32.0" in kvtier.err
     assert f"{plan().generation.digest}" in kvtier.err
     assert "--max-model-len 8192" in kvtier.err
+    tier, engines = tmp_path / "tier.yaml", tmp_path / "engines.yaml"
+    tier.write_text(TIER.read_text().replace(", namespace: default", ""))
+    engines.write_text(
+        (FOREIGN / "statefulset.yaml").read_text().replace("{name: vllm}", "{name: vllm, namespace: ai}", 1)
+    )
+    assert '"tier":"ai/qwen"' in kvtier("attach", tier, "-f", engines)
+    assert "metadata.namespace is ai, and the tier's is default" in kvtier.fails("attach", TIER, "-f", engines)
     kvtier("attach", str(TIER), "-f", str(FOREIGN / "inferenceservice.yaml"))
     assert "taken from the tier: revision, image, tensor parallel size" in kvtier.err
 
