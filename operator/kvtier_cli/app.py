@@ -79,10 +79,8 @@ class Verbs(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "kvtier").startswith("kvtier"):
                 raise
-            raise click.ClickException(
-                f"{cmd_name} needs the package {error.name}, which the operator's image does without: "
-                "pip install kvtier"
-            ) from error
+            text = f"{cmd_name} needs the package {error.name}, which the operator's image does without"
+            raise click.ClickException(f"{text}: pip install kvtier") from error
         return command
 
     def resolve_command(
@@ -171,20 +169,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has ended; the rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FOUND
-    except (OperatorError, ConnectorError) as error:
-        click.echo(f"{name}: {error}", err=True)
-        return FOUND
-    except OSError as error:
-        click.echo(f"{name}: {_in_words(error)}", err=True)
+    except (OperatorError, ConnectorError, OSError) as error:
+        # A system error without its number.
+        file, why = (getattr(error, field, None) for field in ("filename", "strerror"))
+        click.echo(f"{name}: {error if file is None or why is None else f'{file}: {why}'}", err=True)
         return FOUND
     return status if isinstance(status, int) else 0
-
-
-def _in_words(error: OSError) -> str:
-    """Return the message of a system error without its number."""
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
 
 
 def complete(arguments: Sequence[str] | None = None) -> int:

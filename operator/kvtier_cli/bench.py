@@ -123,9 +123,8 @@ def _pods(where: client.Where, tier: str) -> list[names.Manifest]:
     return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))[:_ENGINES]
 
 
-def _engine(pod: names.Manifest) -> names.Manifest:
-    engine: names.Manifest = next(each for each in pod["spec"]["containers"] if each["name"] == names.ENGINE_CONTAINER)
-    return engine
+def _engine(pod: names.Manifest) -> Any:
+    return next(each for each in pod["spec"]["containers"] if each["name"] == names.ENGINE_CONTAINER)
 
 
 def _measure(where: client.Where, pod: names.Manifest, load: BenchLoad, name: str) -> Document:

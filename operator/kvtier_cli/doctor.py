@@ -89,8 +89,7 @@ def _definition(where: client.Where) -> Iterator[Finding]:
     try:
         live = where.client.ask(path, f"read the definition of {names.KIND}")
     except KindMissing:
-        message = f"the cluster does not know {names.KIND}"
-        yield Finding("definition", "missing", message, _INSTALL)
+        yield Finding("definition", "missing", f"the cluster does not know {names.KIND}", _INSTALL)
         return
     ours = yaml.safe_load(install.carried_file(install.CRD).read_text())
     if _fields(live) == _fields(ours):
@@ -102,8 +101,7 @@ def _definition(where: client.Where) -> Iterator[Finding]:
 
 def _fields(node: Any) -> Any:
     """Return the names of all fields: the API server changes other parts of a schema, and these not."""
-    versions = node["spec"]["versions"]
-    return {each["name"]: _names(each["schema"]["openAPIV3Schema"]) for each in versions}
+    return {each["name"]: _names(each["schema"]["openAPIV3Schema"]) for each in node["spec"]["versions"]}
 
 
 def _names(schema: Any) -> Any:
@@ -162,9 +160,7 @@ def _storage(where: client.Where) -> Iterator[Finding]:
     elif found:
         listed = ", ".join(each["metadata"]["name"] for each in found)
         message = f"{listed}: none is known to be shared by nodes (ReadWriteMany)"
-        remedy = (
-            "replicas of one node work with ReadWriteOnce; for more nodes, install CephFS, NFS, Filestore, EFS or FSx"
-        )
+        remedy = "replicas of one node work with ReadWriteOnce; for more, install CephFS, NFS, Filestore, EFS or FSx"
         yield Finding("storage", "warning", message, remedy)
     else:
         remedy = "install one, or name a claim of yours in spec.volume.existingClaim"
@@ -200,8 +196,7 @@ def _rights(where: client.Where) -> Iterator[Finding]:
         if answer["status"]["allowed"]:
             yield Finding("rights", "ok", f"you may {full}: {purpose}")
         else:
-            remedy = f"without it: no {purpose}"
-            yield Finding("rights", "warning", f"you may not {full}", remedy)
+            yield Finding("rights", "warning", f"you may not {full}", f"without it: no {purpose}")
 
 
 def _page(found: list[Finding]) -> str:

@@ -77,20 +77,10 @@ def as_yaml(documents: Sequence[Any]) -> str:
     """Return objects as YAML: fields in their order, texts of several lines as blocks, no aliases."""
     import yaml  # noqa: PLC0415  JSON and pages do without it
 
-    class Dumper(yaml.SafeDumper):
-        """A subclass, so that other users of the library keep their output."""
+    from kvtier_cli.kubectl_yaml import Writer  # noqa: PLC0415  as above
 
-        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002  the library's signature
-            """Write a repeated value in full."""
-            return True
-
-    def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-    Dumper.add_representer(str, represent_text)
-    return yaml.dump_all(
-        documents, Dumper=Dumper, sort_keys=False, width=10_000, explicit_start=True, allow_unicode=True
-    )
+    options: Any = {"sort_keys": False, "width": 10_000, "explicit_start": True, "allow_unicode": True}
+    return yaml.dump_all(documents, Dumper=Writer, **options)  # type: ignore[no-any-return]  # as above
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: int = 0) -> str:

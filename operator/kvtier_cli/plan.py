@@ -17,7 +17,7 @@ import click
 import yaml
 from pydantic.alias_generators import to_camel
 
-from kvtier_cli import client, output, trace
+from kvtier_cli import client, kubectl_yaml, output, trace
 from kvtier_cli.output import FINE, FOUND
 from kvtier_operator import names, parts, quantity
 from kvtier_operator import settings as settings_module
@@ -43,7 +43,8 @@ def read_documents(file: str) -> list[Any]:
     except UnicodeDecodeError as error:
         raise SpecInvalid(_called(file), f"is not text in UTF-8: {error}") from error
     try:
-        return [item for document in yaml.safe_load_all(text) if document is not None for item in _items(document)]
+        found = yaml.load_all(text, Loader=kubectl_yaml.Reader)
+        return [item for document in found if document is not None for item in _items(document)]
     except yaml.YAMLError as error:
         raise SpecInvalid(_called(file), f"is not YAML: {error}") from error
 
@@ -249,12 +250,11 @@ def _stored(body: Manifest, snapshot: Snapshot | None, *, connector_image: str, 
     try:
         return parse(body)
     except SpecInvalid:
-        runs = None
         if snapshot is not None:
             runs = applicable_spec(body.get("spec"), snapshot, connector_image=connector_image, restart=restart)
-        if runs is None:
-            raise
-        return runs
+            if runs is not None:
+                return runs
+        raise
 
 
 def _document(found: diff.Diff) -> dict[str, Any]:

@@ -198,12 +198,12 @@ def report(tier: str | None, *, file: Path | None, logs: bool, output_format: st
     if file.exists():
         raise click.UsageError(f"{file} is there already: name another --file, or remove it")
     pack = Pack(file)
-    with pack:
+    with contextlib.closing(pack):
         pack.add("README.txt", _READ_ME)
         pack.add("report.json", json.dumps({"kvtier": __version__, "made": made.isoformat(), "namespace": namespace}))
+        examined = functools.partial(doctor.examine, where)
         pack.try_to(
-            "doctor.json",
-            lambda: json.dumps(redact_manifest([each._asdict() for each in doctor.examine(where)]), indent=2),
+            "doctor.json", lambda: json.dumps(redact_manifest([each._asdict() for each in examined()]), indent=2)
         )
         for body in bodies:
             _add_tier(pack, where, body, with_logs=logs)
@@ -229,10 +229,7 @@ class Pack:
         file.touch(mode=0o600, exist_ok=False)
         self._archive = tarfile.open(file, "w:gz")  # noqa: SIM115  closed when the context is left
 
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Write the end of the archive."""
         self._archive.close()
 
@@ -247,11 +244,9 @@ class Pack:
     def try_to(self, name: str, make: Callable[[], str]) -> None:
         """Add a text, or list why it could not be read."""
         try:
-            content = make()
+            self.add(name, make())
         except OperatorError as error:
             self.unread.append(redact_line(f"{name}: {error}"))
-            return
-        self.add(name, content)
 
     def add_manifests(self, name: str, read: Callable[[], list[Any]]) -> None:
         """Add objects, redacted."""
@@ -267,9 +262,8 @@ def _add_tier(pack: Pack, where: client.Where, body: names.Manifest, *, with_log
     for version, kind in _KINDS:
         read = functools.partial(where.client.cluster.list, version, kind, namespace=namespace, selector=selector)
         pack.add_manifests(f"{base}/{kind.lower()}s.yaml", read)
-    pack.add_manifests(
-        f"{base}/events.yaml", lambda: where.client.cluster.events(namespace, uid=body["metadata"]["uid"])
-    )
+    events = functools.partial(where.client.cluster.events, namespace, uid=body["metadata"]["uid"])
+    pack.add_manifests(f"{base}/events.yaml", events)
     try:
         pods = where.client.cluster.list("v1", "Pod", namespace=namespace, selector=selector)
     except OperatorError as error:

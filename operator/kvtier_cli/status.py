@@ -94,11 +94,10 @@ def _ask(where: Where, namespace: str, tier: str, pods: list[names.Manifest]) ->
 
     def fetch(page: tuple[names.Manifest, int, str, str]) -> str:
         try:
-            text: str = where.client.fetch(*page)
+            return str(where.client.fetch(*page))
         except OperatorError as error:
             silent.append(str(error))
             return ""
-        return text
 
     with ThreadPoolExecutor(max_workers=_MOST_ASKED + 1) as pool:
         texts = list(pool.map(fetch, pages))
@@ -145,12 +144,8 @@ def one(document: TierDocument, *, is_verbose: bool = False) -> str:
     state = ready(document)
     head = f"{document['tier']}  {document['model']}  Ready={_colored(state)} {state['reason']}\n"
     parts = (_conditions(document, is_verbose=is_verbose), _engines(document), _use_of_tiers(document), _hits(document))
-    return (
-        head
-        + "".join(f"\n{title}\n{text}" for title, text in parts if text)
-        + "\nNEXT\n"
-        + "".join(f"  {line}\n" for line in _next(document))
-    )
+    shown = "".join(f"\n{title}\n{text}" for title, text in parts if text)
+    return "".join([head, shown, "\nNEXT\n", *(f"  {line}\n" for line in _next(document))])
 
 
 def _severity(condition: TierDocument) -> int:
@@ -244,11 +239,9 @@ def _hits(document: TierDocument) -> tuple[str, str]:
         return "HITS", ""
     text = columns([(name, f"{count:,} tokens", share) for name, count, share in engine_view.shares(found)], indent=2)
     if found["computeTokensPerSecond"]:
-        text += (
-            f"  measured: computing {found['computeTokensPerSecond']:,.0f} tokens/s, loading "
-            f"{found['loadTokensPerSecond']:,.0f} tokens/s; the disk saved {duration(found['prefillSecondsNotSpent'])} "
-            "of prefill\n"
-        )
+        rates = (f"{found[name]:,.0f} tokens/s" for name in ("computeTokensPerSecond", "loadTokensPerSecond"))
+        saved = f"the disk saved {duration(found['prefillSecondsNotSpent'])} of prefill"
+        text += f"  measured: computing {', loading '.join(rates)}; {saved}\n"
     return f"HITS  of {found['promptTokens']:,} prompt tokens since these engines started", text
 
 
@@ -338,8 +331,8 @@ def pause(tier: str, *, off: bool, output_format: str, where: client.Where) -> i
     body = where.client.tier(namespace, tier)
     if off and (body["spec"].get("paused") is True):
         raise click.UsageError(f"spec.paused of {tier} is true: set it to false where its spec is kept")
-    annotations = {names.ANNOTATION_PAUSED: None if off else "true"}
-    where.client.change(namespace, tier, {"metadata": {"annotations": annotations}})
+    patch = {"metadata": {"annotations": {names.ANNOTATION_PAUSED: None if off else "true"}}}
+    where.client.change(namespace, tier, patch)
     page = f"{tier}: the operator {'works on it again' if off else 'changes nothing any more; --off ends that'}\n"
     return _answer(tier, output_format, page, paused=not off)
 
@@ -370,8 +363,8 @@ def mode(tier: str, mode: str | None, *, output_format: str, where: client.Where
 
 def _not_passed_on(where: client.Where, namespace: str, tier: str, mode: str) -> str:
     """Wait until the file that engines follow has the mode; return why it does not have it, or nothing."""
-    name = names.config(names.TierRef(namespace=namespace, name=tier, uid=""))
-    key = ObjectKey(api_version="v1", kind="ConfigMap", name=name)
+    ref = names.TierRef(namespace=namespace, name=tier, uid="")
+    key = ObjectKey(api_version="v1", kind="ConfigMap", name=names.config(ref))
     deadline = time.monotonic() + FOLLOW_SECONDS
     while True:
         found = where.client.cluster.get(key, namespace)
@@ -412,9 +405,8 @@ def restart(tier: str, *, yes: bool, output_format: str, where: client.Where) ->
         raise click.UsageError(f"engines of {tier} are those of another owner, which kvtier does not replace: {remedy}")
     pods = sorted(each["metadata"]["name"] for each in where.client.pods(namespace, tier, names.COMPONENT_ENGINE))
     if yes:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        patch = {"metadata": {"annotations": {names.ANNOTATION_RESTART: now}}}
-        where.client.change(namespace, tier, patch)
+        annotations = {names.ANNOTATION_RESTART: datetime.now(UTC).isoformat(timespec="seconds")}
+        where.client.change(namespace, tier, {"metadata": {"annotations": annotations}})
     listed = ", ".join(pods)
     if not pods:
         page = f"{tier} has no engine: nothing to replace\n"

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
@@ -151,8 +151,7 @@ class BlockCache:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierSizes:
+class TierSizes(NamedTuple):
     """Sizes of a tier, as far as a simulation needs them."""
 
     spec: TierSpec
@@ -193,9 +192,7 @@ def read(file: Path, *, block_tokens: int) -> Trace:
 
 def _mooncake(file: Path) -> Iterator[Request]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+        for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
             try:
                 yield _of_row(json.loads(line))
             except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
@@ -232,10 +229,10 @@ def _of_prompt(body: Mapping[str, Any], block_tokens: int) -> Request:
 def simulate(trace: Trace, sizes: TierSizes, *, volumes: Iterable[int]) -> list[SimulatedTier]:
     """Return what each tier would serve: accelerators, host memory, volumes by size, and one without a limit."""
     spec, capacity, layout, per_block = sizes.spec, sizes.capacity, sizes.layout, trace.block_tokens
-    above: list[tuple[str, int | None, int]] = []
-    if capacity.device_kv_tokens is not None:
-        above.append(("accelerators", capacity.device_kv_bytes, capacity.device_kv_tokens))
-    above.append((_HOST, (capacity.cpu_tokens or 0) * layout.token_bytes, capacity.cpu_tokens or 0))
+    cpu_tokens, device_tokens = capacity.cpu_tokens or 0, capacity.device_kv_tokens
+    above: list[tuple[str, int | None, int]] = [(_HOST, cpu_tokens * layout.token_bytes, cpu_tokens)]
+    if device_tokens is not None:
+        above.insert(0, ("accelerators", capacity.device_kv_bytes, device_tokens))
     best = [0] * len(trace.requests)
     found = []
     for name, size, tokens in above:
@@ -279,6 +276,14 @@ class Pace:
     """On average to compute the same tokens, where the engine's rate is given."""
     split_seconds: float | None = None
     """On average where head and tail are computed and read at once."""
+
+    def document(self) -> dict[str, float | None]:
+        """Return the figures for JSON."""
+        seconds = (self.mean_seconds, self.long_seconds, self.busy, self.computing_seconds, self.split_seconds)
+        rounded = (None if each is None else round(each, 3) for each in seconds)
+        fields = ("meanSeconds", "p99Seconds", "busyShare", "computingSeconds", "splitSeconds")
+        rate = {"rateGBs": self.rate, "tokensPerSecond": round(self.tokens_per_second)}
+        return rate | dict(zip(fields, rounded, strict=True))
 
 
 def paces(
@@ -329,51 +334,30 @@ class Forecast:
 
     def document(self) -> dict[str, Any]:
         """Return the figures for JSON."""
-        rows = zip(self.tiers, self._shares(), strict=True)
-        return {
-            "trace": self.file,
-            "requests": len(self.trace.requests),
-            "promptTokens": self.trace.tokens,
-            "isEstimated": self.trace.is_estimated,
-            "seconds": self.trace.seconds,
+        trace, rows = self.trace, zip(self.tiers, self._shares(), strict=True)
+        head = {"trace": self.file, "requests": len(trace.requests), "promptTokens": trace.tokens}
+        return head | {
+            "isEstimated": trace.is_estimated,
+            "seconds": trace.seconds,
             "served": [{"tier": each.name, "bytes": each.size_bytes, "share": round(of, 4)} for each, of in rows],
             "volumeBytes": self.own_bytes,
             "busiestMinuteGBs": None if self.busiest is None else round(self.busiest, 3),
-            "rates": [
-                {
-                    "rateGBs": each.rate,
-                    "tokensPerSecond": round(each.tokens_per_second),
-                    "meanSeconds": round(each.mean_seconds, 3),
-                    "p99Seconds": round(each.long_seconds, 3),
-                    "busyShare": None if each.busy is None else round(each.busy, 3),
-                    "computingSeconds": None if each.computing_seconds is None else round(each.computing_seconds, 3),
-                    "splitSeconds": None if each.split_seconds is None else round(each.split_seconds, 3),
-                }
-                for each in self.paces
-            ],
+            "rates": [each.document() for each in self.paces],
         }
 
     def page(self) -> str:
         """Return the text for people."""
         trace = self.trace
-        about = f"{len(trace.requests):,} requests, {trace.tokens:,} prompt tokens"
-        if trace.seconds is not None:
-            about += f" in {output.duration(trace.seconds)}"
-        lines = [f"{self.file}: {about}"]
+        lasts = "" if trace.seconds is None else f" in {output.duration(trace.seconds)}"
+        lines = [f"{self.file}: {len(trace.requests):,} requests, {trace.tokens:,} prompt tokens{lasts}"]
         if self.replicas > 1:
             lines.append(f"requests go to the {self.replicas} replicas in turn; all share the volume")
         if trace.is_estimated:
             lines.append(f"a token is {BYTES_PER_TOKEN} bytes of text here; requests are taken in the file's order")
         rows = [("SERVED BY", "SIZE", "OF ALL TOKENS", "MORE THAN ABOVE IT")]
-        rows += [
-            (
-                each.name,
-                "" if each.size_bytes is None else show_bytes(each.size_bytes),
-                f"{share:.1%}",
-                "" if more is None else f"+{more:.1%}",
-            )
-            for each, share, more in zip(self.tiers, self._shares(), self._gains(), strict=True)
-        ]
+        for each, share, more in zip(self.tiers, self._shares(), self._gains(), strict=True):
+            size = "" if each.size_bytes is None else show_bytes(each.size_bytes)
+            rows.append((each.name, size, f"{share:.1%}", "" if more is None else f"+{more:.1%}"))
         lines += ["", output.columns(rows)]
         if self.paces and self.own_bytes is not None:
             lines.append(self._pace_page(show_bytes(self.own_bytes)))
@@ -397,12 +381,11 @@ class Forecast:
 
     def _gains(self) -> list[float | None]:
         """Return what each tier serves beyond the last one that is no volume; None for the first."""
-        gains: list[float | None] = []
-        base = None
-        for each, share in zip(self.tiers, self._shares(), strict=True):
-            gains.append(None if base is None else share - base)
-            if each.name != _VOLUME:
-                base = share
+        shares, base = self._shares(), 0
+        gains: list[float | None] = [None]
+        for place, share in enumerate(shares[1:], 1):
+            base = base if self.tiers[place - 1].name == _VOLUME else place - 1
+            gains.append(share - shares[base])
         return gains
 
 
@@ -423,18 +406,13 @@ def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
     host = next(each for each in tiers if each.name == _HOST)
     volume = next((each for each in tiers if each.name == _VOLUME and each.size_bytes == own), host)
     loaded = [got - had for got, had in zip(volume.tokens, host.tokens, strict=True)]
+    loads, rates = [tokens for tokens in loaded if tokens], given.rate or RATES
     found = Forecast(
         file=str(given.trace),
         trace=trace,
         replicas=spec.replicas,
         tiers=tiers,
-        paces=paces(
-            [tokens for tokens in loaded if tokens],
-            layout.token_bytes,
-            seconds=trace.seconds,
-            rates=given.rate or RATES,
-            prefill_rate=given.prefill_rate,
-        ),
+        paces=paces(loads, layout.token_bytes, seconds=trace.seconds, rates=rates, prefill_rate=given.prefill_rate),
         busiest=None if trace.seconds is None else busiest_minute(trace, loaded) * layout.token_bytes / 1e9,
         own_bytes=own,
     )

@@ -105,8 +105,7 @@ def check(target: str, *, keys_dir: str | None, threads: int, output_format: str
     """
     if keys_dir and not is_directory(target, where):
         raise click.UsageError("--keys-dir is for a directory: the janitor of a tier has no keys, so they stay here")
-    options = {"keys_dir": keys_dir, "threads": threads}
-    return _run("check", target, where, output_format, options)
+    return _run("check", target, where, output_format, {"keys_dir": keys_dir, "threads": threads})
 
 
 @click.command(epilog=output.examples("kvtier purge llama --tenant acme --yes", "kvtier purge llama --all"))
@@ -238,17 +237,14 @@ def janitor_pod(tier: str, where: Where, verb: str) -> names.Manifest:
     try:
         namespace = where.asked_namespace
     except ClusterUnavailable as error:
-        raise ClusterUnavailable(
-            f"{tier} is no directory here, and as the name of a tier it takes a cluster: {error}"
-        ) from error
+        text = f"{tier} is no directory here, and as the name of a tier it takes a cluster: {error}"
+        raise ClusterUnavailable(text) from error
     body = where.client.tier(namespace, tier)
     if (why := _why_not(body, verb)) is not None:
         raise ClusterUnavailable(f"tier {tier}: {why}")
     for pod in where.client.pods(namespace, tier, names.COMPONENT_JANITOR):
-        is_running = pod.get("status", {}).get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
-        if is_running:
-            found: names.Manifest = pod
-            return found
+        if pod.get("status", {}).get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]:
+            return pod  # type: ignore[no-any-return]  # Where.client
     if not (body["spec"].get("janitor") or {}).get("enabled", True):
         raise ClusterUnavailable(
             f"tier {tier} has no janitor (spec.janitor.enabled: false), through whose pod its volume is reached: run "
@@ -262,8 +258,7 @@ def janitor_pod(tier: str, where: Where, verb: str) -> names.Manifest:
 
 def _inspect_page(document: Document, *, is_verbose: bool) -> str:
     """Return the counts, then each generation."""
-    volume = document["volume"]
-    generations = document["generations"]
+    volume, generations = document["volume"], document["generations"]
     head = (
         f"{counted(document['blocks'], 'block')}, {show_bytes(document['bytes'])}, in "
         f"{counted(len(generations), 'generation')}\n"
@@ -279,8 +274,7 @@ def _generation(document: Document, *, is_verbose: bool) -> str:
     if document["problem"]:
         rows.insert(0, ("problem", document["problem"]))
     if document["oldestSeconds"] is not None:
-        written = f"{duration(document['newestSeconds'])} to {duration(document['oldestSeconds'])} ago"
-        rows.append(("written", written))
+        rows.append(("written", f"{duration(document['newestSeconds'])} to {duration(document['oldestSeconds'])} ago"))
         rows += [
             ("  over 30 d" if name == OLDER else f"  up to {name}", _heap(heap))
             for name, heap in document["ages"].items()
@@ -306,20 +300,16 @@ def _check_page(document: Document) -> str:
     count = sum(document["problemsByKind"].values())
     if count > len(problems):
         lines.append(f"and {count - len(problems)} more")
+    sealed, packed = (counted(document[name], "block") for name in ("unverified", "compressed"))
     if document["unverified"]:
-        sealed = counted(document["unverified"], "block")
         lines.append(f"{sealed} encrypted with a key that was not given: see --keys-dir")
     if document["compressed"]:
-        saved = show_bytes(document["savedBytes"])
-        lines.append(f"{counted(document['compressed'], 'block')} compressed, which saves {saved}")
+        lines.append(f"{packed} compressed, which saves {show_bytes(document['savedBytes'])}")
     if not document["blocks"] and not count:
         lines.append(_NOTHING)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(document["problemsByKind"].items()))
-    lines.append(
-        f"{counted(document['blocks'], 'block')}, {show_bytes(document['bytes'])}, "
-        f"{counted(count, 'problem')}" + (f": {kinds}" if kinds else "")
-    )
-    return "\n".join(lines) + "\n"
+    total = f"{counted(document['blocks'], 'block')}, {show_bytes(document['bytes'])}, {counted(count, 'problem')}"
+    return "\n".join([*lines, f"{total}: {kinds}" if kinds else total]) + "\n"
 
 
 def _purge_page(document: Document) -> str:

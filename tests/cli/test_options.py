@@ -22,6 +22,8 @@ from kvtier_cli import output
 from kvtier_cli.app import VERBS, app, complete
 from kvtier_localcluster.apiserver import ApiServerThread
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -107,16 +109,7 @@ def write_kubeconfig(path: Path, server: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--context", "nowhere"], "no cluster to talk to: the kubeconfig has no context nowhere; it has dev, prod"),
-        (["--kubeconfig", "/nowhere/config"], "no cluster to talk to: there is no file /nowhere/config"),
-        ([], "no API server answers at http://127.0.0.1:9 (connection refused): does the cluster run"),
-        (["--server-name"], "no-such-host.invalid is not known"),
-    ],
-    ids=["context", "file", "refused", "name"],
-)
+@pytest.mark.parametrize(("words", "said"), TABLES["unreachable"], ids=["context", "file", "refused", "name"])
 def test_a_cluster_that_cannot_be_reached_is_said_in_words(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtier: Command
 ) -> None:

@@ -15,21 +15,7 @@ import yaml
 from locked_image import blocked_modules
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = """
-import sys
-sys.path.insert(0, {wheel!r})
-sys.path[:] = [each for each in sys.path if {root!r} not in each or each == {wheel!r}]
-sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {{"vllm", "torch"}}:
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Blocker())
-import kvtier_cli
-assert kvtier_cli.__file__.startswith({wheel!r}), kvtier_cli.__file__
-from kvtier_cli.app import main
-sys.exit(main(sys.argv[1:]))
-"""
+RUN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["RUN"]
 
 
 @pytest.fixture(scope="module")

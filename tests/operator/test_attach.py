@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ci_tools
 import jsonschema
 import kubernetes_schemas
 import pytest
@@ -30,8 +32,10 @@ from kvtier_operator.plan import TierPlan
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
+OWNERS_MEMORY = TABLES["owners_pods"]["memory of the owner's"][2]
 FOREIGN = Path(__file__).parent / "foreign"
 TIER = FOREIGN / "tier.yaml"
+KUBECTL = ci_tools.load("helm").binary("kubectl")
 FILES = sorted(path.stem for path in FOREIGN.glob("*.yaml") if path != TIER)
 
 
@@ -40,7 +44,11 @@ def plan(**spec: Any) -> TierPlan:
 
 
 def read(name: str, folder: Path = FOREIGN) -> dict[str, Any]:
-    found = list(yaml.safe_load_all((folder / f"{name}.yaml").read_text()))
+    return read_printed((folder / f"{name}.yaml").read_text())
+
+
+def read_printed(text: str) -> dict[str, Any]:
+    found = list(yaml.safe_load_all(text))
     return next(each for each in found if is_values(each) or each["kind"] in KINDS)
 
 
@@ -95,6 +103,74 @@ def test_what_the_owner_changes_between_stays_when_the_tier_is_taken_out_or_atta
         assert next(each for each in containers if each["name"] == engine["name"])["resources"] == engine["resources"]
 
 
+@pytest.mark.parametrize(("name", "where", "words", "left"), TABLES["lengthened"])
+def test_what_the_owner_adds_to_a_text_stays_and_what_was_put_in_goes(
+    name: str, where: str, words: str, left: Any
+) -> None:
+    _, document, _ = attach_document(read(name), plan())
+    *way, last = steps_of(where)
+    parent = step_into(document, tuple(way))
+    parent[last] = [f"{parent[last][0]}{words}"] if isinstance(left, list) else f"{parent[last]}{words}"
+    _, again, _ = attach_document(copy.deepcopy(document), plan())
+    for each in (document, again):
+        found = detach_document(each)
+        assert step_into(found, (*way, last)) == left
+        assert "kvtier" not in str(found)
+
+
+def test_flags_that_the_owner_has_changed_are_not_left_behind() -> None:
+    _, document, _ = attach_document(read("deployment"), plan())
+    args = step_into(document, (*VLLM, "args"))
+    args[0] = args[0].replace("sha256_cbor", "sha256")
+    with pytest.raises(AttachRefused, match=r"\.args\[0\]: has flags that attach put in, changed since: take them out"):
+        detach_document(document)
+
+
+@pytest.mark.parametrize("script", TABLES["scripts"])
+def test_the_shell_reads_the_flags_behind_a_script(script: str, tmp_path: Path) -> None:
+    document = read("deployment")
+    put(document, (*VLLM, "args"), [script])
+    _, attached, _ = attach_document(document, plan())
+    (tmp_path / "vllm").write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    (tmp_path / "vllm").chmod(0o755)
+    (line,) = step_into(attached, (*VLLM, "args"))
+    found = subprocess.run(["/bin/sh", "-c", line], env={"PATH": str(tmp_path)}, stdout=subprocess.PIPE, check=True)
+    assert (
+        found.stdout.decode().split()[-1]
+        == "--scheduler-cls=kvtier_connector.vllm_adapter.split_scheduler.SplitScheduler"
+    )
+    assert detach_document(attached) == document
+
+
+def bare(tree: Any) -> Any:
+    """Return an object without what is empty, and with lists in one order."""
+    if isinstance(tree, dict):
+        return {key: bare(value) for key, value in tree.items() if value not in ({}, [], None)}
+    items = [bare(each) for each in tree] if isinstance(tree, list) else ()
+    return sorted(items, key=lambda each: json.dumps(each, sort_keys=True)) or tree
+
+
+@pytest.mark.parametrize("name", [each for each in FILES if each != "values"])
+def test_kubectl_makes_of_a_patch_what_is_attached_and_of_another_what_was_before(
+    name: str, kvtier: Command, tmp_path: Path
+) -> None:
+    original = read(name)
+    attached = read_printed(kvtier("attach", TIER, "-f", FOREIGN / f"{name}.yaml"))
+    (tmp_path / "component").mkdir()
+    (tmp_path / "kustomization.yaml").write_text("{resources: [object.yaml], components: [component]}")
+    merge_type = "strategic" if KINDS[original["kind"]].is_known_to_kustomize else "merge"
+    file, patch = tmp_path / "object.yaml", tmp_path / "patch.yaml"
+    local = ["patch", "--local", "--type", merge_type, "-f", file, "--patch-file", patch, "-o", "yaml"]
+    for before, after, options in ((original, attached, ()), (attached, original, ("--remove",))):
+        file.write_text(yaml.safe_dump(before, sort_keys=False))
+        words = ("attach", TIER, "-f", file, *options, "-o")
+        patch.write_text(kvtier(*words, "patch"))
+        (tmp_path / "component" / "kustomization.yaml").write_text(kvtier(*words, "kustomize"))
+        for command in (local, ["kustomize", tmp_path]):
+            made = subprocess.run([KUBECTL, *command], capture_output=True, text=True, check=True).stdout
+            assert bare(yaml.safe_load(made)) == bare(after)
+
+
 def test_what_cannot_be_read_is_named_and_what_is_no_object_refused(tmp_path: Path, kvtier: Command) -> None:
     document = read("deployment")
     pod = document["spec"]["template"]["spec"]
@@ -122,9 +198,14 @@ def test_room_that_is_there_is_kept_and_room_that_lacks_is_made() -> None:
     assert engine["resources"]["limits"]["memory"] == "40Gi"
     assert engine["resources"]["requests"]["memory"] == "26880Mi"
     assert engine["startupProbe"]["exec"]["command"][-1] == "--port=8000"
-    _, document, _ = attach_document(read("statefulset"), plan())
+    _, document, _ = attach_document(read("statefulset") | {"spec": {"template": {"spec": OWNERS_MEMORY}}}, plan())
+    paths = [each["mountPath"] for each in engine_of(document)[1]["volumeMounts"] if "shm" in each["mountPath"]]
+    assert paths == ["/dev/shm/"]
+    document = read("statefulset")
+    put(document, (*CONTAINER, "startupProbe", "failureThreshold"), None)
+    _, document, _ = attach_document(document, plan())
     pod, engine, words = engine_of(document)
-    assert pod["securityContext"] == {"runAsUser": 1000, "fsGroup": 1000}
+    assert pod["securityContext"] == {"runAsUser": 1000, "fsGroup": 10001}
     assert "/opt/kvtier:/plugins" in words
     assert engine["startupProbe"] == {
         "httpGet": {"path": "/health", "port": 9000},
@@ -133,6 +214,7 @@ def test_room_that_is_there_is_kept_and_room_that_lacks_is_made() -> None:
     }
 
 
+VLLM: Steps = ("spec", "template", "spec", "containers", ("name", "vllm"))
 MODEL: Steps = ("servingEngineSpec", "modelSpec", ("name", "qwen"))
 CONTAINER: Steps = ("spec", "template", "spec", "containers", ("name", "server"))
 AT = "spec.template.spec.containers[server]"
@@ -188,6 +270,9 @@ def test_models_of_one_values_file_are_attached_and_detached_one_by_one() -> Non
     assert attach_document(copy.deepcopy(both), plan(), container="qwen")[1] == both
     assert detach_document(both, container="other") == one
     assert detach_document(both) == original
+    without = detach_document(both, container="qwen")
+    assert without["servingEngineSpec"]["securityContext"] == both["servingEngineSpec"]["securityContext"]
+    assert detach_document(without, container="other") == original
 
 
 def test_an_object_of_the_cluster_is_read_in_the_first_version_that_is_served(
@@ -206,12 +291,19 @@ def test_an_object_of_the_cluster_is_read_in_the_first_version_that_is_served(
     assert "serving.kserve.io/v1beta1" in kvtier.fails("attach", str(TIER), "isvc/qwen")
 
 
-def test_the_command_prints_every_document_and_says_what_the_digest_took(kvtier: Command) -> None:
+def test_the_command_prints_every_document_and_says_what_the_digest_took(kvtier: Command, tmp_path: Path) -> None:
     printed = kvtier("attach", str(TIER), "-f", str(FOREIGN / "deployment.yaml"))
-    assert [each["kind"] for each in yaml.safe_load_all(printed)] == ["Deployment", "Service"]
+    assert [each["kind"] for each in yaml.safe_load_all(printed)] == ["Service", "Deployment"]
     assert "is that of model Qwen/Qwen2.5-7B-Instruct, revision main, image vllm/vllm-openai:v0.32.0" in kvtier.err
     assert f"{plan().generation.digest}" in kvtier.err
     assert "--max-model-len 8192" in kvtier.err
+    tier, engines = tmp_path / "tier.yaml", tmp_path / "engines.yaml"
+    tier.write_text(TIER.read_text().replace(", namespace: default", ""))
+    engines.write_text(
+        (FOREIGN / "statefulset.yaml").read_text().replace("{name: vllm}", "{name: vllm, namespace: ai}", 1)
+    )
+    assert '"tier":"ai/qwen"' in kvtier("attach", tier, "-f", engines)
+    assert "metadata.namespace is ai, and the tier's is default" in kvtier.fails("attach", TIER, "-f", engines)
     kvtier("attach", str(TIER), "-f", str(FOREIGN / "inferenceservice.yaml"))
     assert "taken from the tier: revision, image, tensor parallel size" in kvtier.err
 
@@ -317,7 +409,8 @@ def pod_of_values(values: Manifest) -> Manifest:
         "image": f"{model['repository']}:{model['tag']}",
         "command": [*words, *vllm.get("extraArgs", ())],
         "env": [{"name": "HF_HOME", "value": "/tmp"}, *model.get("env", ())],
-        "resources": {"requests": {"memory": model["requestMemory"], **gpus}, "limits": {**limits, **gpus}},
+        "resources": model.get("resources")
+        or {"requests": {"memory": model["requestMemory"], **gpus}, "limits": {**limits, **gpus}},
         "volumeMounts": [
             *([{"name": "shm", "mountPath": "/dev/shm"}] if has_shm else []),
             *model.get("extraVolumeMounts", ()),
@@ -382,3 +475,4 @@ def test_the_pod_that_the_owner_makes_of_an_attached_object_is_an_engine_of_the_
     _, attached, _ = attach_document(document, plan_of(body))
     status, reason, message = judge(attached, body)
     assert (status, reason) == ("True", "EnginesReady"), message
+    assert detach_document(attached) == document

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from test_backends import environment, transfer_config
 
 from kvtier_localcluster.ports import free_port
@@ -24,21 +25,13 @@ ROOT = Path(__file__).parents[2]
 PASSWORD = "grün@/#:%"
 
 
-ASK_LMCACHE = """
-import json, os, sys
-from lmcache.v1.config import LMCacheEngineConfig
-config = LMCacheEngineConfig.from_env()
-config.validate()
-names = ("chunk_size", "local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url",
-         "remote_storage_plugins", "extra_config", "remote_serde", "save_decode_cache", "pre_caching_hash_algorithm")
-sys.stdout.write(json.dumps({name: getattr(config, name) for name in names}))
-"""
+SCRIPTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @pytest.mark.parametrize("case", ["lmcache", "lmcache-trial", "hybrid-lmcache"])
 def test_lmcaches_own_class_reads_the_environment(case: str) -> None:
     given = {name: value for name, value in environment(case).items() if isinstance(value, str)}
-    read, _ = run_script(ASK_LMCACHE, "", given)
+    read, _ = run_script(SCRIPTS["ASK_LMCACHE"], "", given)
     assert str(read["chunk_size"]) == given["LMCACHE_CHUNK_SIZE"]
     assert read["max_local_cpu_size"] == float(given["LMCACHE_MAX_LOCAL_CPU_SIZE"])
     assert (read["remote_url"], read["remote_serde"]) == (given.get("LMCACHE_REMOTE_URL"), "naive")
@@ -65,34 +58,6 @@ def run_script(script: str, argument: str, given: dict[str, str]) -> tuple[Any, 
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
-ASK_REDIS = """
-import asyncio, json, os, sys, threading
-import torch
-from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.utils import CacheEngineKey
-from lmcache.v1.storage_backend import CreateStorageBackends
-config = LMCacheEngineConfig.from_env()
-loop = asyncio.new_event_loop()
-threading.Thread(target=loop.run_forever, daemon=True).start()
-metadata = LMCacheMetadata("m", 1, 1, 0, 0, torch.bfloat16, (2, 2, 256, 2, 64), role="worker", chunk_size=256)
-backends = CreateStorageBackends(config, metadata, loop, "cpu")
-(remote,) = (backend for name, backend in backends.items() if name.startswith("RemoteBackend"))
-key = CacheEngineKey("m", 1, 0, 7, torch.bfloat16)
-told = {"before": remote.contains(key)}
-if sys.argv[1] == "store":
-    chunk = backends["LocalCPUBackend"].allocate(metadata.get_shapes(), metadata.get_dtypes())
-    chunk.tensor.fill_(3)
-    remote.submit_put_task(key, chunk).result(20)
-told["after"] = remote.contains(key)
-found = remote.get_blocking(key)
-told["loaded"] = found is not None and bool((found.tensor == 3).all())
-sys.stdout.write(json.dumps(told))
-sys.stdout.flush()
-os._exit(0)  # its threads wait for more
-"""
-
-
 @pytest.fixture
 def redis() -> Iterator[int]:
     program = shutil.which("redis-server")
@@ -113,7 +78,7 @@ def ask_redis(port: int, what: str) -> tuple[dict[str, Any], str]:
     given["LMCACHE_EXTRA_CONFIG"] = given["LMCACHE_EXTRA_CONFIG"].replace("redis.cache:6379", f"127.0.0.1:{port}")
     given |= {"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.05", "LMCACHE_RESP_PASSWORD": PASSWORD}
     del given["LMCACHE_LOCAL_DISK"]
-    return run_script(ASK_REDIS, what, given)
+    return run_script(SCRIPTS["ASK_REDIS"], what, given)
 
 
 def test_a_chunk_goes_through_a_redis_with_a_password_that_no_log_has(redis: int) -> None:
@@ -132,28 +97,6 @@ def test_a_redis_that_is_not_there_is_a_miss() -> None:
     assert PASSWORD not in log
 
 
-ASK_CLIENT = """
-import json, select, sys
-from lmcache.v1.distributed.l2_adapters.native_plugin_l2_adapter import NativePluginL2AdapterConfig
-from kvtier_connector.pod_tools.lmcache_server_redis import RedisClient
-given = NativePluginL2AdapterConfig.from_dict(json.loads(sys.argv[1]))
-client = RedisClient(**given.adapter_params)
-def ask(number):
-    while not (done := client.drain_completions()):
-        assert select.select([client.event_fd()], [], [], 20)[0], "no answer"
-    ((of, is_well, _, found),) = done
-    assert of == number
-    return [is_well, found]
-into, other, short = bytearray(8), bytearray(8), bytearray(4)
-told = [ask(client.submit_batch_exists(["a", "b"])),
-        ask(client.submit_batch_set(["a"], [memoryview(b"12345678")])),
-        ask(client.submit_batch_exists(["a", "b"])),
-        ask(client.submit_batch_get(["a", "b", "a"], [memoryview(each) for each in (into, other, short)]))]
-client.close()
-sys.stdout.write(json.dumps([told, into.decode()]))
-"""
-
-
 def ask_client(port: int) -> list[Any]:
     """Have the client of LMCache's cache server look, store, look and load, as it is rendered."""
     extra = transfer_config("lmcache-processes")["kv_connector_extra_config"]
@@ -161,7 +104,7 @@ def ask_client(port: int) -> list[Any]:
     adapter = json.loads(words[words.index("--l2-adapter") + 1])
     assert adapter["adapter_params"] == {"host": "redis.cache", "port": 6379}
     adapter["adapter_params"] = {"host": "127.0.0.1", "port": port}
-    return list(run_script(ASK_CLIENT, json.dumps(adapter), {"LMCACHE_RESP_PASSWORD": PASSWORD})[0])
+    return list(run_script(SCRIPTS["ASK_CLIENT"], json.dumps(adapter), {"LMCACHE_RESP_PASSWORD": PASSWORD})[0])
 
 
 def test_the_cache_servers_client_stores_and_loads(redis: int) -> None:

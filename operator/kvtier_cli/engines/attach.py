@@ -26,7 +26,7 @@ from kvtier_operator.names import Manifest
 from kvtier_operator.parts.edit_impact import keep_pods
 from kvtier_operator.parts.engine_config import key_of
 from kvtier_operator.parts.external import templates
-from kvtier_operator.parts.external.attach import AttachRefused
+from kvtier_operator.parts.external.attach import AttachRefused, step_into
 from kvtier_operator.plan import TierPlan, decide, make_plan, make_unchecked_plan
 from kvtier_operator.plan.decisions import Decisions
 
@@ -34,14 +34,16 @@ _FORMATS: Final = ("yaml", "json", "patch", "kustomize")
 _PRIVATE: Final = ("kubectl.kubernetes.io/last-applied-configuration", "deployment.kubernetes.io/revision")
 
 
-def _plan(tier: str, where: client.Where) -> TierPlan:
-    """Return the plan of a tier: as its operator carries it out, or as a file has it."""
+def _plan(tier: str, where: client.Where, namespace: str | None) -> TierPlan:
+    """Return the plan of a tier: as its operator carries it out, or as a file has it, which need name no namespace."""
     image = settings_module.parse(os.environ).connector_image
     if tier == "-" or "/" in tier or Path(tier).suffix in {".yaml", ".yml"}:
         bodies = read_tiers(tier)
         if len(bodies) > 1:
             raise click.UsageError(f"{tier} has several tiers: give a file with one")
-        return make_unchecked_plan(parse(bodies[0]), names.tier_ref(bodies[0]), connector_image=image)
+        assumed = {"namespace": where.namespace or namespace or "default"}
+        body = {**bodies[0], "metadata": {**assumed, **bodies[0]["metadata"]}}
+        return make_unchecked_plan(parse(body), names.tier_ref(body), connector_image=image)
     from kvtier_operator.gather import gather  # noqa: PLC0415  takes a second
 
     body = where.client.tier(where.asked_namespace, tier)
@@ -68,26 +70,22 @@ def _split(name: str) -> tuple[str, str]:
     raise click.UsageError(f"{name} is no KIND/NAME with a KIND of {kinds}")
 
 
-def _read(name: str | None, file: str | None, where: client.Where) -> list[Any]:
-    """Return the documents that hold the engines."""
+def _read(name: str | None, file: str | None, where: client.Where) -> tuple[list[Any], Manifest]:
+    """Return the documents of a file, or the object of a cluster, and the one of them that has the engines."""
+    wanted = None if name is None else _split(name)
     if file is not None:
         found = read_documents(file)
-        wanted = None if name is None else _split(name)
-        chosen = [
-            each
-            for each in found
-            if isinstance(each, dict)
-            and templates.is_attachable(each)
-            and (wanted is None or (each.get("kind"), each.get("metadata", {}).get("name")) == wanted)
-        ]
+        chosen = [each for each in found if isinstance(each, dict) and templates.is_attachable(each)]
+        if wanted is not None:
+            chosen = [each for each in chosen if (each.get("kind"), each.get("metadata", {}).get("name")) == wanted]
         if len(chosen) != 1:
             what = f"objects with engines ({', '.join(templates.KINDS)}, or values of production-stack)"
             raise click.UsageError(f"{file} has {len(chosen)} {what}: name one as KIND/NAME")
-        return [chosen[0], *(each for each in found if each is not chosen[0])]
-    if name is None:
+        return found, chosen[0]
+    if wanted is None:
         raise click.UsageError("give the engines: -f FILE, or KIND/NAME of the cluster")
-    kind, object_name = _split(name)
-    return [_readable(_ask(kind, object_name, where))]
+    document = _readable(_ask(*wanted, where))
+    return [document], document
 
 
 def _ask(kind: str, name: str, where: client.Where) -> Manifest:
@@ -112,17 +110,15 @@ def _readable(found: Manifest) -> Manifest:
     return {**first, **{field: value for field, value in found.items() if field not in {*first, "status"}}}
 
 
-def _printed(before: Manifest, after: Manifest, others: list[Any], output_format: str) -> Any:
-    if output_format in {"yaml", "json"}:
-        return [after, *others]
+def _patch(before: Manifest, after: Manifest, output_format: str) -> Manifest:
     if "kind" not in before:
         raise click.UsageError(f"-o {output_format} is for objects of Kubernetes; values are printed whole")
     patch = templates.make_patch(before, after)
     if output_format == "patch":
-        return [patch]
+        return patch
     target = {"kind": before["kind"], "name": before["metadata"]["name"]}
     component = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
-    return [{**component, "patches": [{"target": target, "patch": output.as_yaml([patch]).removeprefix("---\n")}]}]
+    return {**component, "patches": [{"target": target, "patch": output.as_yaml([patch]).removeprefix("---\n")}]}
 
 
 @click.command(
@@ -156,12 +152,12 @@ def attach(  # noqa: PLR0913 - options
     InferenceService, LLMInferenceService, or values of vLLM's production-stack. Attaching again changes nothing. Exit
     code 1: these pods cannot be engines of the tier; each field is named.
     """
-    document, *others = _read(name, file, where)
+    documents, document = _read(name, file, where)
     try:
         if remove:
             before, after, notes = document, templates.detach_document(document, container=container), tuple[str, ...]()
         else:
-            plan = _plan(tier, where)
+            plan = _plan(tier, where, step_into(document, ("metadata", "namespace")))
             if not plan.spec.connector.is_ours:
                 label = plan.spec.connector.label
                 raise click.ClickException(f"tier {tier} has spec.connector.type {label}, not Bundled")
@@ -171,14 +167,14 @@ def attach(  # noqa: PLR0913 - options
             click.echo(f"{field} {text}", err=True)
         return FOUND
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise click.ClickException(
-            "the object is not as the API server takes it: `kubectl apply --dry-run=server -f FILE` names the field"
-        ) from error
+        text = "the object is not as the API server takes it: `kubectl apply --dry-run=server -f FILE` names the field"
+        raise click.ClickException(text) from error
     for each in notes:
         click.echo(f"# {each}", err=True)
-    found = _printed(before, after, others, output_format)
-    if output_format == "json":
-        output.show(found, "json", str)
+    if output_format in {"patch", "kustomize"}:
+        # A patch is laid over the object as it is; a component over that of the owner.
+        documents = [_patch(document if output_format == "patch" else before, after, output_format)]
     else:
-        click.echo(output.as_yaml(found), nl=False)
+        documents[documents.index(document)] = after
+    output.show(documents, output_format if output_format == "json" else "", lambda: output.as_yaml(documents))
     return FINE

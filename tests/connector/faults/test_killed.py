@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from checks import check
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, key, pages, payload, whole_file, write_block
@@ -30,45 +31,7 @@ from kvtier_connector.store.scan import LeftoverKind
 CONNECTOR = Path(blockstore.__file__ or "").parents[2]
 PATHS = [str(CONNECTOR), str(Path(__file__).parents[1] / "store"), str(Path(__file__).parents[2] / "kit")]
 
-DIES = """
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[1:]
-from kvtier_connector.janitor.permit import PermitWriter
-from kvtier_connector.janitor.policy import Room
-from kvtier_connector.store.identity import claim
-from plain_engine import PlainEngine
-from store_contract import key, pages, payload
-from store_faults import CrashingFs
-class Kills(CrashingFs):
-    def die(self, call):
-        os.kill(os.getpid(), signal.SIGKILL)
-def act(action, root, fs):
-    if action == "claim":
-        claim(Path(root), {"model": "test"}, "d1gest", fs=fs)
-    elif action == "permit":
-        room = Room(0, "the volume is nearly full")
-        PermitWriter(root, fs=fs).renew(room, used_bytes=0, writers=0, largest_bytes=0, tenants=())
-    else:
-        store = PlainEngine(Path(root), fs=fs, direct=False)
-        if action == "put":
-            store.put(key(1), payload(1))
-        elif action == "get":
-            store.get(key(1), pages())
-        else:
-            store.delete(key(1), payload_bytes=payload(1).nbytes)
-        store.tell()
-for line in sys.stdin:
-    action, root, step, torn_bytes = line.split()
-    child = os.fork()
-    if child == 0:
-        try:
-            act(action, root, Kills(int(step), torn_bytes=int(torn_bytes)))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+DIES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["DIES"]
 
 
 class Killer:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from checks import check
 from plain_engine import PlainEngine
 from store_contract import (
@@ -256,26 +257,7 @@ def test_a_partial_file_that_was_cleaned_away_is_written_again(root: Path) -> No
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 
 
-WRITER = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[3:]
-from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
-from store_contract import key, pages, payload, remove
-store = BlockStore(Path(sys.argv[1]))
-into = pages()
-print("ready", flush=True)
-sys.stdin.readline()
-for turn in range(int(sys.argv[2])):
-    number = turn % 5
-    store.put(key(number), payload(number))
-    outcome = store.get(key(number), into)
-    assert isinstance(outcome, Hit | Miss), outcome
-    assert not isinstance(outcome, Hit) or into == payload(number)
-    if turn % 13 == 0:
-        remove(Path(sys.argv[1]), key(number))
-print("done", flush=True)
-"""
+WRITER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["WRITER"]
 
 
 def start_writer(root: Path, turns: int) -> subprocess.Popen[str]:

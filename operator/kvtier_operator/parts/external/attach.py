@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple
 
@@ -35,11 +36,15 @@ Path = tuple[Step, ...]
 VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """Variable that presets of KServe's LLMInferenceService append to the command line of vLLM, by the shell's ``eval``."""
 
+MODULES: Final = "kvtier_connector."
+"""Begins the names of the connector's modules, which only our own flags have."""
+
 _PREFIX: Final = "kvtier-"
 _VOLUMES: Final = frozenset({"blocks", "config", "connector", "shm", "kvtier-keys"})
+_GROUP: Final = ("fsGroup", "fsGroupChangePolicy")
 _VARIABLES: Final = ("PYTHONHASHSEED", "PYTHONPATH", names.CONFIG_VARIABLE)
 _TRANSFER, _SCHEDULER, _ALGORITHM = "kv-transfer-config", "scheduler-cls", "prefix-caching-hash-algo"
-_CACHING, _OURS = "enable-prefix-caching", "kvtier_connector."
+_CACHING: Final = "enable-prefix-caching"
 _NAMED: Final = re.compile(r'"(kv_connector|generation)": *"([^"]*)"')
 """Fields of the connector's flag without which an engine is none of the tier."""
 _READ: Final = frozenset(
@@ -101,7 +106,8 @@ class Target:
         name = write_path(path)
         ours = next((each for each in self.words if name.startswith(each)), "")
         name = self.words.get(ours, "") + name.removeprefix(ours)
-        return ".".join(filter(None, (self.prefix, name)))
+        # Fields of all models stand beside the models.
+        return name[1:] if name.startswith("/") else ".".join(filter(None, (self.prefix, name)))
 
 
 class Put(NamedTuple):
@@ -131,15 +137,19 @@ class EngineAdditions:
         engine = step_into(pod, target.container)
         place = None if is_hidden(engine) else _script(engine)
         if target.variable:
-            variable = ("env", ("name", target.variable))
-            value = " ".join(filter(None, (step_into(engine, (*variable, "value")), shlex.join(self.flags))))
-            put(engine, variable, {"name": target.variable, "value": value})
+            variable: Path = ("env", ("name", target.variable), "value")
+            put(engine, variable, _lengthened(step_into(engine, variable) or "", self.flags))
         elif place is None:
             engine["args"] = [*(engine.get("args") or ()), *self.flags]
         else:
             field_, item = _field_of(engine, place)
-            engine[field_][item] = f"{engine[field_][item].rstrip()} {shlex.join(self.flags)}"
+            engine[field_][item] = _lengthened(engine[field_][item], self.flags)
         return pod
+
+
+def _lengthened(line: str, flags: Sequence[str]) -> str:
+    """Return a command line with flags at its end, before blanks and the sign that the line goes on."""
+    return re.sub(r"(?:\\\n|[ \t\n])*\Z", lambda end: f"{line and ' '}{shlex.join(flags)}{end[0]}", line, count=1)
 
 
 def write_path(path: Iterable[Step]) -> str:
@@ -167,23 +177,16 @@ def step_into(tree: Any, path: Path) -> Any:
 
 def put(tree: Any, path: Path, value: Any) -> None:
     """Set a field or a list item of a tree, in place; what is missing on the way is made."""
-    *way, last = path
-    for step, after in zip(way, (*way[1:], last), strict=True):
-        empty: Any = {} if isinstance(after, str) else []
-        if isinstance(step, str):
-            tree[step] = tree.get(step) or empty
-            tree = tree[step]
-        else:
-            found = step_into(tree, (step,))
-            if found is None:
-                found = {step[0]: step[1]}
-                tree.append(found)
-            tree = found
+    for step, after in pairwise(path):
+        if not step_into(tree, (step,)):
+            empty: Any = {} if isinstance(after, str) else []
+            put(tree, (step,), empty if isinstance(step, str) else dict([step]))
+        tree = step_into(tree, (step,))
+    last = path[-1]
     if isinstance(last, str):
         tree[last] = value
         return
-    places = (place for place, item in enumerate(tree) if item.get(last[0]) == last[1])
-    place = next(places, len(tree))
+    place = next((place for place, item in enumerate(tree) if item.get(last[0]) == last[1]), len(tree))
     tree[place : place + 1] = [value]
 
 
@@ -199,11 +202,10 @@ def _holds(found: Any, wanted: Any) -> bool:
 
 def find_engine(pod: Mapping[str, Any], name: str | None = None) -> Manifest | None:
     """Return the container of a pod that runs vLLM; None where it cannot be told."""
-    containers = list(pod.get("containers") or ())
-    if name is not None:
-        return next((each for each in containers if each.get("name") == name), None)
-    likely = containers if len(containers) == 1 else [each for each in containers if _is_likely(each)]
-    return likely[0] if len(likely) == 1 else None
+    found = list(pod.get("containers") or ())
+    if name is not None or len(found) > 1:
+        found = [each for each in found if (_is_likely(each) if name is None else each.get("name") == name)]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_likely(container: Mapping[str, Any]) -> bool:
@@ -219,14 +221,12 @@ def read_words(target: Target) -> list[str]:
     """
     engine = target.engine
     if target.variable:
-        text = step_into(engine, ("env", ("name", target.variable), "value"))
-        try:
-            return [*_passed_on(engine), *shlex.split(str(text or ""))]
-        except ValueError as error:
-            problem = f"is no command line ({error}): close its quotes"
-            raise AttachRefused([(target.field("env", target.variable), problem)]) from error
+        text = str(step_into(engine, ("env", ("name", target.variable), "value")) or "")
+        return [*_passed_on(engine), *_read_script(target.field("env", target.variable), text)]
     place = None if is_hidden(engine) else _script(engine)
-    return _passed_on(engine) if place is None else _read_script(target, _all_words(engine)[place], place)
+    if place is None:
+        return _passed_on(engine)
+    return _read_script(target.field(_field_of(engine, place)[0]), _all_words(engine)[place])
 
 
 def _all_words(engine: Mapping[str, Any]) -> list[str]:
@@ -265,22 +265,27 @@ def variable_of(engine: Mapping[str, Any]) -> str:
     return VARIABLE if any(VARIABLE in str(word) for word in engine.get("command") or ()) else ""
 
 
-def _read_script(target: Target, script: str, place: int) -> list[str]:
-    field_, _ = _field_of(target.engine, place)
+def _read_script(at: str, script: str) -> list[str]:
+    """Return the words of a script that is one command, to which flags can be added."""
     text = script.replace("\\\n", " ").strip()
     reader = shlex.shlex(text, posix=True, punctuation_chars=True)
-    reader.whitespace_split = True
+    reader.whitespace_split, reader.commenters = True, ""
     try:
-        words = list(reader)
-    except ValueError:
-        words = [";"]
+        words, is_commented = list(reader), shlex.split(text, comments=True) != shlex.split(text)
+    except ValueError as error:
+        problem = f"is no command line ({error}): close its quotes, and end it without a backslash"
+        raise AttachRefused([(at, problem)]) from error
     if "\n" in text or any(word and set(word) <= _OPERATORS for word in words):
-        text = "is a script of several commands, so flags have no certain place: write vLLM's own as command and args"
-        raise AttachRefused([(target.field(field_), text)])
+        problem = (
+            "is a script of several commands, so flags have no certain place: write vLLM's own as command and args"
+        )
+        raise AttachRefused([(at, problem)])
+    if is_commented:
+        raise AttachRefused([(at, "has a #, behind which the shell reads no flags: quote it, or remove the comment")])
     words = words[1:] if words[:1] == ["exec"] else words
-    if words[:1] == ["env"] or (words and "=" in words[0]):
+    if words[:1] == ["env"] or (words and re.match(r"\w+=", words[0])):
         text = "sets variables before the command, where no cache identity has them: write them in env"
-        raise AttachRefused([(target.field(field_), text)])
+        raise AttachRefused([(at, text)])
     return words
 
 
@@ -298,12 +303,11 @@ class _Theirs:
 
     def spec(self, spec: TierSpec) -> TierSpec:
         """Return the tier as it were, had it this engine."""
-        said = {"image": self.image, "tensor_parallel": self.tensor_parallel}
-        accelerator = {} if self.accelerator is None else {"resource": self.accelerator}
+        accelerator = _said_of(resource=self.accelerator)
         security = spec.engine.pod_template.security_context
         engine = spec.engine.model_copy(
             update={
-                **{name: value for name, value in said.items() if value is not None},
+                **_said_of(image=self.image, tensor_parallel=self.tensor_parallel),
                 "args": self.words,
                 "env": self.env,
                 "external": None,
@@ -313,11 +317,12 @@ class _Theirs:
                 "accelerator": spec.engine.accelerator.model_copy(update=accelerator),
             }
         )
-        model = {"name": self.model, "revision": self.revision}
-        changes = {**{name: value for name, value in model.items() if value is not None}, "loras": ()}
-        return spec.model_copy(
-            update={"engine": engine, "model": spec.model.model_copy(update=changes), "kv_events": None}
-        )
+        model = spec.model.model_copy(update=_said_of(name=self.model, revision=self.revision) | {"loras": ()})
+        return spec.model_copy(update={"engine": engine, "model": model, "kv_events": None})
+
+
+def _said_of(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def differences(plan: TierPlan, target: Target) -> dict[str, bool]:
@@ -327,8 +332,8 @@ def differences(plan: TierPlan, target: Target) -> dict[str, bool]:
         AttachRefused: it cannot become one.
     """
     words, found = read_words(target), dict[str, bool]()
-    ours = {word.partition("=")[0]: word for word in words if _OURS in word}
-    wanted = attach(plan, replace(target, pod=_without_ours(target)), [word for word in words if _OURS not in word])
+    ours = {word.partition("=")[0]: word for word in words if MODULES in word}
+    wanted = attach(plan, replace(target, pod=_without_ours(target)), [word for word in words if MODULES not in word])
     for each in wanted.puts:
         there = step_into(target.pod, each.at)
         if not _stands(each, there):
@@ -366,15 +371,15 @@ def attach(plan: TierPlan, target: Target, words: Sequence[str] | None = None) -
     theirs = _read(plan, target, words)
     spec = theirs.spec(plan.spec)
     made = replace(plan, spec=spec, sizing=make_sizing(spec, plan.decisions), rendered=None, desired=None)
+    own, port = template_of(made)["spec"], _port(plan, words)
     problems = [
         *_flag_problems(plan, target, words),
         *_variable_problems(plan, target),
         *_identity_problems(plan, target, made),
-        *_pod_problems(made, target, is_running=is_running),
+        *_pod_problems(made, target, own, is_running=is_running),
     ]
     if problems:
         raise AttachRefused(problems)
-    own, port = template_of(made)["spec"], _port(plan, words)
     return EngineAdditions(
         puts=tuple(_puts(made, target, own, port=port)),
         port=port,
@@ -388,11 +393,9 @@ def _without_ours(target: Target) -> Manifest:
     pod: Manifest = copy_of(target.pod)
     inits = pod.get("initContainers") or ()
     containers = [*inits, *(pod.get("containers") or ()), step_into(pod, target.container)]
-    for container in containers:
-        mounts = container.get("volumeMounts") or ()
-        container["volumeMounts"] = [each for each in mounts if not each["name"].startswith(_PREFIX)]
+    for owner, field_ in ((pod, "volumes"), *((each, "volumeMounts") for each in containers)):
+        owner[field_] = [each for each in owner.get(field_) or () if not each["name"].startswith(_PREFIX)]
     pod["initContainers"] = [each for each in inits if each["name"] != names.INSTALL_CONTAINER]
-    pod["volumes"] = [each for each in pod.get("volumes") or () if not each["name"].startswith(_PREFIX)]
     return pod
 
 
@@ -430,8 +433,7 @@ def _arguments(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 def _accelerator(plan: TierPlan, engine: Mapping[str, Any]) -> str | None:
     resources = engine.get("resources") or {}
     asked = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
-    wanted = plan.spec.engine.accelerator.resource
-    if wanted == CLAIMED or not asked:
+    if (wanted := plan.spec.engine.accelerator.resource) == CLAIMED or not asked:
         return None
     return wanted if wanted in asked else next((name for name in asked if "/" in name), NO_ACCELERATOR)
 
@@ -515,14 +517,16 @@ def _said(value: Any) -> str:
     return "left out" if value is None else str(value)
 
 
-def _pod_problems(plan: TierPlan, target: Target, *, is_running: bool) -> Iterator[tuple[str, str]]:
+def _pod_problems(
+    plan: TierPlan, target: Target, own: Mapping[str, Any], *, is_running: bool
+) -> Iterator[tuple[str, str]]:
     pod, engine = target.pod, target.engine
     release = release_of(str(engine.get("image", "")))
     if release is not None and release not in SUPPORTED_VLLM:
         yield target.field("image"), f"is vLLM {release}, and the connector supports {' and '.join(SUPPORTED_VLLM)}"
-    limit, needed = None if is_running else _memory(engine, "limits"), plan.sizing.memory_bytes
-    if limit is not None and limit < needed:
-        terms = (plan.sizing.engine_memory_bytes, plan.sizing.shm_bytes, plan.sizing.io_worker_bytes)
+    limit, size = None if is_running else _memory(engine, "limits"), plan.sizing
+    if limit is not None and limit < (needed := size.memory_bytes):
+        terms = (size.engine_memory_bytes, size.shm_bytes, size.io_worker_bytes)
         engine_bytes, shm, moving = map(quantity.show_bytes, terms)
         text = (
             f"is {quantity.show_bytes(limit)}, and the engine needs {quantity.show_bytes(needed)} (spec.engine.memory "
@@ -530,9 +534,14 @@ def _pod_problems(plan: TierPlan, target: Target, *, is_running: bool) -> Iterat
             "spec.engine.memory of the tier"
         )
         yield target.field("resources", "limits", "memory"), text
+    ours, theirs = (each.get("fsGroup") for each in (own["securityContext"], pod.get("securityContext") or {}))
+    if theirs not in {None, ours}:
+        where = "spec.engine.podTemplate.securityContext.fsGroup"
+        text = f"is {theirs}, and the tier's is {ours}: make it equal, or set {where} of the tier"
+        yield target.at("securityContext", "fsGroup"), text
     if (volume := _shm_volume(target)) is not None and (volume.get("emptyDir") or {}).get("medium") != "Memory":
         yield target.at("volumes", ("name", volume["name"])), f"is {names.SHM_MOUNT} and no memory: set medium: Memory"
-    taken = {each["mountPath"] for each in engine.get("volumeMounts") or ()}
+    taken = {_directory(each) for each in engine.get("volumeMounts") or ()}
     for path in sorted(taken & {names.VOLUME_MOUNT, names.CONFIG_MOUNT, names.KEYS_MOUNT, names.CONNECTOR_MOUNT}):
         yield target.field("volumeMounts", path), "is where the tier's own files go: mount yours somewhere else"
     if step_into(engine, ("securityContext", "readOnlyRootFilesystem")) and names.SCRATCH_MOUNT not in taken:
@@ -552,8 +561,12 @@ def _memory(engine: Mapping[str, Any], kind: str) -> int | None:
 def _shm_volume(target: Target) -> Manifest | None:
     """Return the owner's volume for shared memory; None where there is none."""
     mounts = target.engine.get("volumeMounts") or ()
-    name = next((each["name"] for each in mounts if each["mountPath"] == names.SHM_MOUNT), None)
+    name = next((each["name"] for each in mounts if _directory(each) == names.SHM_MOUNT), None)
     return next((each for each in target.pod.get("volumes") or () if each["name"] == name), None)
+
+
+def _directory(mount: Mapping[str, Any]) -> str:
+    return str(PurePosixPath(mount["mountPath"]))
 
 
 def _renamed(volume: str) -> str:
@@ -564,8 +577,8 @@ def _puts(plan: TierPlan, target: Target, own: Mapping[str, Any], *, port: int) 
     engine, ours, at = target.engine, own["containers"][0], target.container
     shm = _shm_volume(target)
     yield from _pod_puts(target, own, shm)
-    sizes = {} if shm is None else shm["emptyDir"]
-    if shm is not None and "sizeLimit" in sizes and quantity.parse_bytes(sizes["sizeLimit"]) < plan.sizing.shm_bytes:
+    limit = step_into(shm, ("emptyDir", "sizeLimit"))
+    if shm is not None and limit is not None and quantity.parse_bytes(str(limit)) < plan.sizing.shm_bytes:
         size = quantity.format_bytes(plan.sizing.shm_bytes)
         yield Put(("volumes", ("name", shm["name"]), "emptyDir", "sizeLimit"), size)
     for mount in _mounts(ours, shm):
@@ -583,9 +596,8 @@ def _pod_puts(target: Target, own: Mapping[str, Any], shm: Manifest | None) -> I
         if init["name"] == names.INSTALL_CONTAINER:
             yield Put(("initContainers", ("name", init["name"])), {**init, "volumeMounts": _mounts(init, shm)})
     # Block files of all engines belong to one group.
-    if "fsGroup" not in (target.pod.get("securityContext") or {}):
-        for name in ("fsGroup", "fsGroupChangePolicy"):
-            yield Put(("securityContext", name), own["securityContext"][name])
+    if step_into(target.pod, ("securityContext", "fsGroup")) is None:
+        yield from (Put(("securityContext", each), own["securityContext"][each]) for each in _GROUP)
     for volume in own["volumes"]:
         if volume["name"] in _VOLUMES and (shm is None or volume["name"] != "shm"):
             name = _renamed(volume["name"])
@@ -618,8 +630,8 @@ def _startup(plan: TierPlan, target: Target, ours: Mapping[str, Any], port: int)
         command = [f"--port={port}" if word.startswith("--port=") else word for word in ours["exec"]["command"]]
         yield Put((*target.container, "startupProbe"), {**ours, "exec": {"command": command}})
     elif probe is not None:
-        period = probe.get("periodSeconds", 10)
-        allowed = period * probe.get("failureThreshold", 3) + probe.get("initialDelaySeconds", 0)
+        period = probe.get("periodSeconds") or 10
+        allowed = period * (probe.get("failureThreshold") or 3) + (probe.get("initialDelaySeconds") or 0)
         if allowed < needed:
             yield Put((*target.container, "startupProbe", "failureThreshold"), math.ceil(needed / period))
 
@@ -634,12 +646,9 @@ def _flags(plan: TierPlan, args: Sequence[str], theirs: EngineArgs) -> tuple[str
 
 def _notes(plan: TierPlan, theirs: _Theirs) -> Iterator[str]:
     """Say where each part of the identity comes from."""
+    names_of = ("model", "revision", "image", "accelerator", "tensor_parallel")
     said = {
-        "model": theirs.model,
-        "revision": theirs.revision,
-        "image": theirs.image,
-        "accelerator": theirs.accelerator,
-        "tensor parallel size": theirs.tensor_parallel,
+        **{name.replace("parallel", "parallel size").replace("_", " "): getattr(theirs, name) for name in names_of},
         **{f"--{flag}": _said(found) for flag, found in engine_args.read(theirs.words).identity.items()},
         **{each["name"]: _said(each.get("value")) for each in theirs.env},
     }

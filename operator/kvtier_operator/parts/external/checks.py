@@ -80,8 +80,7 @@ def _command(stage: PlannedStage, pod: Pod) -> str:
         found = f"deployment/{owner['name'].removesuffix('-' + labels.get(names.LABEL_TEMPLATE_HASH, ''))}"
     elif not found and owner.get("kind") == "StatefulSet":
         found = f"statefulset/{owner['name']}"
-    tier = stage.tier
-    return f"`kvtier attach {tier.name} -n {tier.namespace} {found or '-f FILE'}` prints what mends it"
+    return f"`kvtier attach {stage.tier.name} -n {stage.tier.namespace} {found or '-f FILE'}` prints what mends it"
 
 
 def _compare(stage: PlannedStage, pod: Pod) -> tuple[str, str]:

@@ -8,13 +8,14 @@ taken out again exactly, also after the owner has changed other things; and atta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 from kvtier_operator import names
 from kvtier_operator.names import Manifest
 from kvtier_operator.parts.external.attach import (
+    MODULES,
     VARIABLE,
     AttachRefused,
     Path,
@@ -35,8 +36,7 @@ PORT: Final = f"{names.GROUP}/port"
 """Port of an attached pod's metrics; the chart's PodMonitor reads it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of objects that have pods of engines."""
 
     api_versions: tuple[str, ...]
@@ -46,34 +46,27 @@ class Kind:
     pod: Path = ("spec", "template", "spec")
     metadata: Path = ("spec", "template", "metadata")
     """Where labels and annotations of the pods are."""
-    is_known_to_kustomize: bool = False
-    """Whether kustomize merges its lists item by item; otherwise a patch has whole lists."""
+
+    @property
+    def is_known_to_kustomize(self) -> bool:
+        """Return whether kustomize merges its lists item by item; otherwise a patch has whole lists."""
+        return self.api_versions == ("apps/v1",)
 
 
 _WORKERS: Final = ("spec", "leaderWorkerTemplate", "workerTemplate")
+_LWS, _KSERVE = "leaderworkerset.x-k8s.io/v1", "serving.kserve.io"
+_PREDICTOR: Final = ("spec", "predictor")
 KINDS: Final[Mapping[str, Kind]] = {
-    "Deployment": Kind(api_versions=("apps/v1",), plural="deployments", short="deploy", is_known_to_kustomize=True),
-    "StatefulSet": Kind(api_versions=("apps/v1",), plural="statefulsets", short="sts", is_known_to_kustomize=True),
-    "LeaderWorkerSet": Kind(
-        api_versions=("leaderworkerset.x-k8s.io/v1",),
-        plural="leaderworkersets",
-        short="lws",
-        pod=(*_WORKERS, "spec"),
-        metadata=(*_WORKERS, "metadata"),
-    ),
-    "InferenceService": Kind(
-        api_versions=("serving.kserve.io/v1beta1",),
-        plural="inferenceservices",
-        short="isvc",
-        pod=("spec", "predictor"),
-        metadata=("spec", "predictor"),
-    ),
+    "Deployment": Kind(("apps/v1",), "deployments", "deploy"),
+    "StatefulSet": Kind(("apps/v1",), "statefulsets", "sts"),
+    "LeaderWorkerSet": Kind((_LWS,), "leaderworkersets", "lws", (*_WORKERS, "spec"), (*_WORKERS, "metadata")),
+    "InferenceService": Kind((f"{_KSERVE}/v1beta1",), "inferenceservices", "isvc", _PREDICTOR, _PREDICTOR),
     "LLMInferenceService": Kind(
-        api_versions=("serving.kserve.io/v1alpha2", "serving.kserve.io/v1alpha1"),
-        plural="llminferenceservices",
-        short="llmisvc",
-        pod=("spec", "template"),
-        metadata=("spec",),
+        (f"{_KSERVE}/v1alpha2", f"{_KSERVE}/v1alpha1"),
+        "llminferenceservices",
+        "llmisvc",
+        ("spec", "template"),
+        ("spec",),
     ),
 }
 
@@ -98,8 +91,7 @@ def is_attachable(document: Mapping[str, Any]) -> bool:
     return document.get("kind") in KINDS or is_values(document)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a document has its engine."""
 
     target: Target
@@ -111,21 +103,18 @@ class _Place:
 def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
     if is_values(document):
         return _locate_values(document, container)
-    kind = KINDS[document["kind"]]
-    pod_path, metadata = kind.pod, kind.metadata
+    *_, pod_path, metadata = KINDS[document["kind"]]
     for path in _SEVERAL_NODES.get(document["kind"], ()):
         if step_into(document, path):
             raise AttachRefused([(write_path(path), _ONE_POD)])
     if document["kind"] == "LLMInferenceService" and step_into(document, _OFFLOADING):
         text = "makes KServe render another connector: remove it; spec.cpu.size of the tier sets the CPU tier"
         raise AttachRefused([(write_path(_OFFLOADING), text)])
-    if document["kind"] == "LeaderWorkerSet":
-        size = step_into(document, ("spec", "leaderWorkerTemplate", "size"))
-        if size not in {None, 1}:
-            raise AttachRefused([("spec.leaderWorkerTemplate.size", f"is {size}, which {_ONE_POD}")])
-        leader = ("spec", "leaderWorkerTemplate", "leaderTemplate")
-        if step_into(document, leader):
-            pod_path, metadata = (*leader, "spec"), (*leader, "metadata")
+    if (size := step_into(document, (*_WORKERS[:-1], "size"))) not in {None, 1}:
+        raise AttachRefused([("spec.leaderWorkerTemplate.size", f"is {size}, which {_ONE_POD}")])
+    leader = (*_WORKERS[:-1], "leaderTemplate")
+    if step_into(document, leader):
+        pod_path, metadata = (*leader, "spec"), (*leader, "metadata")
     pod = copy_of(step_into(document, pod_path) or {})
     target = _target(document, pod, write_path(pod_path), container)
     return _Place(target=target, pod=pod_path, annotations=(*metadata, "annotations"), labels=(*metadata, "labels"))
@@ -134,13 +123,8 @@ def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
 def _target(document: Mapping[str, Any], pod: Manifest, prefix: str, container: str | None) -> Target:
     spec = document["spec"]
     if document["kind"] == "InferenceService" and pod.get("model"):
-        return Target(
-            pod=pod,
-            container=("model",),
-            prefix=prefix,
-            is_partial=True,
-            model=_of_hub(step_into(spec, ("predictor", "model", "storageUri"))),
-        )
+        model = _of_hub(step_into(spec, ("predictor", "model", "storageUri")))
+        return Target(pod=pod, container=("model",), prefix=prefix, is_partial=True, model=model)
     if document["kind"] == "LLMInferenceService":
         container = container or "main"
         pod["containers"] = pod.get("containers") or [{"name": container}]
@@ -166,10 +150,9 @@ def _of_hub(uri: object) -> str | None:
 
 
 def _locate_values(document: Mapping[str, Any], name: str | None) -> _Place:
-    models = step_into(document, _SERVING)
-    chosen = [each for each in models if name in {None, each["name"]}]
+    chosen = _models(document, name)
     if len(chosen) != 1:
-        there = ", ".join(each["name"] for each in models)
+        there = ", ".join(each["name"] for each in _models(document))
         raise AttachRefused([(write_path(_SERVING), f"has {there}: name one with --container")])
     model, path = chosen[0], (*_SERVING, ("name", chosen[0]["name"]))
     if (model.get("lmcacheConfig") or {}).get("enabled"):
@@ -177,12 +160,8 @@ def _locate_values(document: Mapping[str, Any], name: str | None) -> _Place:
         raise AttachRefused([(f"{write_path(path)}.lmcacheConfig", text)])
     if "raySpec" in model:
         raise AttachRefused([(f"{write_path(path)}.raySpec", _ONE_POD)])
-    target = Target(
-        pod=_pod_of_values(document, model),
-        container=("containers", ("name", "vllm")),
-        prefix=write_path(path),
-        words=_WORDS,
-    )
+    pod, container = _pod_of_values(document, model), ("containers", ("name", "vllm"))
+    target = Target(pod=pod, container=container, prefix=write_path(path), words=_WORDS)
     return _Place(target=target, pod=path, annotations=(*path, "podAnnotations"), labels=(*path, "podLabels"))
 
 
@@ -199,6 +178,7 @@ _WORDS: Final = {
     "containers[vllm].volumeMounts": "extraVolumeMounts",
     "containers[vllm].resources.limits.memory": "limitMemory",
     "volumes": "extraVolumes",
+    "securityContext": "/servingEngineSpec.securityContext",
     "initContainers": "initContainer",
 }
 """Field of the pod, and field of a model among the values; the first that begins a name counts."""
@@ -216,33 +196,25 @@ def _pod_of_values(document: Mapping[str, Any], model: Mapping[str, Any]) -> Man
     words = [f"{flag}={vllm[name]}" for name, flag in flags.items() if name in vllm]
     if "modelRevision" in model:
         words.append(f"--revision={model['modelRevision']}")
-    resources = model.get("resources") or {
-        "requests": {"memory": model.get("requestMemory")},
-        "limits": {
-            "memory": model.get("limitMemory"),
-            model.get("requestGPUType", "nvidia.com/gpu"): model.get("requestGPU"),
-        },
-    }
+    gpus = {model.get("requestGPUType", "nvidia.com/gpu"): model.get("requestGPU")}
+    limits = {"memory": model.get("limitMemory"), **gpus}
+    resources = model.get("resources") or {"requests": {"memory": model.get("requestMemory")}, "limits": limits}
     container: Manifest = {
         "name": "vllm",
         "image": f"{model.get('repository')}:{model.get('tag')}",
         "command": ["vllm", "serve", model.get("modelURL"), *words],
         "args": list(vllm.get("extraArgs") or ()),
         "resources": {
-            kind: {key: value for key, value in each.items() if value not in {None, 0, "0"}}
+            kind: {key: value for key, value in (each or {}).items() if value not in {None, 0, "0"}}
             for kind, each in resources.items()
         },
         "startupProbe": {**_CHART_PROBE, **(step_into(document, _PROBE) or {})},
         **{field: list(model.get(name) or ()) for name, field in _VALUES.items()},
     }
-    pod: Manifest = {
-        "containers": [container],
-        "volumes": list(model.get("extraVolumes") or ()),
-        "securityContext": step_into(document, _SECURITY) or {},
-    }
+    volumes, security = list(model.get("extraVolumes") or ()), step_into(document, _SECURITY) or {}
+    pod: Manifest = {"containers": [container], "volumes": volumes, "securityContext": security}
     if "tensorParallelSize" in vllm:
-        memory = {"medium": "Memory", "sizeLimit": model.get("shmSize", "20Gi")}
-        pod["volumes"].append({"name": "shm", "emptyDir": memory})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": model.get("shmSize", "20Gi")}})
         container["volumeMounts"].append({"name": "shm", "mountPath": names.SHM_MOUNT})
     if model.get("initContainer"):
         # The chart takes one: it is in the way of ours.
@@ -253,22 +225,21 @@ def _pod_of_values(document: Mapping[str, Any], model: Mapping[str, Any]) -> Man
 def _put_into_values(document: Manifest, path: Path, pod: Mapping[str, Any]) -> None:
     """Change values so that the chart makes this pod of a model."""
     engine, (init,), model = pod["containers"][0], pod["initContainers"], step_into(document, path)
-    for name, field in (*_VALUES.items(), ("extraVolumes", None)):
-        items = pod["volumes"] if field is None else engine[field]
-        model[name] = [each for each in items if each["name"] != "shm"]
+    # With this the chart makes the volume, which is none of the values then.
+    made_by_chart = {"shm"} if "tensorParallelSize" in (model.get("vllmConfig") or {}) else set[str]()
+    for name, items in (*((name, engine[field]) for name, field in _VALUES.items()), ("extraVolumes", pod["volumes"])):
+        model[name] = [each for each in items if each["name"] not in made_by_chart]
     made = {field: init[field] for field in ("name", "image", "command", "args", "resources")}
     model["initContainer"] = {**made, "extraVolumeMounts": init["volumeMounts"]}
     # Left out, it makes the chart turn prefix caching off.
     model["vllmConfig"] = {**(model.get("vllmConfig") or {}), "enablePrefixCaching": True, "extraArgs": engine["args"]}
-    if model.get("resources"):
-        model["resources"] = engine["resources"]
-    else:
-        model["requestMemory"] = engine["resources"]["requests"]["memory"]
-    for name in ("fsGroup", "fsGroupChangePolicy"):
-        if name in pod["securityContext"]:
-            put(document, (*_SECURITY, name), pod["securityContext"][name])
+    memory: Path = ("resources", "requests", "memory")
+    if (asked := step_into(engine, memory)) is not None:
+        put(model, memory if model.get("resources") else ("requestMemory",), asked)
+    for name, value in pod["securityContext"].items():
+        put(document, (*_SECURITY, name), value)
     shm = step_into(pod, ("volumes", ("name", "shm"), "emptyDir", "sizeLimit"))
-    if shm is not None and shm != model.get("shmSize", "20Gi"):
+    if made_by_chart and shm != model.get("shmSize", "20Gi"):
         model["shmSize"] = shm
     allowed = engine["startupProbe"]["failureThreshold"]
     if allowed != (step_into(document, _PROBE) or _CHART_PROBE).get("failureThreshold"):
@@ -283,6 +254,10 @@ def attach_document(
     Raises:
         AttachRefused: its pods cannot become engines of the tier.
     """
+    namespace, ours = step_into(document, ("metadata", "namespace")), plan.tier.namespace
+    if namespace not in {None, ours}:
+        text = f"is {namespace}, and the tier's is {ours}, whose claim no other has: make the two equal"
+        raise AttachRefused([("metadata.namespace", text)])
     before = detach_document(document, plan, container=container)
     place = _locate(before, container)
     made = attach(plan, place.target)
@@ -294,7 +269,10 @@ def attach_document(
     put(after, (*place.annotations, PORT), str(made.port))
     put(after, (*place.annotations, ANNOTATION), "")
     put(after, (*place.labels, names.LABEL_TIER), plan.tier.name)
-    record = {"tier": str(plan.tier), "changes": list(_differences(before, after, ()))}
+    changes = sorted(
+        [*_shared(_models(before)), *_differences(before, after, ())], key=lambda each: tuple(each[1][:2]) == _SERVING
+    )
+    record = {"tier": str(plan.tier), "changes": changes}
     put(after, (*place.annotations, ANNOTATION), json.dumps(record, sort_keys=True, separators=(",", ":")))
     return before, after, made.notes
 
@@ -308,41 +286,61 @@ def detach_document(document: Manifest, plan: TierPlan | None = None, *, contain
         container: among values, the only model that is detached.
 
     Raises:
-        AttachRefused: it is attached to another tier than that of the plan.
+        AttachRefused: it is attached to another tier than that of the plan, or a flag was changed since.
     """
-    models = [document]
-    if is_values(document):
-        models = [each for each in step_into(document, _SERVING) if container in {None, each["name"]}]
-    found = [json.loads(record) for model in models for record in _records(model)]
+    models = _models(document, container)
+    found = _records(models)
     if not found:
         return document
     after: Manifest = copy_of(document)
+    shared = _shared(each for each in _models(document) if each not in models)
     for record in reversed(found):
         if plan is not None and record["tier"] != str(plan.tier):
             text = f"names tier {record['tier']}: take that out first, with `kvtier attach --remove`"
             raise AttachRefused([(f"annotations[{ANNOTATION}]", text)])
-        for operation, path, *more in reversed(record["changes"]):
+        for operation, path, *more in reversed([each for each in record["changes"] if each not in shared]):
             steps = tuple(step if isinstance(step, str) else (step[0], step[1]) for step in path)
             _undo(after, operation, steps, *more)
+    text = "has flags that attach put in, changed since: take them out by hand, then repeat the command"
+    left = (path for each in _models(after, container) for path, value in _leaves(each) if MODULES in str(value))
+    if problems := [(write_path(path), text) for path in left if "annotations" not in path]:
+        raise AttachRefused(problems)
     return after
 
 
-def _records(tree: Any) -> Iterator[str]:
-    """Yield what objects note, wherever the annotations of their pods are."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            if key == ANNOTATION:
-                yield str(value)
-            yield from _records(value)
-    elif isinstance(tree, list):
-        for each in tree:
-            yield from _records(each)
+def _models(document: Mapping[str, Any], name: str | None = None) -> list[Any]:
+    """Return the models of values, or the one of a name; of anything else the object itself."""
+    models = step_into(document, _SERVING) if is_values(document) else [document]
+    return [each for each in models if name is None or each is document or each["name"] == name]
 
 
-_KEYS: Final = {"volumeMounts": "mountPath", "extraVolumeMounts": "mountPath"}
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each value that is no object and no list, after its path."""
+    if not isinstance(tree, (Mapping, list)):
+        yield path, tree
+        return
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from _leaves(value, (*path, str(key) if isinstance(tree, Mapping) else ("name", str(key))))
+
+
+def _records(models: Iterable[Manifest]) -> list[Manifest]:
+    """Return what objects note, wherever the annotations of their pods are."""
+    return [json.loads(text) for each in models for path, text in _leaves(each) if path[-1] == ANNOTATION]
+
+
+def _shared(models: Iterable[Manifest]) -> list[Any]:
+    """Return the changes to fields of all models; each record has them, so that the last one takes them back."""
+    found = {str(change): change for record in _records(models) for change in record["changes"]}
+    return [change for change in found.values() if tuple(change[1][:2]) != _SERVING]
+
+
+_KEYS: Final = {
+    **dict.fromkeys(("containers", "initContainers", "volumes", "env", "modelSpec", "extraVolumes"), "name"),
+    **dict.fromkeys(("volumeMounts", "extraVolumeMounts"), "mountPath"),
+}
+"""Lists that are merged item by item, and the field that names an item."""
 _WHOLE: Final = frozenset({"startupProbe", "initContainer"})
 """Objects that nothing of the owner's is put into later; the API server adds defaults to them."""
-_NAMED: Final = frozenset({"containers", "initContainers", "volumes", "env", "modelSpec", "extraVolumes"})
 
 
 def _differences(before: Any, after: Any, path: Path) -> Iterator[tuple[Any, ...]]:
@@ -358,52 +356,75 @@ def _differences(before: Any, after: Any, path: Path) -> Iterator[tuple[Any, ...
                 old = type(value)()
             if old != value:
                 yield from _differences(old, value, (*path, key))
-    elif isinstance(after, list) and path[-1] in {*_KEYS, *_NAMED}:
-        key = _KEYS.get(str(path[-1]), "name")
+    elif isinstance(after, list) and path[-1] in _KEYS:
+        key = _KEYS[str(path[-1])]
         for item in after:
             step = (key, item[key])
             old = step_into(before, (step,))
-            yield from [("add", (*path, step))] if old is None else _differences(old, item, (*path, step))
+            if old is None and path[-1] == "env":
+                # The owner may lengthen the value.
+                yield from (("new", (*path, step)), *_differences(dict([step]), item, (*path, step)))
+            else:
+                yield from [("add", (*path, step))] if old is None else _differences(old, item, (*path, step))
     elif before != after:
         yield _change(before, after, path)
 
 
 def _change(before: Any, after: Any, path: Path) -> tuple[Any, ...]:
-    is_longer = type(before) is type(after) and isinstance(after, (str, list))
-    if is_longer and after[: len(before)] == before:
-        return "end", path, after[len(before) :]
-    if isinstance(after, str) and isinstance(before, str) and after.endswith(before):
-        return "begin", path, after.removesuffix(before)
+    if isinstance(before, list) and isinstance(after, list):
+        if after[: len(before)] == before:
+            return "in", path, after[len(before) :]
+        # Of the words of a container, one is a script.
+        old, new = next((pair for pair in zip(before, after, strict=False) if pair[0] != pair[1]), (None, None))
+    else:
+        old, new = before, after
+    if isinstance(old, str) and isinstance(new, str) and (size := len(new) - len(old)) > 0:
+        for place in range(len(old) + 1):
+            if new[:place] + new[place + size :] == old:
+                return "in", path, new[place : place + size]
     return "set", path, before, after
 
 
 def _undo(tree: Any, operation: str, path: Path, kept: Any = None, made: Any = None) -> None:
     """Take a change back, unless the owner has written another value since."""
-    parent, value = step_into(tree, path[:-1]), step_into(tree, path)
-    if value is None or (operation == "set" and value != made) or (operation == "add" and kept not in (None, value)):
+    parent, value, last = step_into(tree, path[:-1]), step_into(tree, path), path[-1]
+    if value is None or (operation == "set" and value != made):
         return
     if operation == "set":
         put(tree, path, kept)
-    elif operation == "begin":
-        put(tree, path, str(value).removeprefix(kept))
-    elif operation == "end" and isinstance(value, str):
-        put(tree, path, value.removesuffix(kept))
-    elif operation == "end":
-        for word in kept:
-            if word in value:
-                value.remove(word)
-    elif operation == "add" or not value:
-        parent.pop(path[-1]) if isinstance(parent, dict) else parent.remove(value)
+    elif operation == "in" or (operation == "add" and kept not in (None, value)):
+        put(tree, path, _without(value, kept))
+    elif operation == "add" or not value or (not isinstance(last, str) and value == dict([last])):
+        parent.pop(last) if isinstance(parent, dict) else parent.remove(value)
+
+
+def _without(value: Any, kept: Any) -> Any:
+    """Return words, or a text, without those that were put in, wherever they stand now."""
+    if isinstance(value, list):
+        return [_without(each, kept) for each in value if not isinstance(kept, list) or each not in kept]
+    if not isinstance(value, str) or not isinstance(kept, str):
+        return value
+    words = re.escape(kept.strip(" :"))
+    return re.sub(rf"^{words}(?:[ :]|$)|[ :]{words}(?=[\s:;&|)]|$)", "", value, count=1, flags=re.MULTILINE)
 
 
 def make_patch(before: Manifest, after: Manifest) -> Manifest:
     """Return the strategic merge patch from one object to the other."""
-    kind = KINDS[before["kind"]]
-    metadata = {"name": before["metadata"]["name"]}
-    patch: Manifest = {"apiVersion": before["apiVersion"], "kind": before["kind"], "metadata": metadata}
-    for operation, path, *_ in _differences(before, after, ()):
-        lists = (place for place, step in enumerate(path) if not isinstance(step, str))
-        shown = path if kind.is_known_to_kustomize else path[: next(lists, len(path))]
-        if operation != "new":
-            put(patch, shown, copy_of(step_into(after, shown)))
-    return patch
+    identity = {"apiVersion": before["apiVersion"], "kind": before["kind"]}
+    merged = _merge(before, after, "", by_item=KINDS[before["kind"]].is_known_to_kustomize)
+    return {**identity, "metadata": {"name": before["metadata"]["name"]}, **merged}
+
+
+def _merge(before: Any, after: Any, field: str, *, by_item: bool) -> Any:
+    """Return the part of a patch that makes one value of another: null or $patch takes away what is gone."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        changed = {key: value for key, value in after.items() if before.get(key) != value}
+        merged = {key: _merge(before.get(key), value, key, by_item=by_item) for key, value in changed.items()}
+        return {**dict.fromkeys(key for key in before if key not in after), **merged}
+    if not (by_item and field in _KEYS and isinstance(before, list) and isinstance(after, list)):
+        return copy_of(after)
+    key, old = _KEYS[field], {each[_KEYS[field]]: each for each in before}
+    changed = {each[key]: each for each in after if each not in before}
+    gone = [{"$patch": "delete", key: name} for name in old if step_into(after, ((key, name),)) is None]
+    new = [{key: name, **_merge(old.get(name, {}), each, "", by_item=by_item)} for name, each in changed.items()]
+    return [*new, *gone]
