@@ -83,13 +83,12 @@ class FileSystem:
         That is the mount point above the path. On the root file system it is the directory above the path: that
         one may be reached through links, but may not be one.
         """
-        base = mount_of(directory).point
+        # Never asks the volume, which may hang: constructors call this. The kernel's paths of mounts have no links.
+        real = base = mount_of(directory).point
         if not base:
             base = directory.rstrip("/").rpartition("/")[0]
             above, _, name = base.rpartition("/")
             real = f"{os.path.realpath(above or '/').rstrip('/')}/{name}"
-        else:
-            real = os.path.realpath(base)
         given = f"{real}{directory.rstrip('/')[len(base) :]}"
         if not base or given in self._given:
             return self

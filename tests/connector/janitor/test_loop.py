@@ -104,22 +104,27 @@ def test_a_loop_that_does_not_turn_is_unhealthy(rig: Rig) -> None:
     assert "has not turned" in loop.health()
 
 
-def test_a_keeper_that_fails_unexpectedly_is_stated_and_begins_anew(rig: Rig) -> None:
+def test_a_keeper_that_fails_unexpectedly_or_hangs_as_it_is_made_is_stated_and_begins_anew(rig: Rig) -> None:
     rig.engine()
     made: list[Sweeper] = []
+    go_on = threading.Event()
 
     class Broken(Sweeper):
         def step(self) -> float:
-            if len(made) < 2:
+            if len(made) < 2 and self.is_idle:
                 raise ZeroDivisionError("a bug")
             return super().step()
 
     def make(config: object, may_act: Callable[[], bool]) -> Sweeper:
+        assert not made or go_on.wait(DEADLINE_SECONDS)
         made.append(Broken(replace(rig.config, sweep_seconds=0.05), may_act=may_act))
         return made[-1]
 
     config = replace(rig.config, sweep_seconds=0.05)
-    with running(Loop(config, make=make, tick_seconds=0.05)) as loop:
+    with running(Loop(config, make=make, hang_seconds=0.1, tick_seconds=0.05)) as loop:
+        until(lambda: {"failure", "hang"} <= set(loop.report().problems), "the second one hangs as it is made")
+        assert not loop.report().usage.is_counted, "the first one counted"
+        go_on.set()
         until(lambda: loop.report().usage.is_counted, "the second one")
         assert loop.health() == ""
 

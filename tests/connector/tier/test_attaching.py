@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_mounts import FaultyVolume
 from rig import DECLARED, DIGEST, Rig, Rigs, key, keys, offloading_config, wait_until
 from store_contract import K1, K2
 from store_faults import FailingFs, GatedFs, plant
@@ -69,6 +71,18 @@ def test_a_volume_that_hangs_beyond_its_grace_holds_no_engine_back(rigs: Rigs, s
     fs.open_gate()
     wait_until(lambda: said(state) == ("attached", ""), "the volume is attached")
     assert rig.serve(keys(2), "after").hit_blocks == 2
+
+
+def test_a_mount_that_hangs_at_its_root_holds_up_no_start(
+    faulty_volume: FaultyVolume, rigs: Rigs, state: Path
+) -> None:
+    with faulty_volume.hanging("root", "lookup"):
+        making = threading.Thread(target=rigs.make, kwargs={"state_dir": str(state), "attach_grace_seconds": SHORT})
+        making.start()
+        making.join(60)
+        assert not making.is_alive()
+        wait_until(lambda: said(state)[0] == "without", "the engine serves without")
+    wait_until(lambda: said(state) == ("attached", ""), "the volume is attached")
 
 
 def test_a_volume_that_cannot_be_used_holds_the_engine_back_for_its_grace(rigs: Rigs, state: Path) -> None:
