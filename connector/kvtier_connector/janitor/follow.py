@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier_connector.janitor.walk import list_directory
-from kvtier_connector.store.fs import FileSystem, reading_from
-from kvtier_connector.store.journal import LOST, RECORD_BYTES, Op, Record, decode_record, is_head
+from kvtier_connector.store.fs import NO_FILE, FileSystem, reading_from
+from kvtier_connector.store.journal import RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
 
 ACTIVE_SECONDS = 600.0
@@ -156,7 +156,7 @@ class JournalFollower:
                         records, is_more = self._read(digest, name, segment, is_last=is_last)
                     except OSError as error:
                         path = f"{digest}/{journal_path(name)}"
-                        if error.errno in LOST and error.errno != errno.ESTALE:
+                        if error.errno in {errno.ENOENT, *NO_FILE}:
                             self._unread.pop(path, None)
                         else:
                             self._fail(path, str(error))

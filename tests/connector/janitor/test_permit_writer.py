@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -16,12 +18,13 @@ from checks import check
 from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, FailingFs, HookedFs, plant
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
 from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, share_of
 from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.fs import LOCAL, new_token
-from kvtier_connector.store.journal import encode_head
+from kvtier_connector.store.journal import JournalWriter, encode_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, block_path, journal_path
 from kvtier_connector.store.permit import PERMIT_BYTES, PERMIT_FILE, UNLIMITED_BYTES, Permit, StorePermit, decode_permit
 
@@ -176,6 +179,29 @@ def test_janitors_that_start_anew_know_what_an_unreadable_journal_does_not_tell(
         rig.clock.move(5)
         rig.sweep(rig.sweeper(Refusing("/journal/", "open"), max_bytes=34 * BLOCK_BYTES))
     assert stored <= 34
+
+
+def test_an_engine_that_cannot_write_its_journal_soon_stores_no_more(rig: Rig, engine: Engine) -> None:
+    fs, now = FailingFs(OSError(errno.EIO, "broken"), lambda _, path: "/journal/" in path), lambda: rig.clock.seconds
+    sweeper = rig.swept(max_bytes=100 * BLOCK_BYTES, sweep_seconds=5)
+    permit = StorePermit(str(rig.dir / PERMIT_FILE), now=now)
+    permit.set_time((rig.dir / PERMIT_FILE).stat().st_mtime_ns)
+    engine.journal = JournalWriter(engine.root, fs=fs, clock=lambda: rig.clock.ns, now=now)
+    numbers, refusal = itertools.count(), None
+    for _ in range(360):
+        rig.work(sweeper, 1, seconds=5)
+        permit.refresh()
+        while (refusal := permit.reserve(BLOCK_BYTES)) is None:
+            with contextlib.suppress(StoreUnavailable):
+                engine.put(next(numbers))
+            permit.end(BLOCK_BYTES, BLOCK_BYTES)
+            permit.untold_since = engine.journal.refused_at
+    assert refusal is StoreFault.NO_JOURNAL
+    assert 10 < next(numbers) <= 50
+    fs.is_failing = False
+    engine.put(next(numbers))
+    permit.untold_since = engine.journal.refused_at
+    assert permit.reserve(BLOCK_BYTES) is None
 
 
 def test_a_journal_of_another_release_is_counted_by_walking(rig: Rig, engine: Engine) -> None:

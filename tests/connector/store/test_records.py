@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -340,6 +341,22 @@ def test_a_full_segment_is_followed_by_the_next_and_the_oldest_go(tmp_path: Path
         writer.flush()
     assert numbers_of(records_of(tmp_path)) == list(range(12, 20))
     assert len(list((tmp_path / "journal").iterdir())) == 4
+
+
+@pytest.mark.parametrize(("number", "segments"), [(errno.EIO, 2), (errno.EACCES, 2), (errno.ENOSPC, 1)])
+def test_a_segment_that_fails_is_followed_by_the_next_unless_the_volume_is_full(
+    tmp_path: Path, number: int, segments: int
+) -> None:
+    fs = FailingFs(OSError(number, os.strerror(number)), when=lambda call, path: path.endswith(".00000000.kvj"))
+    fs.is_failing = False
+    writer = make_writer(tmp_path, fs)
+    note(writer, 0)
+    writer.flush()
+    fs.is_failing = True
+    note(writer, 1)
+    with contextlib.suppress(StoreUnavailable):
+        writer.flush()
+    assert (len(list((tmp_path / "journal").iterdir())), writer.pending) == (segments, 2 - segments)
 
 
 SECOND_NS = 10**9
