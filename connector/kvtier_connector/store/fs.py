@@ -76,6 +76,8 @@ class FileSystem:
     """Directories below which links are refused, each with its real path."""
     _given: tuple[str, ...] = ()
     """Real paths of the directories that `rooted` was given."""
+    _mounts: tuple[str, ...] = ()
+    """Mount points above them. Without its mount, a path leads to another volume."""
 
     def rooted(self, directory: str) -> Self:
         """Return this file system, with links refused below the volume that holds an absolute path.
@@ -84,7 +86,7 @@ class FileSystem:
         one may be reached through links, but may not be one.
         """
         # Never asks the volume, which may hang: constructors call this. The kernel's paths of mounts have no links.
-        real = base = mount_of(directory).point
+        real = base = mount = mount_of(directory).point
         if not base:
             base = directory.rstrip("/").rpartition("/")[0]
             above, _, name = base.rpartition("/")
@@ -95,8 +97,13 @@ class FileSystem:
         # `LOCAL` is everyone's; another one belongs to its maker, who looks at what it counts.
         made = copy.copy(self) if type(self) is FileSystem else self
         made._bases = MappingProxyType({**self._bases, base: real})  # noqa: SLF001 - its own
-        made._given = (*self._given, given)  # noqa: SLF001 - its own
+        made._given, made._mounts = (*self._given, given), (*self._mounts, mount)  # noqa: SLF001 - its own
         return made
+
+    def require_mount(self, path: str) -> None:
+        """Raise OSError if the mount above a path that `rooted` found is gone; the volume is not asked."""
+        if missing := [each for each in self._mounts if f"{path}/".startswith(f"{each}/") and mount_of(path).point < each]:
+            raise OSError(errno.ENOTCONN, f"{missing[0]} is not mounted any more: mount the volume again", path)
 
     def open(self, path: str, flags: int) -> int:
         """Open a file; one that is created has mode 0640, whatever the process's umask takes away."""
@@ -178,7 +185,8 @@ class FileSystem:
             os.unlink(name, dir_fd=directory)
 
     def mkdir(self, path: str) -> None:
-        """Make a directory with mode 2770, whatever the process's umask takes away."""
+        """Make a directory with mode 2770, whatever the process's umask takes away; none in the place of a mount."""
+        self.require_mount(path)
         with self._at(path) as (directory, name):
             os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
             with contextlib.suppress(OSError):

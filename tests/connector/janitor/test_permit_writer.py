@@ -241,10 +241,15 @@ def test_an_early_permit_waits_until_idle_journals_were_read(rig: Rig) -> None:
 
 
 def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_permit(rig: Rig) -> None:
-    rig.engine().put(1)
+    rig.engine().put(*range(1, 8), is_telling=False)
     rig.sweep(rig.sweeper(parts={"may_act": lambda: False}, max_bytes=100 * BLOCK_BYTES))
-    rig.work(rig.sweeper(Refusing("/blocks", "scandir"), max_bytes=100 * BLOCK_BYTES), 5)
-    assert not (rig.dir / PERMIT_FILE).exists()
+    for unread in ("/blocks", "/blocks/010/"):
+        fs = Refusing(unread, "scandir")
+        rig.work(sweeper := rig.sweeper(fs, max_bytes=100 * BLOCK_BYTES), 5)
+        assert not (rig.dir / PERMIT_FILE).exists()
+    fs.calls = ()
+    rig.work(sweeper, 60)
+    assert (rig.dir / PERMIT_FILE).exists()
 
 
 def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> None:
