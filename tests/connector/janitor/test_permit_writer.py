@@ -53,6 +53,17 @@ def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig)
     assert permit_of(rig).bytes == GIB // 16
 
 
+def test_a_new_janitor_shares_the_room_among_those_that_wrote_lately(rig: Rig) -> None:
+    engines = [rig.engine() for _ in range(20)]
+    for number, each in enumerate(engines):
+        each.put(number)
+    rig.swept(max_bytes=GIB).close()
+    for seconds, writers in ((60, 20), (700, 4)):
+        rig.clock.move(seconds)
+        rig.swept(max_bytes=GIB)
+        assert permit_of(rig).bytes == (GIB - 20 * BLOCK_BYTES) // 4 // writers
+
+
 def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig, engine: Engine) -> None:
     engine.put(*range(12))
     fs = Refusing(".kvb", "unlink")
