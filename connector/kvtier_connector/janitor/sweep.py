@@ -144,7 +144,8 @@ class Sweeper(TierSweeper):
             self._journals.resume(saved.places, taken_ns=saved.taken_ns)
             # Older journals are removed: their records are lost, and only a walk counts everything again.
             age_seconds = (self._clock() - saved.taken_ns) / 1e9
-            self._scrub.is_counted = self._scrub.is_whole = saved.is_counted and 0 <= age_seconds < self.config.journal_age_seconds
+            is_whole = saved.is_counted and 0 <= age_seconds < self.config.journal_age_seconds
+            self._scrub.is_counted = self._scrub.is_whole = is_whole
             self._saved_changes = self.catalog.changes
 
     def configure(self, config: JanitorConfig) -> None:

@@ -102,8 +102,9 @@ class FileSystem:
 
     def require_mount(self, path: str) -> None:
         """Raise OSError if the mount above a path that `rooted` found is gone; the volume is not asked."""
-        if missing := [each for each in self._mounts if f"{path}/".startswith(f"{each}/") and mount_of(path).point < each]:
-            raise OSError(errno.ENOTCONN, f"{missing[0]} is not mounted any more: mount the volume again", path)
+        above = max((each for each in self._mounts if f"{path}/".startswith(f"{each}/")), default="")
+        if above and mount_of(path).point < above:
+            raise OSError(errno.ENOTCONN, f"{above} is not mounted any more: mount the volume again", path)
 
     def open(self, path: str, flags: int) -> int:
         """Open a file; one that is created has mode 0640, whatever the process's umask takes away."""
