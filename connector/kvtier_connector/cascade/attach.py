@@ -352,7 +352,8 @@ class Attachment:
             self._journal.flush()
         except StoreUnavailable as error:
             problem = str(error)
-        self._complain("journal", problem, "kvtier %s: the janitor is not told what is stored: %s")
+        self._permit.untold_since = self._journal.refused_at
+        self._complain("journal", problem, "kvtier %s: the janitor is not told of blocks, and soon none is stored: %s")
         self._take_time()
 
     def _show_life(self) -> None:

@@ -91,13 +91,14 @@ class Cleanup:
         """List the generations; return a message about one that cannot be read, empty without one.
 
         Raises:
-            OSError: the directory of the tier cannot be read.
+            OSError: the directory of the tier cannot be read, or its mount is gone.
         """
         known = {each.digest: each for each in self.generations if not each.problem}
         try:
             entries = sorted(self._fs.scandir(self._dir), key=lambda each: each.name)
         except FileNotFoundError:
             entries = []
+        self._fs.require_mount(self._dir)
         self.generations = []
         for entry in entries:
             if entry.name in known:

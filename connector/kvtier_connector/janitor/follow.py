@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier_connector.janitor.walk import list_directory
-from kvtier_connector.store.fs import FileSystem, reading_from
-from kvtier_connector.store.journal import LOST, RECORD_BYTES, Op, Record, decode_record, is_head
+from kvtier_connector.store.fs import NO_FILE, FileSystem, reading_from
+from kvtier_connector.store.journal import RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
 
 ACTIVE_SECONDS = 600.0
@@ -96,7 +96,7 @@ class JournalFollower:
 
     @property
     def writers(self) -> int:
-        """How many processes told of a block lately."""
+        """How many processes told of a block lately, or wrote a journal that an earlier janitor had read."""
         since = self._now() - ACTIVE_SECONDS
         self._reported_at = {writer: at for writer, at in self._reported_at.items() if at >= since}
         return len(self._reported_at)
@@ -156,7 +156,7 @@ class JournalFollower:
                         records, is_more = self._read(digest, name, segment, is_last=is_last)
                     except OSError as error:
                         path = f"{digest}/{journal_path(name)}"
-                        if error.errno in LOST and error.errno != errno.ESTALE:
+                        if error.errno in {errno.ENOENT, *NO_FILE}:
                             self._unread.pop(path, None)
                         else:
                             self._fail(path, str(error))
@@ -200,11 +200,15 @@ class JournalFollower:
     def _read(self, digest: str, name: JournalName, segment: _Segment, *, is_last: bool) -> tuple[list[Record], bool]:
         """Return the next records of a journal, and whether there are more of them."""
         damaged, path = self.damaged, f"{digest}/{journal_path(name)}"
-        segment.read_at = self._now()
+        is_first, segment.read_at = segment.read_at < 0, self._now()
         buffer = memoryview(bytearray(_READ_BYTES))
         # Opened anew each time: a client of NFS asks the server for the length of a file whenever it opens it.
         with reading_from(self._fs, f"{self._tier_dir}/{path}") as fd:
             count = self._fs.preadv(fd, [buffer], segment.offset)
+            if is_first and segment.offset > RECORD_BYTES:
+                # An earlier janitor read its records.
+                age_seconds = (self._clock() - self._fs.fstat(fd).st_mtime_ns) / 1e9
+                self._reported_at[name.writer] = self._now() - age_seconds
         records = self._decode(segment, buffer[: count - count % RECORD_BYTES])
         if not segment.offset and segment.stalls >= _MOST_STALLS:
             self._fail(path, f"{self._tier_dir}/{path}: no journal of this release")

@@ -220,12 +220,12 @@ class Loop:
             except Exception as error:
                 # A bug must not end the janitor of a volume that fills up; it is reported, and tried again.
                 logger.exception("the janitor failed; it begins anew")
-                self._failure = f"the janitor failed: {type(error).__name__}: {error}"
+                self._step_began, self._failure = None, f"the janitor failed: {type(error).__name__}: {error}"
                 self._stop.wait(self._config.sweep_seconds)
 
     def _serve(self) -> None:
+        self._step_began, self._report = self._now(), None
         sweeper = self._make(self._config, self._is_leader)
-        self._step_began = self._now()
         try:
             sweeper.open()
             # Names of files of vLLM's own tier do not say what they hold.

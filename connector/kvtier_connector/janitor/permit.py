@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -119,13 +118,6 @@ class PermitWriter:
         with opened(self._fs, self._path, FIRST_WRITE_FLAGS) as fd:
             # One call, so that a reader sees one text or the other.
             self._fs.pwritev(fd, [memoryview(content)], 0)
-
-
-def make_tier_directory(fs: FileSystem, tier_dir: str) -> None:
-    """Make the directory of the tier if the volume is new; that above it must be there."""
-    if os.path.dirname(tier_dir) != tier_dir:  # noqa: PTH120 - text in, text out
-        with contextlib.suppress(FileExistsError):
-            fs.mkdir(tier_dir)
 
 
 def ask_volume_ns(fs: FileSystem, tier_dir: str) -> int | None:

@@ -6,6 +6,7 @@ A failure of the volume is a problem that is reported until it is over; the rest
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -27,7 +28,6 @@ from kvtier_connector.janitor.permit import (
     PermitWriter,
     VolumeTime,
     ask_volume_ns,
-    make_tier_directory,
 )
 from kvtier_connector.janitor.policy import (
     Choice,
@@ -144,7 +144,8 @@ class Sweeper(TierSweeper):
             self._journals.resume(saved.places, taken_ns=saved.taken_ns)
             # Older journals are removed: their records are lost, and only a walk counts everything again.
             age_seconds = (self._clock() - saved.taken_ns) / 1e9
-            self._scrub.is_counted = saved.is_counted and 0 <= age_seconds < self.config.journal_age_seconds
+            is_whole = saved.is_counted and 0 <= age_seconds < self.config.journal_age_seconds
+            self._scrub.is_counted = self._scrub.is_whole = is_whole
             self._saved_changes = self.catalog.changes
 
     def configure(self, config: JanitorConfig) -> None:
@@ -199,11 +200,11 @@ class Sweeper(TierSweeper):
         # Decisions that wait for journals or files are made in the step that has read or seen the last of them.
         is_due = is_time or self._is_behind
         self._is_behind = is_due and (self._is_recounting or not self._journals.has_read_all)
-        if is_due and self._may_act():
+        if is_due and self._may_act() and "volume" not in self._problems:
             self._decide()
             self._renew_permit()
         self._evict(may_go_on)
-        if is_time and self._may_act():
+        if is_time and self._may_act() and "volume" not in self._problems:
             if self._clocks.is_known:
                 self._remove_others(may_go_on)
             self._save_if_due()
@@ -228,8 +229,11 @@ class Sweeper(TierSweeper):
 
     def _look(self) -> None:
         self._look_at_clock()
+        was_away = "volume" in self._problems
         with self._problems.trying("volume"):
             self._problems.state("generation", self._cleanup.look())
+            if was_away:
+                self._scrub.recount()
         with self._problems.trying("space"):
             self._look_at_space()
 
@@ -347,13 +351,13 @@ class Sweeper(TierSweeper):
             is_full=self._problems.is_full,
         )
         is_limited = room.bytes is not None or bool(self.config.quotas or self.config.default_quota_bytes)
-        if is_limited and not (
-            self._scrub.is_counted and self._journals.has_read_all and "volume" not in self._problems
-        ):
+        if is_limited and not (self._scrub.is_whole and self._journals.has_read_all):
             return
         before = self._permit.reason
         with self._problems.trying("permit"):
-            make_tier_directory(self._fs, self._dir)
+            # The directory above must be there, if the volume is new.
+            with contextlib.suppress(FileExistsError):
+                self._fs.mkdir(self._dir)
             self._permit.renew(
                 room,
                 used_bytes=self.catalog.total.bytes,
@@ -410,7 +414,7 @@ class Sweeper(TierSweeper):
         if not self._is_lasting or not self._cleanup.generations:
             return
         with self._problems.trying("catalog"):
-            saved = SavedCatalog(self._clock(), self._journals.places(), self._scrub.is_counted)
+            saved = SavedCatalog(self._clock(), self._journals.places(), self._scrub.is_whole)
             save(self.catalog, saved, self._dir, fs=self._fs)
             self._saved_changes = self.catalog.changes
 

@@ -202,6 +202,8 @@ class Scrub:
         self._clock, self._now = clock, now
         self.is_counted = False
         """Whether a complete walk, also one of an earlier process, has seen every readable block."""
+        self.is_whole = False
+        """Whether one of them could read all directories; later walks keep the blocks of those that they cannot."""
         self._pieces: deque[BlockDirectory] = deque()
         self._pieces_of_walk = 0
         self._is_walking = self._is_hurried = self._is_thorough = False
@@ -394,8 +396,9 @@ class Scrub:
         self._rested_at = self._now() + _HURRY_REST * hurried_seconds
         if len(self.unread) > self._read:
             raise next(iter(self.unread.values()))
+        self._fs.require_mount(self._tier_dir)
         self._catalog.end_walk(self._is_unread)
-        self.is_counted, self.walked_at = True, self._began_at
+        self.is_counted, self.is_whole, self.walked_at = True, self.is_whole or not self.unread, self._began_at
         if self._is_thorough:
             self.recounted_at, self._is_thorough = self._began_at, False
 

@@ -73,6 +73,8 @@ class StoreFault(enum.Enum):
     """The quota of the block's tenant would be exceeded."""
     NO_PERMIT = "no_permit"
     """The janitor has not allowed engines to store, or not lately."""
+    NO_JOURNAL = "no_journal"
+    """The volume has not taken the journal for as long as a permit lasts, so the janitor counts too little."""
     NO_KEY = "no_key"
     """Blocks are to be encrypted, and there is no key to do it with; nothing is written in clear instead."""
     NO_SPACE = "no_space"

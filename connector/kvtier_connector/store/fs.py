@@ -76,6 +76,8 @@ class FileSystem:
     """Directories below which links are refused, each with its real path."""
     _given: tuple[str, ...] = ()
     """Real paths of the directories that `rooted` was given."""
+    _mounts: tuple[str, ...] = ()
+    """Mount points above them. Without its mount, a path leads to another volume."""
 
     def rooted(self, directory: str) -> Self:
         """Return this file system, with links refused below the volume that holds an absolute path.
@@ -83,21 +85,26 @@ class FileSystem:
         That is the mount point above the path. On the root file system it is the directory above the path: that
         one may be reached through links, but may not be one.
         """
-        base = mount_of(directory).point
+        # Never asks the volume, which may hang: constructors call this. The kernel's paths of mounts have no links.
+        real = base = mount = mount_of(directory).point
         if not base:
             base = directory.rstrip("/").rpartition("/")[0]
             above, _, name = base.rpartition("/")
             real = f"{os.path.realpath(above or '/').rstrip('/')}/{name}"
-        else:
-            real = os.path.realpath(base)
         given = f"{real}{directory.rstrip('/')[len(base) :]}"
         if not base or given in self._given:
             return self
         # `LOCAL` is everyone's; another one belongs to its maker, who looks at what it counts.
         made = copy.copy(self) if type(self) is FileSystem else self
         made._bases = MappingProxyType({**self._bases, base: real})  # noqa: SLF001 - its own
-        made._given = (*self._given, given)  # noqa: SLF001 - its own
+        made._given, made._mounts = (*self._given, given), (*self._mounts, mount)  # noqa: SLF001 - its own
         return made
+
+    def require_mount(self, path: str) -> None:
+        """Raise OSError if the mount above a path that `rooted` found is gone; the volume is not asked."""
+        above = max((each for each in self._mounts if f"{path}/".startswith(f"{each}/")), default="")
+        if above and mount_of(path).point < above:
+            raise OSError(errno.ENOTCONN, f"{above} is not mounted any more: mount the volume again", path)
 
     def open(self, path: str, flags: int) -> int:
         """Open a file; one that is created has mode 0640, whatever the process's umask takes away."""
@@ -179,7 +186,8 @@ class FileSystem:
             os.unlink(name, dir_fd=directory)
 
     def mkdir(self, path: str) -> None:
-        """Make a directory with mode 2770, whatever the process's umask takes away."""
+        """Make a directory with mode 2770, whatever the process's umask takes away; none in the place of a mount."""
+        self.require_mount(path)
         with self._at(path) as (directory, name):
             os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
             with contextlib.suppress(OSError):

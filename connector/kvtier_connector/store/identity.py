@@ -114,6 +114,7 @@ class RootClaim:
             seen = self._look()
             if seen is not None:
                 return RootState.SAME if seen == self._seen else RootState.OTHER
+            self._fs.require_mount(str(self._root))
             return RootState.OTHER if may_write and self._stat(str(self._root)) else RootState.GONE
         except OSError as error:
             raise StoreUnavailable(f"{self._root}/{TIER_FILE}: cannot be looked at: {error}") from error

@@ -36,7 +36,6 @@ from kvtier_connector.store.fs import (
     FIRST_WRITE_FLAGS,
     LOCAL,
     NEXT_WRITE_FLAGS,
-    NO_FILE,
     READ_FLAGS,
     FileSystem,
     make_directories,
@@ -180,10 +179,6 @@ def is_head(data: bytes | memoryview) -> bool:
     return bool((magic, version, record_bytes, flags) == (JOURNAL_MAGIC, JOURNAL_VERSION, RECORD_BYTES, 0))
 
 
-LOST = frozenset({errno.ENOENT, errno.ESTALE, *NO_FILE})
-"""Errors of a journal that was removed, or replaced by something else."""
-
-
 class JournalWriter:
     """Appends to the journal of this process.
 
@@ -219,6 +214,8 @@ class JournalWriter:
         self._shown_at = -math.inf
         self.written_at = -math.inf
         """When the volume last took a write to the journal, or a touch, on the clock passed in."""
+        self.refused_at = math.inf
+        """When the volume first refused records that still wait, likewise; infinite while none do."""
 
     def append(
         self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = NO_LINEAGE, *, ahead_seconds: float = 0.0
@@ -256,10 +253,12 @@ class JournalWriter:
             except OSError as error:
                 if not batch:
                     return 0
+                self.refused_at = min(self.refused_at, self._now())
                 with self._lock:
                     self._pending.extendleft(reversed(batch))
                     self._trim()
                 raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be written: {error}") from error
+            self.refused_at = math.inf
         return len(batch)
 
     def ask_modified_ns(self) -> int | None:
@@ -314,9 +313,9 @@ class JournalWriter:
         try:
             self._append(data)
         except OSError as error:
-            if error.errno not in LOST:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
                 raise
-            # The segment was removed as a dead process's, or replaced, or the tree was removed.
+            # The segment was removed as a dead process's, or replaced or damaged, or the tree was removed.
             if self._offset:
                 self._begin_segment()
             make_directories(self._fs, f"{self._root}/{JOURNAL}")

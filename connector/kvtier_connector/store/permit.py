@@ -103,6 +103,8 @@ class StorePermit:
         """Seconds by which the volume's time is ahead of `now`; None while it is not known."""
         self.is_needed = True
         """False where the tier has no janitor: then there is no limit. Written by the thread of `refresh`."""
+        self.untold_since = math.inf
+        """Since when the janitor has not been told of stores, as `JournalWriter.refused_at`. Written likewise."""
         self.problem = ""
         """Why the file was not understood at the last `refresh`; empty if it was."""
         self._permit: Permit | None = None
@@ -155,6 +157,8 @@ class StorePermit:
         permit = self._permit
         if permit is None or self._now() >= self._expires:
             return StoreFault.NO_PERMIT
+        if self._now() - self.untold_since > permit.seconds:
+            return StoreFault.NO_JOURNAL
         if tenant and (tenant in permit.tenants or ALL_TENANTS in permit.tenants):
             return StoreFault.NO_QUOTA
         return None if self._left(permit) > 0 else StoreFault.NO_BUDGET

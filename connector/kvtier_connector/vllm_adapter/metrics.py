@@ -59,7 +59,8 @@ SKIPPED_STORES = Metric(
     "Blocks that were not written, by cause. Tenant, media, adapter, weights, release, inert, mode, no_workers, stuck, "
     "breaker, deadline and shutdown are as for misses. Of the engine: queue_full (too much waits to be written), "
     "min_reuse (too few requests asked for them yet), no_key (no active key to encrypt with). Of the volume: no_permit "
-    "(not renewed), no_budget (the permit is used up), no_quota (the tenant's is used up), purged, or its error.",
+    "(not renewed), no_budget (the permit is used up), no_quota (the tenant's is used up), purged, or its error. "
+    "With no_journal, the volume has not taken the engine's journal for a minute.",
     ("cause",),
 )
 SAVED_SECONDS = Metric(

@@ -4,8 +4,8 @@
     python passthrough.py SOURCE MOUNTPOINT CONTROL
 
 While CONTROL has a file ``hang.<call>``, that call waits; with ``fail.<call>``, it fails with the error number that the
-file holds, and with ``once.<call>``, the next does. Calls: lookup, open, create, read, write, close, rename, unlink,
-mkdir, list. It ends when it is unmounted.
+file holds, and with ``once.<call>``, the next does. Calls: root, lookup, open, create, read, write, close, rename,
+unlink, mkdir, list. It ends when it is unmounted.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class PassThrough(Operations):
         return number
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        # An open file and the root of the mount say how they are even while nobody can look anything up.
-        if fh is None and path != "/":
-            self._gate("lookup")
+        # An open file says how it is even while nobody can look anything up. The root has a switch of its own.
+        if fh is None:
+            self._gate("lookup" if path != "/" else "root")
         status = os.lstat(self._at(path)) if fh is None else os.fstat(fh)
         names = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
         return {name: getattr(status, name) for name in names} | {

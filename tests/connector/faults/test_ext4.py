@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store on an ext4 of its own: O_DIRECT, a volume that is really full, and one that becomes read-only."""
+"""The store on an ext4 of its own: O_DIRECT, a volume that is really full, and one that becomes read-only or goes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pytest
 from checks import check
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, BlockStoreContract, key, pages, payload
+from tier_dir import Rig
 
-from kvtier_connector.store.blockstore import BlockStore, Hit, Present, Stored, StoreFault
+from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.store.blockstore import BlockStore, Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.fs import LOCAL, DirectIo, FileSystem
 from kvtier_connector.store.health import Breaker, CircuitState, Direction
-from kvtier_connector.store.identity import claim
+from kvtier_connector.store.identity import RootClaim, RootState, claim
+from kvtier_connector.store.journal import Op
 
 
 class TestStoreOnExt4WithDirectIo(BlockStoreContract):
@@ -92,3 +95,29 @@ def test_an_ext4_that_becomes_read_only_keeps_loads_and_recovers(ext4: Path, roo
     assert store.tell() == ""
     assert store.put(key(2), payload(2)) == Stored(BLOCK_BYTES)
     assert check(root, partial_age_seconds=0) == []
+
+
+def test_without_its_mount_a_tier_has_its_blocks_and_nothing_is_stored_in_its_place(ext4: Path) -> None:
+    rig = Rig(ext4)
+    engine, claimed = rig.engine(), RootClaim(rig.dir / "aa", {"model": "test"}, "aa")
+    claimed.renew()
+    engine.put(*range(95))
+    sweeper = rig.swept(max_bytes=100 * BLOCK_BYTES)
+    subprocess.run(["umount", str(ext4)], check=True)
+    try:
+        with pytest.raises(StoreUnavailable, match="is not mounted any more"):
+            claimed.look(may_write=True)
+        assert engine.store.put(key(200), payload(200)) is StoreFault.IO
+        assert engine.store.get(key(1), pages()) == Miss()
+        engine.journal.append(Op.GONE, key(1), BLOCK_BYTES)
+        with pytest.raises(StoreUnavailable, match="is not mounted any more"):
+            engine.journal.flush()
+        rig.work(sweeper, 300, seconds=25)
+        assert "is not mounted any more" in sweeper.report.problems["volume"]
+        assert list(ext4.iterdir()) == []
+    finally:
+        subprocess.run(["mount", "-o", "loop", str(ext4.with_name("image")), str(ext4)], check=True)
+    usage = rig.sweep(sweeper)
+    assert (usage.blocks, usage.is_counted, usage.problems) == (95, True, ())
+    assert claimed.look(may_write=True) is not RootState.GONE
+    assert isinstance(engine.store.put(key(200), payload(200)), Stored)

@@ -13,19 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tier_dir import BLOCK_BYTES, Engine, Rig
 
 from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
+from kvtier_connector.janitor import policy
 from kvtier_connector.janitor.catalog import Catalog, Sum
 from kvtier_connector.janitor.metrics import MOST_TENANTS, OTHER, JanitorReport, Tallies, exposition, report_of
-from kvtier_connector.janitor.policy import (
-    BlockColumns,
-    Choice,
-    EvictionReason,
-    Limits,
-    Space,
-    choose,
-    link,
-    make_limits,
-    spread,
-)
+from kvtier_connector.janitor.policy import BlockColumns, Limits, choose
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 
 SIZE = 5000
@@ -124,7 +115,7 @@ class Tree:
         names = np.arange(1, len(self.parents) + 1, dtype=np.uint64)
         parents = np.array([parent + 1 for parent in self.parents], np.uint64)
         return BlockColumns(
-            before=link(names, parents, np.array(positions, np.int64)),
+            before=policy.link(names, parents, np.array(positions, np.int64)),
             position=np.array(positions, np.int64),
             size=np.array(self.size, np.int64),
             created=np.array(self.created, np.int64),
@@ -176,7 +167,7 @@ limits = st.builds(
 )
 
 
-def taken(choice: Choice, *reasons: EvictionReason) -> set[int]:
+def taken(choice: policy.Choice, *reasons: policy.EvictionReason) -> set[int]:
     return {row for reason, rows in choice if not reasons or reason in reasons for row in rows.tolist()}
 
 
@@ -194,14 +185,14 @@ def test_a_decision_leaves_no_hole_at_any_moment_and_takes_what_is_needed_in_ord
     total = sum(tree.size) + limits.other_bytes
     if limits.high_bytes and left + limits.other_bytes > limits.high_bytes:
         assert gone == everything
-    if taken(choice, EvictionReason.BUDGET) and gone != everything:
+    if taken(choice, policy.EvictionReason.BUDGET) and gone != everything:
         assert left + limits.other_bytes <= limits.low_bytes
     if not limits.quotas and not limits.wanted_free_bytes:
         assert bool(rows) <= (limits.high_bytes > 0 and total > limits.high_bytes)
         assert not rows or sum(tree.size[row] for row in rows[:-1]) < total - limits.low_bytes, "no block too many"
-    assert not taken(choice, EvictionReason.VOLUME) or left >= limits.floor_bytes
-    assert {tree.tenant[row] for row in taken(choice, EvictionReason.QUOTA)} <= {1}
-    for victim in taken(choice, EvictionReason.BUDGET, EvictionReason.VOLUME):
+    assert not taken(choice, policy.EvictionReason.VOLUME) or left >= limits.floor_bytes
+    assert {tree.tenant[row] for row in taken(choice, policy.EvictionReason.QUOTA)} <= {1}
+    for victim in taken(choice, policy.EvictionReason.BUDGET, policy.EvictionReason.VOLUME):
         assert {row for row in everything if tree.age[row] > tree.age[victim]} <= gone, "older generations go first"
 
 
@@ -216,7 +207,7 @@ def test_an_expired_block_goes_used_or_not(tree: Tree, before: int) -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_prefix_is_as_young_as_the_youngest_that_continues_it(tree: Tree) -> None:
     blocks = tree.blocks()
-    spread_used = spread(blocks.used, blocks.before, blocks.position)
+    spread_used = policy.spread(blocks.used, blocks.before, blocks.position)
     for row in range(len(tree.parents)):
         assert spread_used[row] == max(tree.used[other] for other in (row, *tree.continued_by(row)))
 
@@ -260,7 +251,7 @@ def test_the_largest_tenants_have_a_sample_each_and_are_those_of_the_document() 
 def limited(rig: Rig, used: dict[int, int], default_quota_bytes: int) -> dict[int, tuple[int, int]]:
     config = rig.sweeper(default_quota_bytes=default_quota_bytes).config
     tenants = ["", *(f"t{number}" for number in used)]
-    return dict(make_limits(config, Space(), tenants=tenants, used=used, other_bytes=0, now_ns=0).quotas)
+    return dict(policy.make_limits(config, policy.Space(), tenants=tenants, used=used, other_bytes=0, now_ns=0).quotas)
 
 
 def test_a_decision_looks_at_the_tenants_above_their_quotas_and_first_at_the_largest(rig: Rig) -> None:
@@ -287,7 +278,7 @@ def test_quotas_of_very_many_tenants_hold_in_the_end(rig: Rig, engine: Engine) -
 
 def test_links_in_a_circle_are_none_and_many_blocks_are_all_found_again() -> None:
     name = np.array([1, 2], np.uint64)
-    assert link(name, np.array([2, 1], np.uint64), np.array([5, 5], np.int64)).tolist() == [-1, -1]
+    assert policy.link(name, np.array([2, 1], np.uint64), np.array([5, 5], np.int64)).tolist() == [-1, -1]
     catalog = Catalog()
     count = 70_000
     for number in range(count):

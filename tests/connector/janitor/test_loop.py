@@ -80,22 +80,6 @@ def test_only_the_elected_one_acts(rig: Rig, engine: Engine) -> None:
         assert not loop.report().usage.is_active
 
 
-def test_a_volume_that_hangs_is_stated_and_the_process_stays_healthy(rig: Rig) -> None:
-    rig.engine()
-    fs = GatedFs(lambda *_: True)
-    loop = Loop(
-        rig.config,
-        make=lambda config, may_act: Sweeper(config, fs=fs, may_act=may_act),
-        hang_seconds=0.1,
-        tick_seconds=0.05,
-    )
-    with running(loop):
-        until(lambda: "hang" in loop.report().problems, "the problem")
-        assert loop.health() == ""
-        fs.open_gate()
-        until(lambda: loop.report().usage.is_counted and not loop.report().problems, "its end")
-
-
 def test_a_loop_that_does_not_turn_is_unhealthy(rig: Rig) -> None:
     now = [0.0]
     loop = Loop(rig.config, now=lambda: now[0])
@@ -104,24 +88,31 @@ def test_a_loop_that_does_not_turn_is_unhealthy(rig: Rig) -> None:
     assert "has not turned" in loop.health()
 
 
-def test_a_keeper_that_fails_unexpectedly_is_stated_and_begins_anew(rig: Rig) -> None:
+def test_a_janitor_that_fails_unexpectedly_begins_anew_and_a_volume_that_hangs_is_stated(rig: Rig) -> None:
     rig.engine()
     made: list[Sweeper] = []
+    go_on, fs = threading.Event(), GatedFs(lambda *_: len(made) > 1)
 
     class Broken(Sweeper):
         def step(self) -> float:
-            if len(made) < 2:
+            if len(made) < 2 and self.is_idle:
                 raise ZeroDivisionError("a bug")
             return super().step()
 
     def make(config: object, may_act: Callable[[], bool]) -> Sweeper:
-        made.append(Broken(replace(rig.config, sweep_seconds=0.05), may_act=may_act))
+        assert not made or go_on.wait(DEADLINE_SECONDS)
+        made.append(Broken(replace(rig.config, sweep_seconds=0.05), fs=fs, may_act=may_act))
         return made[-1]
 
     config = replace(rig.config, sweep_seconds=0.05)
-    with running(Loop(config, make=make, tick_seconds=0.05)) as loop:
-        until(lambda: loop.report().usage.is_counted, "the second one")
+    with running(Loop(config, make=make, hang_seconds=0.1, tick_seconds=0.05)) as loop:
+        until(lambda: {"failure", "hang"} <= set(loop.report().problems), "the second one hangs as it is made")
+        assert not loop.report().usage.is_counted, "the first one counted"
+        go_on.set()
+        until(lambda: fs.waiting and "hang" in loop.report().problems, "it hangs as it begins")
         assert loop.health() == ""
+        fs.open_gate()
+        until(lambda: loop.report().usage.is_counted and not loop.report().problems, "its end")
 
 
 def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:

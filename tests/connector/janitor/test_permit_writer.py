@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -12,17 +14,19 @@ import zlib
 from pathlib import Path
 
 import pytest
+import yaml
 from checks import check
 from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, FailingFs, HookedFs, plant
 from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
 
+from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
 from kvtier_connector.janitor.permit import PERMIT_SECONDS, RENEW_SECONDS, share_of
 from kvtier_connector.janitor.policy import Room
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.fs import LOCAL, new_token
-from kvtier_connector.store.journal import encode_head
-from kvtier_connector.store.layout import JOURNAL, JournalName, block_path, journal_path
+from kvtier_connector.store.journal import JournalWriter, encode_head
+from kvtier_connector.store.layout import JournalName, block_path, journal_path
 from kvtier_connector.store.permit import PERMIT_BYTES, PERMIT_FILE, UNLIMITED_BYTES, Permit, StorePermit, decode_permit
 
 GIB = 1 << 30
@@ -40,14 +44,21 @@ def test_a_budget_of_1_gib_lets_each_of_100_writers_store_a_block_of_8_mib() -> 
     assert share_of(Room(4 << 20), writers=100, largest_bytes=8 << 20) == 0
 
 
-def test_five_thousand_empty_journals_take_no_share_of_an_empty_volume(rig: Rig) -> None:
-    directory = rig.engine().root / JOURNAL
-    directory.mkdir(exist_ok=True)
+def test_a_new_janitor_shares_the_room_among_those_that_wrote_lately_and_not_among_5000_empty_journals(
+    rig: Rig, engine: Engine
+) -> None:
     for _ in range(5000):
         writer = new_token()
-        (directory.parent / journal_path(JournalName(writer, 0))).write_bytes(encode_head(writer, 1))
+        (engine.root / journal_path(JournalName(writer, 0))).write_bytes(encode_head(writer, 1))
     rig.swept(max_bytes=GIB)
     assert permit_of(rig).bytes == GIB // 16
+    for number in range(20):
+        rig.engine().put(number)
+    rig.swept(max_bytes=GIB).close()
+    for seconds, writers in ((60, 20), (700, 4)):
+        rig.clock.move(seconds)
+        rig.swept(max_bytes=GIB)
+        assert permit_of(rig).bytes == (GIB - 20 * BLOCK_BYTES) // 4 // writers
 
 
 def test_engines_stop_above_the_budget_and_resume_below_the_high_mark(rig: Rig, engine: Engine) -> None:
@@ -178,6 +189,29 @@ def test_janitors_that_start_anew_know_what_an_unreadable_journal_does_not_tell(
     assert stored <= 34
 
 
+def test_an_engine_that_cannot_write_its_journal_soon_stores_no_more(rig: Rig, engine: Engine) -> None:
+    fs, now = FailingFs(OSError(errno.EIO, "broken"), lambda _, path: "/journal/" in path), lambda: rig.clock.seconds
+    sweeper = rig.swept(max_bytes=100 * BLOCK_BYTES, sweep_seconds=5)
+    permit = StorePermit(str(rig.dir / PERMIT_FILE), now=now)
+    permit.set_time((rig.dir / PERMIT_FILE).stat().st_mtime_ns)
+    engine.journal = JournalWriter(engine.root, fs=fs, clock=lambda: rig.clock.ns, now=now)
+    numbers, refusal = itertools.count(), None
+    for _ in range(360):
+        rig.work(sweeper, 1, seconds=5)
+        permit.refresh()
+        while (refusal := permit.reserve(BLOCK_BYTES)) is None:
+            with contextlib.suppress(StoreUnavailable):
+                engine.put(next(numbers))
+            permit.end(BLOCK_BYTES, BLOCK_BYTES)
+            permit.untold_since = engine.journal.refused_at
+    assert refusal is StoreFault.NO_JOURNAL
+    assert 10 < next(numbers) <= 50
+    fs.is_failing = False
+    engine.put(next(numbers))
+    permit.untold_since = engine.journal.refused_at
+    assert permit.reserve(BLOCK_BYTES) is None
+
+
 def test_a_journal_of_another_release_is_counted_by_walking(rig: Rig, engine: Engine) -> None:
     engine.put(1)
     writer = new_token()
@@ -215,10 +249,15 @@ def test_an_early_permit_waits_until_idle_journals_were_read(rig: Rig) -> None:
 
 
 def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_permit(rig: Rig) -> None:
-    rig.engine().put(1)
+    rig.engine().put(*range(1, 8), is_telling=False)
     rig.sweep(rig.sweeper(parts={"may_act": lambda: False}, max_bytes=100 * BLOCK_BYTES))
-    rig.work(rig.sweeper(Refusing("/blocks", "scandir"), max_bytes=100 * BLOCK_BYTES), 5)
-    assert not (rig.dir / PERMIT_FILE).exists()
+    for unread in ("/blocks", "/blocks/010/"):
+        fs = Refusing(unread, "scandir")
+        rig.work(sweeper := rig.sweeper(fs, max_bytes=100 * BLOCK_BYTES), 5)
+        assert not (rig.dir / PERMIT_FILE).exists()
+    fs.calls = ()
+    rig.work(sweeper, 60)
+    assert (rig.dir / PERMIT_FILE).exists()
 
 
 def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> None:
@@ -369,20 +408,7 @@ def test_what_is_no_file_anywhere_on_the_volume_holds_up_no_janitor(rig: Rig, en
 VERSION = 7
 EMPTY: list[object] = [VERSION, [], [""], 0, {}, False]
 ROWS_OF_NO_GENERATION = bytes(ROW.itemsize)
-IMPOSSIBLE = [
-    (0, 5),
-    (1, [1]),
-    (2, []),
-    (2, ["acme"]),
-    (1, ["../aa"]),
-    (2, ["", "A B"]),
-    (3, None),
-    (3, 10**400),
-    (4, []),
-    (4, {"d1gest": {"journal": "1"}}),
-    (4, {"d1gest": {"journal": 1 << 63}}),
-    (5, "5"),
-]
+IMPOSSIBLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["impossible"]
 """Places in the document of a catalog, and what no janitor writes there."""
 
 

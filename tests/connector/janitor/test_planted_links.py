@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_faults import WatchedFs
+from store_faults import HookedFs, WatchedFs
 from test_records import with_checksum
 from tier_dir import BLOCK_BYTES, PAYLOAD_BYTES, Engine, Rig, key
 
@@ -23,24 +23,9 @@ from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store import fs as fs_module
-from kvtier_connector.store.fs import (
-    CREATE_FLAGS,
-    DIRECTORY_MODE,
-    LOCAL,
-    READ_FLAGS,
-    FileSystem,
-    make_directories,
-    new_token,
-)
-from kvtier_connector.store.journal import (
-    MAX_PAYLOAD_BYTES,
-    RECORD_BYTES,
-    Op,
-    Purge,
-    Record,
-    encode_head,
-    encode_record,
-)
+from kvtier_connector.store import journal
+from kvtier_connector.store.fs import CREATE_FLAGS, LOCAL, FileSystem, make_directories, new_token
+from kvtier_connector.store.journal import RECORD_BYTES, Op, Record, encode_head, encode_record
 from kvtier_connector.store.layout import JournalName, Lineage, block_path, journal_path
 
 LEVELS = ["tenants", "tenants/alice", "tenants/alice/blocks", "the first digits", "the next digits"]
@@ -85,7 +70,7 @@ def test_an_eviction_removes_nothing_through_a_late_link(rig: Rig, engine: Engin
 def test_a_purge_removes_nothing_through_a_link(rig: Rig, engine: Engine, tmp_path: Path, level: str) -> None:
     engine.put(1, tenant="alice")
     fs = Plants(engine, level, tmp_path / "outside")
-    purge_blocks(rig.dir, Purge(), is_dry=False, fs=fs, threads=1)
+    purge_blocks(rig.dir, journal.Purge(), is_dry=False, fs=fs, threads=1)
     assert fs.precious.exists()
 
 
@@ -112,7 +97,7 @@ def test_what_leads_up_again_is_refused(tmp_path: Path, path: str) -> None:
 
 
 CALLS: dict[str, Callable[[FileSystem, str], object]] = {
-    "open": lambda fs, path: fs.open(path, READ_FLAGS),
+    "open": lambda fs, path: fs.open(path, fs_module.READ_FLAGS),
     "create": lambda fs, path: fs.open(f"{path}2", CREATE_FLAGS),
     "stat": lambda fs, path: fs.stat(path),
     "touch": lambda fs, path: fs.touch(path),
@@ -168,7 +153,7 @@ def test_all_calls_work_beneath_a_directory_that_is_reached_through_a_link(tmp_p
     fs.rename(f"{root}/a/second", f"{root}/a/third")
     fs.rename(f"{root}/a/third", f"{root}/c/third")
     assert fs.stat(f"{root}/c/third").st_nlink == 2
-    assert stat.S_IMODE(fs.stat(f"{root}/a/b").st_mode) == DIRECTORY_MODE
+    assert stat.S_IMODE(fs.stat(f"{root}/a/b").st_mode) == fs_module.DIRECTORY_MODE
     assert {(entry.name, entry.is_dir()) for entry in fs.scandir(f"{root}/a")} == {("file", False), ("b", True)}
     fs.unlink(f"{root}/c/third")
     fs.rmdir(f"{root}/c")
@@ -243,7 +228,7 @@ def sweep(rig: Rig, sweeper: Sweeper) -> None:
 HOSTILE = {
     "a wrong length": [(Op.STORED, number, {"payload_bytes": 1 << 50}) for number in (0, BLOCKS)],
     "a negative length": [(Op.STORED, number, {"payload_bytes": 2**64 - 1}) for number in (0, BLOCKS)],
-    "the longest length": [(Op.STORED, number, {"payload_bytes": MAX_PAYLOAD_BYTES}) for number in (0, BLOCKS)],
+    "the longest length": [(Op.STORED, number, {"payload_bytes": journal.MAX_PAYLOAD_BYTES}) for number in (0, BLOCKS)],
     "blocks that are not there": [(Op.STORED, number, {}) for number in range(1000, 1500)],
     "blocks that are there as gone": [(Op.GONE, number, {"time_ns": 2**62}) for number in range(BLOCKS)],
 }
@@ -287,35 +272,31 @@ def test_a_file_whose_length_is_wrong_in_the_ledger_removes_nothing_else(rig: Ri
     assert sweeper.catalog.total.bytes == BLOCKS * BLOCK_BYTES
 
 
-class CountingFs(WatchedFs):
-    def __init__(self) -> None:
-        self.counted: Counter[str] = Counter()
-
-    def before(self, call: str, path: str | None) -> None:
-        self.counted[call] += path is not None and path.endswith(".kvb")
+def counting(counted: Counter[str]) -> HookedFs:
+    return HookedFs(lambda call, path: counted.update([call] * path.endswith(".kvb")))
 
 
 def test_uses_of_blocks_that_do_not_exist_cost_one_look_each(rig: Rig) -> None:
-    engine, fs = rig.engine(), CountingFs()
+    engine, fs = rig.engine(), counting(counted := Counter[str]())
     engine.put(0)
     sweeper = rig.swept(fs)
     plant_records(engine, *(raw(Op.USED, number, time_ns=rig.clock.ns) for number in range(1000, 3000)))
-    fs.counted.clear()
+    counted.clear()
     for _ in range(3):
         sweep(rig, sweeper)
-    assert fs.counted["open"] == 2000
+    assert counted["open"] == 2000
     assert sweeper.catalog.total.blocks == 1
 
 
 @pytest.mark.parametrize(("low", "looks"), [(0.7, 1), (0.2, 2)])
 def test_a_large_sweep_looks_at_every_file_anew(rig: Rig, low: float, looks: int) -> None:
-    engine, fs = rig.engine(), CountingFs()
+    engine, fs = rig.engine(), counting(counted := Counter[str]())
     engine.put(*range(100))
     rig.swept(fs, **{**LIMITS, "low_watermark": low})
     left = len(engine.there(range(100)))
     assert left == int(100 * low)
     # Before anything is decided by what journals tell, and once more at each removal.
-    assert fs.counted["stat"] == 100 * looks + (100 - left)
+    assert counted["stat"] == 100 * looks + (100 - left)
 
 
 numbers = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 1 << 50]))

@@ -13,18 +13,17 @@ from store_faults import KINDS, TOO_DEEP, FailingFs, KubeletMount, NotingFs, pla
 from waiting import Clock
 
 from kvtier_connector.contract.engine import LiveSettings, encode_live
+from kvtier_connector.store import permit as permits
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
 from kvtier_connector.store.header import Fault
 from kvtier_connector.store.health import Breaker, BreakerLimits, CircuitState, Direction
 from kvtier_connector.store.permit import (
     ALL_TENANTS,
     PERMIT_BYTES,
-    PERMIT_FILE,
     Mode,
     Permit,
     RuntimeSettings,
     StorePermit,
-    decode_permit,
     encode_permit,
 )
 
@@ -35,7 +34,7 @@ SECONDS = 60.0
 
 class Volume:
     def __init__(self, directory: Path) -> None:
-        self.path = directory / PERMIT_FILE
+        self.path = directory / permits.PERMIT_FILE
         self.clock = Clock()
         self._began = self.clock()
         self._turn = 0
@@ -75,7 +74,7 @@ def test_who_stores_nothing_is_told_why(volume: Volume, janitor: str) -> None:
     volume.engine.refresh()
     refusal, reason = {
         "none needed": (None, ""),
-        "no permit yet": (StoreFault.NO_PERMIT, PERMIT_FILE),
+        "no permit yet": (StoreFault.NO_PERMIT, permits.PERMIT_FILE),
         "no room": (StoreFault.NO_BUDGET, "the volume is full"),
     }[janitor]
     assert volume.engine.reserve(1 << 50) is refusal
@@ -166,18 +165,12 @@ def test_what_is_no_permit_allows_nothing_and_is_named(volume: Volume, kind: str
     assert str(volume.path) in volume.engine.reason
 
 
-@pytest.mark.parametrize(
-    "permit",
-    [
-        Permit("a" * 32, 60.0, 1 << 62),
-        Permit("b", 1.0, 0, frozenset({"x", "y"}), "full"),
-        Permit("c", 60.0, 5, frozenset({ALL_TENANTS})),
-    ],
-)
-def test_what_is_written_is_read(permit: Permit) -> None:
+@pytest.mark.parametrize(("left", "tenants", "reason"), [(1 << 62, "", ""), (0, "xy", "full"), (5, ALL_TENANTS, "")])
+def test_what_is_written_is_read(left: int, tenants: str, reason: str) -> None:
+    permit = Permit("a" * 32, 1.0, left, frozenset(tenants), reason)
     content = encode_permit(permit)
     assert len(content) == PERMIT_BYTES
-    assert decode_permit(content) == permit
+    assert permits.decode_permit(content) == permit
 
 
 def said(mode: Mode) -> bytes:
@@ -222,19 +215,16 @@ def test_what_cannot_be_understood_keeps_the_last_mode_and_is_reported(
     assert live_file.problem == ""
 
 
-def test_a_file_that_is_not_there_leaves_the_volume_in_use(tmp_path: Path) -> None:
-    live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=0)
-    assert live_file.refresh().mode == "ReadWrite"
-    assert "cannot be read" in live_file.problem
-
-
-@pytest.mark.parametrize("call", ["open", "preadv"])
-def test_a_file_that_cannot_be_read_is_reported(mounted: KubeletMount, tmp_path: Path, call: str) -> None:
-    mounted.put(mode=said(Mode.BYPASS))
+@pytest.mark.parametrize(("call", "why"), [("open", "broken"), ("preadv", "broken"), ("", "No such file")])
+def test_a_file_that_is_not_there_or_cannot_be_read_leaves_the_volume_in_use(
+    mounted: KubeletMount, tmp_path: Path, call: str, why: str
+) -> None:
+    mounted.put(**({"mode": said(Mode.BYPASS)} if call else {}))
     fs = FailingFs(OSError(errno.EIO, "broken"), when=lambda name, path: name == call)
     live_file = RuntimeSettings(str(tmp_path / "mode"), seconds=0, fs=fs)
     assert live_file.refresh().mode == "ReadWrite"
-    assert "broken" in live_file.problem
+    assert "cannot be read" in live_file.problem
+    assert why in live_file.problem
 
 
 def test_the_file_is_read_at_most_every_so_many_seconds(mounted: KubeletMount, tmp_path: Path) -> None:

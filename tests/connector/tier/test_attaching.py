@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_mounts import FaultyVolume
 from rig import DECLARED, DIGEST, Rig, Rigs, key, keys, offloading_config, wait_until
 from store_contract import K1, K2
 from store_faults import FailingFs, GatedFs, plant
@@ -69,6 +71,16 @@ def test_a_volume_that_hangs_beyond_its_grace_holds_no_engine_back(rigs: Rigs, s
     fs.open_gate()
     wait_until(lambda: said(state) == ("attached", ""), "the volume is attached")
     assert rig.serve(keys(2), "after").hit_blocks == 2
+
+
+def test_a_mount_that_hangs_at_its_root_holds_up_no_start(faulty_volume: FaultyVolume, rigs: Rigs, state: Path) -> None:
+    with faulty_volume.hanging("root", "lookup"):
+        making = threading.Thread(target=rigs.make, kwargs={"state_dir": str(state), "attach_grace_seconds": SHORT})
+        making.start()
+        making.join(60)
+        assert not making.is_alive()
+        wait_until(lambda: said(state)[0] == "without", "the engine serves without")
+    wait_until(lambda: said(state) == ("attached", ""), "the volume is attached")
 
 
 def test_a_volume_that_cannot_be_used_holds_the_engine_back_for_its_grace(rigs: Rigs, state: Path) -> None:
@@ -257,16 +269,9 @@ def engine_config(**changes: Any) -> Any:
         "hash": "sha256_cbor",
         **changes,
     }
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            revision=values["revision"],
-            dtype=values["dtype"],
-            quantization=values["quantization"],
-            hf_overrides=values["hf_overrides"],
-            hf_text_config=SimpleNamespace(rope_parameters=values["rope"]),
-        ),
-        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], prefix_caching_hash_algo=values["hash"]),
-    )
+    rope = SimpleNamespace(rope_parameters=values.pop("rope"))
+    cache = SimpleNamespace(cache_dtype=values.pop("cache_dtype"), prefix_caching_hash_algo=values.pop("hash"))
+    return SimpleNamespace(model_config=SimpleNamespace(**values, hf_text_config=rope), cache_config=cache)
 
 
 def facts(**changes: Any) -> dict[str, Any]:
@@ -432,10 +437,7 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
-@pytest.fixture(params=[0, 2], ids=["threads", "movers"])
-def processes(request: pytest.FixtureRequest) -> int:
-    number: int = request.param
-    return number
+BOTH = pytest.mark.parametrize("processes", [0, 2], ids=["threads", "movers"])
 
 
 def encrypted(rigs: Rigs, cluster: Cluster, processes: int = 0) -> Rig:
@@ -449,6 +451,7 @@ def headers(root: Path) -> list[Header]:
     return [header for header in found if isinstance(header, Header)]
 
 
+@BOTH
 def test_without_an_active_key_nothing_is_stored_and_it_shows(rigs: Rigs, cluster: Cluster, processes: int) -> None:
     rig = encrypted(rigs, cluster, processes)
     rig.offload(keys(3))
@@ -458,6 +461,7 @@ def test_without_an_active_key_nothing_is_stored_and_it_shows(rigs: Rigs, cluste
     assert rig.metric("vllm:kvtier_disk_active") == 1
 
 
+@BOTH
 def test_a_key_is_rotated_under_load_and_costs_no_block(rigs: Rigs, cluster: Cluster, processes: int) -> None:
     for name, content in (("k1", K1), ("k2", K2)):
         (cluster.keys / name).write_bytes(content)
