@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_connector.janitor.policy import BlockColumns, Ints, link
+from kvtier_connector.janitor.policy import BlockColumns, Flags, Ints, link
 from kvtier_connector.store.fs import FileSystem, opened, read_into, replacing, write_all
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, MAX_TIME_NS
@@ -60,7 +60,7 @@ _MOST_NEW = 1 << 16
 """Rows found through a dict, before the sorted names are made anew."""
 _EPOCHS = 250
 _MOST_GENERATIONS = 1 << 16
-_NEARLY_ALL = 0.9
+NEARLY_ALL = 0.9
 _VERSION = 7
 """Of the saved file, its document and its rows."""
 _HEAD = struct.Struct("<IQ")
@@ -99,6 +99,8 @@ class Catalog:
         """Called while the row still has its values."""
         self.touched: list[int] = []
         """Rows used since it was last cleared."""
+        self.refused: set[int] = set()
+        """Names of rows whose files the volume lately refused to remove: others go before them."""
         self.largest_bytes = 0
         """Bytes of the largest file seen since the start."""
         self._rows: Rows = np.zeros(1024, ROW)
@@ -301,15 +303,19 @@ class Catalog:
             created=column("created", np.int64),
             used=column("used", np.int64),
             tenant=column("tenant", np.int32),
-            age=ages[living["generation"][rows]],
+            age=ages[living["generation"][rows]] - self.is_refused(rows) * np.int32(len(order) + 1),
         )
         return blocks, rows
+
+    def is_refused(self, rows: Ints) -> Flags:
+        """Return which of the rows are among the `refused`."""
+        return np.isin(self.rows["name"][rows], np.array([*self.refused], np.uint64))
 
     def expire_most(self, before_ns: int) -> bool:
         """Return whether nearly all blocks were created before that."""
         rows = self.rows
         expired = int(np.count_nonzero(rows["is_alive"] & (rows["created"] < before_ns)))
-        return expired > _NEARLY_ALL * self.total.blocks
+        return expired > NEARLY_ALL * self.total.blocks
 
     def extremes(self) -> tuple[int | None, dict[int, int]]:
         """Return when the oldest block was created, None without blocks, and the last use by generation number."""

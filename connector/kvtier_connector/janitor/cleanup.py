@@ -2,7 +2,8 @@
 """Removes everything on a tier's volume that is no block of a generation in use.
 
 That is: generations beyond those to keep, once no engine uses them; old quarantined files and journals; empty trees of
-tenants; leftovers of janitors that died. A directory with files of other programs is reported and stays.
+tenants; leftovers of janitors that died. Only a directory whose ``tier.json`` names it is removed, and of its contents
+only what has a name that kvtier gives. A directory with files of other programs is reported and stays.
 """
 
 from __future__ import annotations
@@ -12,40 +13,36 @@ import errno
 import logging
 import math
 import os
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
+from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.catalog import Catalog, Sum
 from kvtier_connector.janitor.walk import find_tenants, list_directory
+from kvtier_connector.store import identity, layout
 from kvtier_connector.store.fs import FileSystem
-from kvtier_connector.store.layout import (
-    BLOCKS,
-    JOURNAL,
-    PURGES_FILE,
-    QUARANTINE,
-    RELEASES,
-    TENANTS,
-    TIER_FILE,
-    find_home,
-    is_partial,
-    parse_journal_path,
-    tenant_directory,
-)
 
 logger = logging.getLogger(__name__)
 
 _LEFTOVERS_SECONDS = 3600.0
+_SOON_SECONDS = 30.0
+"""The same, once an engine has found damage: what it moved to quarantine counts, and must not take much room."""
+_QUARANTINE_SHARE = 0.05
+"""Share of the budget that quarantined files may take."""
 _RETRY_SECONDS = 600.0
 """Pause after a round that could not be completed."""
 _ACTIVITY_SECONDS = 60.0
 """Pause between two looks at the journals of generations that are not current."""
 _QUIET_SECONDS = 3600.0
 """A tenant's tree that changed more recently may be about to be filled."""
-_PARTS = frozenset({BLOCKS, TENANTS, QUARANTINE, JOURNAL, RELEASES, PURGES_FILE, TIER_FILE})
+_COUNTED = frozenset({layout.BLOCKS, layout.TENANTS, layout.TIER_FILE})
+"""A directory that has one of these may hold blocks."""
+_MOST_NAMED = 3
+_File = tuple[str, os.stat_result]
 _BUSY = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY})
 
 
@@ -57,6 +54,8 @@ class GenerationDirectory(NamedTuple):
     """When its ``tier.json`` was written, 0 if it has none."""
     problem: str = ""
     """Why it cannot be read; empty if it can. Nothing else is known of it then."""
+    is_ours: bool = False
+    """Whether its ``tier.json`` names it. Any other directory may be of another program, and is not removed."""
 
 
 class Cleanup:
@@ -75,9 +74,10 @@ class Cleanup:
         """Store the settings; `removed` counts removals by kind, and `clock` is the volume's time."""
         self._dir, self._fs, self._catalog, self._removed = tier_dir, fs, catalog, removed
         self._clock, self._now = clock, now
-        self._leftovers_at = self._activity_at = now()
+        self._leftovers_at = self._leftovers_began = self._activity_at = now()
         self._active_ns: dict[str, int] = {}
         """When an engine last did something in a generation that is not current."""
+        self._failures: list[OSError] = []
         self.generations: list[GenerationDirectory] = []
         self.quarantined: dict[str, Sum] = {}
         """The remaining quarantined files, by generation."""
@@ -93,7 +93,7 @@ class Cleanup:
         Raises:
             OSError: the directory of the tier cannot be read, or its mount is gone.
         """
-        known = {each.digest: each for each in self.generations if not each.problem}
+        known = {each.digest: each for each in self.generations if each.is_ours}
         try:
             entries = sorted(self._fs.scandir(self._dir), key=lambda each: each.name)
         except FileNotFoundError:
@@ -104,11 +104,12 @@ class Cleanup:
             if entry.name in known:
                 self.generations.append(known[entry.name])
             # A preflight's directory may hold all that a generation holds.
-            elif find_home(entry.name) is not None and entry.is_dir(follow_symlinks=False):
+            elif layout.find_home(entry.name) is not None and entry.is_dir(follow_symlinks=False):
                 try:
-                    if not _PARTS.isdisjoint(self._names_in(entry.name)):
-                        self.generations.append(GenerationDirectory(entry.name, self._created_ns(entry.name)))
-                except OSError as error:
+                    inside = list_directory(self._fs, f"{self._dir}/{entry.name}")
+                    if not _COUNTED.isdisjoint(each.name for each in inside):
+                        self.generations.append(self._describe(entry.name))
+                except (OSError, StoreUnavailable) as error:
                     self.generations.append(GenerationDirectory(entry.name, problem=str(error)))
         return next((f"generation: {each.problem}" for each in self.generations if each.problem), "")
 
@@ -117,47 +118,45 @@ class Cleanup:
         active = {each.digest: self._active_ns.get(each.digest, each.created_ns) for each in self.generations}
         return sorted(active, key=lambda digest: (digest.partition(".r")[0] != current, -active[digest], digest))
 
-    def retire(self, config: JanitorConfig, may_go_on: Callable[[], bool]) -> bool:
+    def retire(self, config: JanitorConfig, may_go_on: Callable[[], bool], *, is_held: bool = False) -> bool:
         """Remove generations that are neither current, nor to keep, nor in use; return whether all of it is done.
+
+        With `is_held` it is only noted which are in use.
 
         Raises:
             OSError: at the end, if the volume refused or a generation holds files of other programs; the others went.
         """
         if self._now() < self._activity_at:
             return True
-        failed: OSError | None = None
-        others = [each for each in self.generations if each.digest != config.current]
-        self._active_ns = {}
-        for each in others:
-            try:
-                written_ns = (status.st_mtime_ns for _, status in self._journals(each.digest))
-                self._active_ns[each.digest] = max(each.created_ns, *written_ns, 0)
-            except OSError as error:
-                # It is not known to be idle.
-                self._active_ns[each.digest] = self._clock()
-                failed = failed or error
+        self._failures, self._active_ns = [], {}
+        for each in [each for each in self.generations if each.digest != config.current]:
+            # One that cannot be read is not known to be idle.
+            self._active_ns[each.digest] = self._clock()
+            with self._noting():
+                journals = self._files(each.digest, layout.JOURNAL, layout.parse_journal_path)
+                self._active_ns[each.digest] = max(each.created_ns, *(found.st_mtime_ns for _, found in journals), 0)
         before_ns = self._clock() - int(config.generation_idle_seconds * 1e9)
         latest = sorted(self._active_ns, key=lambda digest: (-self._active_ns[digest], digest))
         # Directories of weights that replaced the model's own are no previous generations: no edit leads back to them.
-        kept = [digest for digest in latest if (home := find_home(digest)) and not home.epoch][: config.keep_previous]
+        own = [digest for digest in latest if digest in self._own]
+        kept = [digest for digest in own if "." not in digest][: config.keep_previous]
         kept += [digest for digest in latest if digest.partition(".r")[0] == config.current][:1]
         is_all_gone = True
-        for digest in latest:
-            if digest in kept or self._active_ns[digest] >= before_ns:
+        for digest in own:
+            if is_held or digest in kept or self._active_ns[digest] >= before_ns:
                 continue
-            try:
-                is_gone = self._remove(digest, may_go_on)
-            except OSError as error:
-                failed = failed or error
-                continue
-            is_all_gone &= is_gone
+            is_gone = False
+            with self._noting():
+                is_gone = remove_generation(self._fs, f"{self._dir}/{digest}", may_go_on)
+                is_all_gone &= is_gone
             if is_gone:
+                logger.info("removed the generation %s", digest)
                 self._catalog.drop_generation(digest)
                 self.generations = [each for each in self.generations if each.digest != digest]
                 self.quarantined.pop(digest, None)
                 self._removed["generation"] += 1
-        if failed is not None:
-            raise failed
+        if self._failures:
+            raise self._failures[0]
         if is_all_gone:
             self._activity_at = self._now() + _ACTIVITY_SECONDS
         return is_all_gone
@@ -167,80 +166,79 @@ class Cleanup:
         """Whether it is time for `remove_leftovers`."""
         return self._now() >= self._leftovers_at
 
+    def note_damage(self) -> None:
+        """Look for quarantined files soon."""
+        self._leftovers_at = min(self._leftovers_at, self._leftovers_began + _SOON_SECONDS)
+
     def remove_leftovers(self, config: JanitorConfig) -> None:
         """Remove files and directories that are no blocks.
 
         Raises:
             OSError: at the end, if the volume refused some of it; the rest was done.
         """
-        self._leftovers_at = self._now() + _RETRY_SECONDS
+        self._failures, self._leftovers_began = [], self._now()
+        self._leftovers_at = self._leftovers_began + _RETRY_SECONDS
         now_ns, longest = self._clock(), config.ttl_seconds or math.inf
         quarantine_seconds = min(config.quarantine_age_seconds, longest)
-        failed: OSError | None = None
-        self.quarantined = {digest: self.quarantined.get(digest, Sum()) for digest in self.digests}
-        for digest in self.digests:
-            for remove, seconds in (
-                (self._remove_quarantined, quarantine_seconds),
-                (self._remove_journals, config.journal_age_seconds),
-                (self._remove_empty_tenants, _QUIET_SECONDS),
-            ):
-                try:
-                    remove(digest, now_ns - int(seconds * 1e9))
-                except OSError as error:
-                    failed = failed or error
+        self._remove_quarantined(config, now_ns - int(quarantine_seconds * 1e9))
+        for digest in self._own:
+            with self._noting():
+                for path, status in self._files(digest, layout.JOURNAL, layout.parse_journal_path):
+                    if status.st_mtime_ns < now_ns - int(config.journal_age_seconds * 1e9):
+                        self._unlink(path, "journal")
+                self._remove_empty_tenants(digest, now_ns - int(_QUIET_SECONDS * 1e9))
         self._remove_beside(now_ns - int(min(config.partial_age_seconds, longest) * 1e9))
-        if failed is not None:
-            raise failed
+        if self._failures:
+            raise self._failures[0]
         self._leftovers_at = self._now() + min(_LEFTOVERS_SECONDS, quarantine_seconds, config.journal_age_seconds)
 
-    def _remove(self, digest: str, may_go_on: Callable[[], bool]) -> bool:
-        if strangers := sorted(name for name in self._names_in(digest) - _PARTS if not is_partial(name)):
-            what = f"not removed, since another program put {', '.join(strangers)} there: remove it by hand"
-            raise OSError(errno.ENOTEMPTY, what, f"{self._dir}/{digest}")
-        is_gone = remove_generation(self._fs, f"{self._dir}/{digest}", may_go_on)
-        if is_gone:
-            logger.info("removed the generation %s", digest)
-        return is_gone
+    @property
+    def _own(self) -> list[str]:
+        return [each.digest for each in self.generations if each.is_ours]
 
-    def _names_in(self, digest: str) -> set[str]:
-        return {entry.name for entry in list_directory(self._fs, f"{self._dir}/{digest}")}
+    def _describe(self, digest: str) -> GenerationDirectory:
+        document = None
+        with contextlib.suppress(IdentityMismatch):
+            document = identity.read(Path(self._dir, digest), fs=self._fs)
+        if document is None or document.get("digest") not in [digest, digest.partition(".")[0]]:
+            return GenerationDirectory(digest)
+        created_ns = self._fs.stat(f"{self._dir}/{digest}/{layout.TIER_FILE}").st_mtime_ns
+        return GenerationDirectory(digest, created_ns, is_ours=True)
 
-    def _created_ns(self, digest: str) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            return self._fs.stat(f"{self._dir}/{digest}/{TIER_FILE}").st_mtime_ns
-        return 0
-
-    def _remove_quarantined(self, digest: str, before_ns: int) -> None:
-        root, kept = f"{self._dir}/{digest}", Sum()
-        for tenant in ["", *find_tenants(self._fs, root)]:
-            for path, status in self._files(f"{root}/{tenant_directory(tenant)}{QUARANTINE}"):
-                if status.st_mtime_ns < before_ns:
-                    self._unlink(path, "quarantined")
-                else:
-                    kept = kept.plus(Sum(1, status.st_size))
-        self.quarantined[digest] = kept
-
-    def _remove_journals(self, digest: str, before_ns: int) -> None:
-        for path, status in self._journals(digest):
-            if status.st_mtime_ns < before_ns:
-                self._unlink(path, "journal")
+    def _remove_quarantined(self, config: JanitorConfig, before_ns: int) -> None:
+        """Remove damaged files that are old, and the oldest of those that take more than their share of the budget."""
+        kept, found = {digest: self.quarantined.get(digest, Sum()) for digest in self.digests}, []
+        for digest in self._own:
+            with self._noting():
+                for tenant in ["", *find_tenants(self._fs, f"{self._dir}/{digest}")]:
+                    directory = f"{layout.tenant_directory(tenant)}{layout.QUARANTINE}"
+                    files = self._files(digest, directory, layout.is_quarantined)
+                    found += [(status.st_mtime_ns, status.st_size, path, digest) for path, status in files]
+                kept[digest] = Sum()
+        room = config.max_bytes * _QUARANTINE_SHARE or math.inf
+        for written_ns, size, path, digest in sorted(found, reverse=True):
+            room -= size
+            if (written_ns >= before_ns and room >= 0) or not self._unlink(path, "quarantined"):
+                kept[digest] = kept[digest].plus(Sum(1, size))
+        self.quarantined = kept
 
     def _remove_empty_tenants(self, digest: str, before_ns: int) -> None:
         busy = self._catalog.tenants_of(digest)
         for tenant in find_tenants(self._fs, f"{self._dir}/{digest}"):
-            path = f"{self._dir}/{digest}/{TENANTS}/{tenant}"
-            with contextlib.suppress(FileNotFoundError):
+            path = f"{self._dir}/{digest}/{layout.TENANTS}/{tenant}"
+            with self._noting():
                 if tenant not in busy and self._fs.stat(path).st_mtime_ns < before_ns:
                     self._removed["tenant"] += _remove_empty_tree(self._fs, path)
 
     def _remove_beside(self, before_ns: int) -> None:
-        """Remove files half written by a janitor that died, and empty directories of removed generations."""
+        """Remove files half written by a janitor that died, and empty directories of generations that were removed."""
+        # The catalog knows them, also that of an earlier janitor; any other directory may be of another program.
+        emptied = {*self._catalog.generations}.difference(self.digests)
         for entry in self._fs.scandir(self._dir):
-            path = f"{self._dir}/{entry.name}"
-            is_directory = entry.is_dir(follow_symlinks=False) and entry.name not in self.digests
-            if not is_partial(entry.name) and not is_directory:
+            path, is_directory = f"{self._dir}/{entry.name}", entry.is_dir(follow_symlinks=False)
+            if not (entry.name in emptied if is_directory else layout.is_partial(entry.name)):
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            with self._noting():
                 if self._fs.stat(path).st_mtime_ns >= before_ns:
                     continue
                 if is_directory:
@@ -248,54 +246,65 @@ class Cleanup:
                 else:
                     self._unlink(path, "partial")
 
-    def _journals(self, digest: str) -> Iterator[tuple[str, os.stat_result]]:
-        for path, status in self._files(f"{self._dir}/{digest}/{JOURNAL}"):
-            if parse_journal_path(f"{JOURNAL}/{path.rpartition('/')[2]}") is not None:
-                yield path, status
-
-    def _files(self, directory: str) -> Iterator[tuple[str, os.stat_result]]:
-        for entry in list_directory(self._fs, directory):
+    def _files(self, digest: str, directory: str, is_one: Callable[[str], object]) -> Iterator[_File]:
+        """Yield the files in a directory of a generation, by the claim about their paths relative to its root."""
+        for entry in list_directory(self._fs, f"{self._dir}/{digest}/{directory}"):
+            path = f"{self._dir}/{digest}/{directory}/{entry.name}"
             with contextlib.suppress(FileNotFoundError):
-                yield f"{directory}/{entry.name}", self._fs.stat(f"{directory}/{entry.name}")
+                if is_one(f"{directory}/{entry.name}"):
+                    yield path, self._fs.stat(path)
 
-    def _unlink(self, path: str, kind: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+    def _unlink(self, path: str, kind: str) -> bool:
+        with self._noting():
             self._fs.unlink(path)
             self._removed[kind] += 1
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Go on after a failure, which is raised at the end. That a file is gone is none."""
+        try:
+            yield
+        except OSError as error:
+            self._failures += [] if isinstance(error, FileNotFoundError) else [error]
 
 
 def remove_generation(fs: FileSystem, root: str, may_go_on: Callable[[], bool]) -> bool:
     """Remove a generation until told to stop, ``tier.json`` last; return whether all of it is gone.
 
     Raises:
-        OSError: the volume refuses.
+        OSError: the volume refuses, or files of other programs are left.
     """
-    for entry in list_directory(fs, root):
-        is_ours = entry.name in _PARTS - {TIER_FILE} or is_partial(entry.name)
-        if is_ours and not _clear(fs, f"{root}/{entry.name}", may_go_on):
-            return False
+    strangers: list[str] = []
+    if not _clear(fs, root, "", may_go_on, strangers):
+        return False
+    if strangers:
+        named = ", ".join(sorted(strangers)[:_MOST_NAMED])
+        what = f"not removed, since another program put {len(strangers)} files there: remove them by hand: {named}"
+        raise OSError(errno.ENOTEMPTY, what, root)
     with contextlib.suppress(FileNotFoundError):
-        fs.unlink(f"{root}/{TIER_FILE}")
+        fs.unlink(f"{root}/{layout.TIER_FILE}")
     return remove_directory(fs, root)
 
 
-def _clear(fs: FileSystem, path: str, may_go_on: Callable[[], bool]) -> bool:
-    """Remove a file, a link or a directory with its contents; return whether it is gone."""
-    try:
-        if not stat.S_ISDIR(fs.stat(path).st_mode):
-            fs.unlink(path)
-            return True
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    for entry in list_directory(fs, path):
+def _clear(fs: FileSystem, root: str, above: str, may_go_on: Callable[[], bool], strangers: list[str]) -> bool:
+    """Remove what kvtier made in a directory, and add all else there to `strangers`; return whether that is done."""
+    for entry in list_directory(fs, f"{root}/{above}"):
         if not may_go_on():
             return False
-        if not entry.is_dir(follow_symlinks=False):
+        path = f"{above}{entry.name}"
+        if not layout.is_own(path):
+            # A removed file that a client of NFS has open keeps such a name, and goes by itself.
+            strangers += [] if entry.name.startswith(".nfs") else [path]
+        elif entry.is_dir(follow_symlinks=False):
+            is_clear = _clear(fs, root, f"{path}/", may_go_on, strangers)
+            if not is_clear or not (remove_directory(fs, f"{root}/{path}") or strangers):
+                return False
+        elif path != layout.TIER_FILE:
             with contextlib.suppress(FileNotFoundError):
-                fs.unlink(f"{path}/{entry.name}")
-        elif not _clear(fs, f"{path}/{entry.name}", may_go_on):
-            return False
-    return remove_directory(fs, path)
+                fs.unlink(f"{root}/{path}")
+    return True
 
 
 def remove_directory(fs: FileSystem, path: str) -> bool:

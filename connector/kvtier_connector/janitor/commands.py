@@ -28,22 +28,13 @@ from typing import Any, Final, NamedTuple
 
 from kvtier_connector.contract.errors import ConfigInvalid, ConnectorError, StoreUnavailable
 from kvtier_connector.contract.janitor import BLOCKS_LAYOUT, JANITOR_CONFIG_FILE, JanitorConfig, decode
-from kvtier_connector.store import fsck
+from kvtier_connector.store import fsck, scan
 from kvtier_connector.store.crypto import Keyring
 from kvtier_connector.store.fs import LOCAL, FileSystem, read_into, reading_from
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import find_generations, is_new_tier
 from kvtier_connector.store.journal import JournalWriter, Op, Purge, record_purge
 from kvtier_connector.store.layout import BLOCKS, TENANTS, TIER_FILE, adapter_name_label, is_tenant, tenant_of
-from kvtier_connector.store.scan import (
-    PARTIAL_AGE_SECONDS,
-    BlockEntry,
-    Leftover,
-    LeftoverKind,
-    Tell,
-    WalkProgress,
-    scan,
-)
 
 MOST_PROBLEMS: Final = 1000
 """Problems listed in the document of a check; all are counted."""
@@ -75,7 +66,7 @@ class Purged:
     problem: str = ""
 
 
-_Entry = BlockEntry | Leftover
+_Entry = scan.BlockEntry | scan.Leftover
 
 
 def purge_blocks(  # noqa: PLR0913 - keywords
@@ -86,7 +77,7 @@ def purge_blocks(  # noqa: PLR0913 - keywords
     generation: str | None = None,
     fs: FileSystem = LOCAL,
     threads: int = 8,
-    progress: WalkProgress | None = None,
+    progress: scan.WalkProgress | None = None,
 ) -> list[Purged]:
     """Remove the files that match, at or below the directory; with `is_dry` only count them.
 
@@ -102,7 +93,7 @@ def purge_blocks(  # noqa: PLR0913 - keywords
         raise ConfigInvalid(f"{directory}: holds no generation{name}; kvtier inspect shows which there are")
     if selection.tenant:
         _check_tenant(directory, roots, selection.tenant, fs=fs)
-    progress = progress or WalkProgress()
+    progress = progress or scan.WalkProgress()
     progress.begin(len(roots) * (1 if is_dry else 2))
     results = []
     for root in roots:
@@ -147,7 +138,7 @@ class _Purging:
     fs: FileSystem
     threads: int
     selection: Purge
-    progress: WalkProgress
+    progress: scan.WalkProgress
     journal: JournalWriter
     result: Purged
 
@@ -176,7 +167,7 @@ class _Purging:
         unread: list[OSError] = []
         is_clean = True
         for entry in self._choose(unread):
-            is_clean &= isinstance(entry, Leftover) and entry.kind is LeftoverKind.PARTIAL
+            is_clean &= isinstance(entry, scan.Leftover) and entry.kind is scan.LeftoverKind.PARTIAL
             try:
                 self.fs.unlink(f"{self.root}/{entry.path}")
             except FileNotFoundError:
@@ -185,7 +176,7 @@ class _Purging:
                 self.result.failed, self.result.problem = self.result.failed + 1, str(error)
                 continue
             self._count(entry)
-            if isinstance(entry, BlockEntry):
+            if isinstance(entry, scan.BlockEntry):
                 self.journal.append(Op.GONE, entry.key, max(0, entry.size - HEADER_BYTES))
                 if self.journal.pending == _FLUSH_EVERY:
                     self._flush()
@@ -197,10 +188,10 @@ class _Purging:
 
     def _count(self, entry: _Entry) -> None:
         self.result.bytes += entry.size
-        if isinstance(entry, BlockEntry):
+        if isinstance(entry, scan.BlockEntry):
             self.result.blocks += 1
             self.progress.add(entry.size)
-        elif entry.kind is LeftoverKind.PARTIAL:
+        elif entry.kind is scan.LeftoverKind.PARTIAL:
             self.result.partials += 1
         else:
             self.result.quarantined += 1
@@ -213,7 +204,7 @@ class _Purging:
 
     def _choose(self, unread: list[OSError]) -> Iterator[_Entry]:
         """Yield the matching files; errors of unreadable ones are added to `unread`."""
-        found = scan(
+        found = scan.scan(
             self.root,
             fs=self.fs,
             partial_age_seconds=_NO_AGE_SECONDS,
@@ -235,9 +226,9 @@ class _Purging:
 
     def _may_match(self, entry: _Entry) -> bool:
         """Return whether a file holds a block of the tenant, whole or in part."""
-        if isinstance(entry, Leftover):
-            is_partial_block = entry.kind is LeftoverKind.PARTIAL and BLOCKS in entry.path.split("/")
-            if not is_partial_block and entry.kind is not LeftoverKind.QUARANTINED:
+        if isinstance(entry, scan.Leftover):
+            is_partial_block = entry.kind is scan.LeftoverKind.PARTIAL and BLOCKS in entry.path.split("/")
+            if not is_partial_block and entry.kind is not scan.LeftoverKind.QUARANTINED:
                 return False
         return self.selection.tenant in {None, tenant_of(entry.path)}
 
@@ -254,7 +245,7 @@ class _Purging:
             return error
         if isinstance(header, Header):
             return header.lineage.adapter.startswith(self.selection.adapter or "")
-        if isinstance(entry, Leftover) or header not in _OTHER_RELEASES:
+        if isinstance(entry, scan.Leftover) or header not in _OTHER_RELEASES:
             # Nothing is lost: no engine reads such a file.
             return True
         return OSError(
@@ -271,10 +262,10 @@ class CommandResult(NamedTuple):
     document: dict[str, Any]
 
 
-def inspect(directory: Path, tell: Tell, *, threads: int = 4) -> CommandResult:
+def inspect(directory: Path, tell: scan.Tell, *, threads: int = 4) -> CommandResult:
     """Count the files below the directory."""
     roots = _generations(directory)
-    progress, now_ns = WalkProgress(tell), time.time_ns()
+    progress, now_ns = scan.WalkProgress(tell), time.time_ns()
     progress.begin(len(roots))
     generations = [
         fsck.count_generation(directory, root, now_ns=now_ns, threads=threads, progress=progress) for root in roots
@@ -302,10 +293,10 @@ def _volume(directory: Path) -> dict[str, int]:
 
 def check(
     directory: Path,
-    tell: Tell,
+    tell: scan.Tell,
     *,
     keys_dir: str = "",
-    partial_age_seconds: float = PARTIAL_AGE_SECONDS,
+    partial_age_seconds: float = scan.PARTIAL_AGE_SECONDS,
     threads: int = 4,
 ) -> CommandResult:
     """Verify every byte below the directory."""
@@ -315,7 +306,7 @@ def check(
         keyring=Keyring(keys_dir) if keys_dir else None,
         partial_age_seconds=partial_age_seconds,
         threads=threads,
-        progress=WalkProgress(tell),
+        progress=scan.WalkProgress(tell),
     )
     document = {
         "blocks": report.blocks,
@@ -331,7 +322,7 @@ def check(
 
 def purge(  # noqa: PLR0913 - keywords with defaults
     directory: Path,
-    tell: Tell,
+    tell: scan.Tell,
     *,
     generation: str | None = None,
     tenant: str | None = None,
@@ -352,7 +343,7 @@ def purge(  # noqa: PLR0913 - keywords with defaults
             generation=generation,
             is_dry=not yes,
             threads=threads,
-            progress=WalkProgress(tell),
+            progress=scan.WalkProgress(tell),
         )
     document = {
         "dryRun": not yes,
@@ -364,7 +355,7 @@ def purge(  # noqa: PLR0913 - keywords with defaults
 
 
 def gc(
-    directory: Path, tell: Tell, *, limits: Mapping[str, Any], config: str | None = None, yes: bool = False
+    directory: Path, tell: scan.Tell, *, limits: Mapping[str, Any], config: str | None = None, yes: bool = False
 ) -> CommandResult:
     """Sweep a tier once; without `yes` only report which blocks would go.
 
@@ -408,7 +399,7 @@ COMMANDS: Final[Mapping[str, Callable[..., CommandResult]]] = {
 }
 
 
-def do(verb: str, directory: Path, options: Mapping[str, Any], tell: Tell) -> CommandResult:
+def do(verb: str, directory: Path, options: Mapping[str, Any], tell: scan.Tell) -> CommandResult:
     """Run one command.
 
     Raises:
@@ -496,7 +487,7 @@ def _write_line(document: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _make_tell() -> Tell:
+def _make_tell() -> scan.Tell:
     """Return a function that writes the progress a few times a second at most."""
     due = 0.0
 

@@ -83,9 +83,10 @@ class Eviction:
         """Store the decision; `clock` is the volume's time."""
         self._catalog, self._clock = catalog, clock
         self._fs, self._tier_dir, self._pool = fs, tier_dir, pool
+        parts = [(why, rows[catalog.is_refused(rows) == is_last]) for is_last in (False, True) for why, rows in choice]
         self._batches = deque(
             (reason, rows[start : start + BATCH].tolist())
-            for reason, rows in choice
+            for reason, rows in parts
             for start in range(0, rows.size, BATCH)
         )
         self._count = len(self._batches)
@@ -118,7 +119,7 @@ class Eviction:
         rows = [row for row in batch if self._may_go(row, reason)]
         fates, refusal = self._remove(rows)
         # Files that were refused, and those before one that was written anew.
-        self._spare(set(rows) - {fate.row for fate in fates})
+        self._spare(left := set(rows) - {fate.row for fate in fates})
         for fate in fates:
             if fate.rewritten_ns:
                 self._spare([fate.row])
@@ -129,8 +130,10 @@ class Eviction:
             if fate.freed_bytes:
                 self.removed[reason.value] += 1
                 self.freed_bytes[reason.value] += fate.freed_bytes
-        if refusal is not None and not fates:
-            raise refusal
+        if refusal is not None:
+            self._catalog.refused.update(self._catalog.rows["name"][[*left]].tolist())
+            if not fates:
+                raise refusal
 
     def _may_go(self, row: int, reason: EvictionReason) -> bool:
         if not self._catalog.rows["is_alive"][row]:

@@ -31,7 +31,7 @@ HOLD_SECONDS = 3600.0
 """A jump is used only after this: time to set the clock right."""
 TTL_HELD = (
     "ttl: nearly all blocks are too old at once, so they stay for an hour in case the clock is wrong. Set it right, or "
-    "remove the blocks now with kvtier purge"
+    "remove the blocks now: with kvtier purge, those of vLLM's own tier by hand"
 )
 _ASK_SECONDS = 60.0
 _UNREAD_PERMITS = 4

@@ -68,7 +68,8 @@ class BlockColumns:
     used: Ints
     tenant: Ints
     age: Ints
-    """Of the generation: 0 for the current one; higher numbers are evicted earlier."""
+    """Of the generation: 0 for the current one; higher numbers are evicted earlier. Below 0 for a block that the volume
+    lately refused to remove: it goes last, and counts as if it stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,18 +207,18 @@ def choose(blocks: BlockColumns, limits: Limits) -> Choice:
     used = spread(blocks.used, blocks.before, blocks.position)
     order = np.lexsort((-blocks.position, used, -blocks.age)).astype(np.int32)
     del used
-    picker = _Picker(blocks, order)
+    picker, stays = _Picker(blocks, order), blocks.age < 0
     if limits.expire_before is not None:
         picker.take_expired(np.flatnonzero(blocks.created < limits.expire_before))
     for tenant, (high, low) in sorted(limits.quotas.items()):
         mine = blocks.tenant == tenant
-        have = int(blocks.size[mine & ~picker.is_taken].sum())
+        have = int(blocks.size[mine & (stays | ~picker.is_taken)].sum())
         if have > high:
             picker.take(have - low, EvictionReason.QUOTA, among=mine)
-    have = int(blocks.size[~picker.is_taken].sum()) + limits.other_bytes
+    have = int(blocks.size[stays | ~picker.is_taken].sum()) + limits.other_bytes
     if limits.high_bytes and have > limits.high_bytes:
         picker.take(have - limits.low_bytes, EvictionReason.BUDGET)
-    wanted = limits.wanted_free_bytes - int(blocks.size[picker.is_taken].sum())
+    wanted = limits.wanted_free_bytes - int(blocks.size[picker.is_taken & ~stays].sum())
     above_floor = int(blocks.size[~picker.is_taken].sum()) - limits.floor_bytes
     if wanted > 0 and above_floor > 0:
         picker.take(-(-wanted // limits.portion), EvictionReason.VOLUME, most=above_floor)

@@ -17,32 +17,15 @@ from pathlib import Path
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
+from kvtier_connector.janitor import permit, policy
 from kvtier_connector.janitor.catalog import Catalog, SavedCatalog, Sum, load, save
 from kvtier_connector.janitor.cleanup import Cleanup
 from kvtier_connector.janitor.evict import ActiveFileSystem, Eviction
 from kvtier_connector.janitor.follow import JournalFollower
 from kvtier_connector.janitor.metrics import JanitorReport, Problems, Tallies, report_of
-from kvtier_connector.janitor.permit import (
-    HOLD_SECONDS,
-    TTL_HELD,
-    PermitWriter,
-    VolumeTime,
-    ask_volume_ns,
-)
-from kvtier_connector.janitor.policy import (
-    Choice,
-    EvictionReason,
-    Limits,
-    Space,
-    choose,
-    is_due,
-    make_limits,
-    make_room,
-    make_space,
-    quota_of,
-)
 from kvtier_connector.janitor.walk import Scrub
 from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.journal import Op
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +71,21 @@ class TierSweeper:
         if not is_lasting and ask_volume is None and not may_act():
             # A dry run writes nothing to the volume, and removes nothing by this host's time.
             ask_volume = clock
-        ask = ask_volume or (lambda: ask_volume_ns(active_fs, self._dir) if may_act() else None)
-        self._clocks = VolumeTime(ask=ask, clock=clock, now=now)
+        ask = ask_volume or (lambda: permit.ask_volume_ns(active_fs, self._dir) if may_act() else None)
+        self._clocks = permit.VolumeTime(ask=ask, clock=clock, now=now)
         self._is_lasting = is_lasting
         self._now, self._may_act = now, may_act
+        self._began_at = now()
         self._problems = Problems(config.tier, now=now)
         self._tallies = Tallies()
-        self._space = Space()
+        self._space = policy.Space()
         self.report = JanitorReport(usage=Usage(tier=config.tier), max_bytes=config.max_bytes)
         """The last one; nothing is counted before the first step."""
+
+    @property
+    def _is_doubtful(self) -> bool:
+        """Whether the volume's clock may have jumped before this janitor began, so that what is in use looks idle."""
+        return self._is_lasting and self._now() < self._began_at + permit.HOLD_SECONDS
 
     def _look_at_clock(self) -> None:
         self._clocks.look()
@@ -104,7 +93,7 @@ class TierSweeper:
 
     def _look_at_space(self) -> None:
         answer = self._fs.statvfs(self._dir)
-        self._space = make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
+        self._space = policy.make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
 
 
 class Sweeper(TierSweeper):
@@ -118,12 +107,11 @@ class Sweeper(TierSweeper):
         self.catalog = Catalog()
         self._journals = JournalFollower(self._dir, fs=fs, clock=clock, now=now)
         self._scrub = Scrub(self.catalog, fs=fs, tier_dir=self._dir, pool=self._pool, clock=clock, now=now)
-        self._tallies.evicted_blocks.update({reason.value: 0 for reason in EvictionReason})
-        self._tallies.evicted_bytes.update({reason.value: 0 for reason in EvictionReason})
+        self._tallies.evicted_blocks.update({reason.value: 0 for reason in policy.EvictionReason})
+        self._tallies.evicted_bytes.update({reason.value: 0 for reason in policy.EvictionReason})
         removed = self._tallies.removed_leftovers
         self._cleanup = Cleanup(self._dir, fs=fs, catalog=self.catalog, removed=removed, clock=clock, now=now)
-        self._permit = PermitWriter(self._dir, fs=fs, now=now)
-        self._began_at = now()
+        self._permit = permit.PermitWriter(self._dir, fs=fs, now=now)
         self._is_behind = False
         """Whether decisions wait for journals or files that a step had no time for."""
         self._fruitless: tuple[object, ...] = ()
@@ -169,7 +157,7 @@ class Sweeper(TierSweeper):
         since = self._recount_since
         return since is not None and self._scrub.recounted_at < since and not self._cannot_walk
 
-    def plan(self) -> Choice:
+    def plan(self) -> policy.Choice:
         """Return the decision of the policy as of now; nothing is removed."""
         return self._choose(self._limits())
 
@@ -240,6 +228,8 @@ class Sweeper(TierSweeper):
     def _read_journals(self, has_time: Callable[[], bool]) -> None:
         for digest, records in self._journals.read(self._cleanup.digests, has_time):
             self._scrub.apply(digest, records)
+            if any(record.op == Op.GONE and not record.payload_bytes for record in records):
+                self._cleanup.note_damage()
         self._problems.state("journals", self._journals.problem)
         self._scrub.resolve(has_time)
         self._problems.state("look", self._scrub.look_problem)
@@ -274,12 +264,13 @@ class Sweeper(TierSweeper):
         self._look_at_extremes()
         limits = self._limits()
         used_bytes = self.catalog.total.bytes
-        if not is_due(limits, used_bytes=used_bytes, oldest_ns=self._oldest_ns):
+        if not policy.is_due(limits, used_bytes=used_bytes, oldest_ns=self._oldest_ns):
             self._recount_since = None
             return
         # A decision without effect is not repeated: for a million blocks it takes a second.
         situation = (self.catalog.changes, self.config, self._space.free_bytes)
-        is_expired = is_due(Limits(expire_before=limits.expire_before), used_bytes=0, oldest_ns=self._oldest_ns)
+        of_age = policy.Limits(expire_before=limits.expire_before)
+        is_expired = policy.is_due(of_age, used_bytes=0, oldest_ns=self._oldest_ns)
         if situation == self._fruitless and not is_expired:
             return
         choice = self._choose(limits)
@@ -296,13 +287,13 @@ class Sweeper(TierSweeper):
             catalog, fs, pool = self.catalog, self._fs, self._pool
             self._eviction = Eviction(choice, catalog=catalog, fs=fs, tier_dir=self._dir, pool=pool, clock=self._clock)
 
-    def _choose(self, limits: Limits) -> Choice:
+    def _choose(self, limits: policy.Limits) -> policy.Choice:
         order = self._cleanup.order(self.config.current)
         blocks, rows = self.catalog.columns(order)
-        return [(reason, rows[chosen]) for reason, chosen in choose(blocks, limits)]
+        return [(reason, rows[chosen]) for reason, chosen in policy.choose(blocks, limits)]
 
-    def _limits(self) -> Limits:
-        limits = make_limits(
+    def _limits(self) -> policy.Limits:
+        limits = policy.make_limits(
             self.config,
             self._space,
             tenants=self.catalog.tenants,
@@ -311,10 +302,8 @@ class Sweeper(TierSweeper):
             now_ns=self._clock(),
         )
         before_ns = limits.expire_before
-        # The first answer of the volume's clock may be wrong: it may have jumped before.
-        is_doubtful = self._is_lasting and self._now() < self._began_at + HOLD_SECONDS
-        is_held = before_ns is not None and is_doubtful and self.catalog.expire_most(before_ns)
-        self._problems.state("ttl", TTL_HELD if is_held else "")
+        is_held = before_ns is not None and self._is_doubtful and self.catalog.expire_most(before_ns)
+        self._problems.state("ttl", permit.TTL_HELD if is_held else "")
         return replace(limits, expire_before=None) if is_held or not self._clocks.is_known else limits
 
     def _used_by_tenant(self) -> dict[int, int]:
@@ -343,7 +332,7 @@ class Sweeper(TierSweeper):
         """Let engines store; where the janitor cannot count, it does not renew the permit, and they stop."""
         if not self._is_lasting:
             return
-        room = make_room(
+        room = policy.make_room(
             self.config,
             self._space,
             used_bytes=self.catalog.total.bytes + self._other_bytes() + self._scrub.unseen_bytes,
@@ -389,7 +378,7 @@ class Sweeper(TierSweeper):
         config, refused, found = self.config, self._permit.tenants, []
         for number, used in self._used_by_tenant().items():
             tenant = self.catalog.tenants[number]
-            quota = quota_of(config, tenant)
+            quota = policy.quota_of(config, tenant)
             if quota and used > quota * (config.high_watermark if tenant in refused else 1.0):
                 found.append(tenant)
         return found
@@ -398,7 +387,7 @@ class Sweeper(TierSweeper):
         """Remove generations and files that are no blocks of a generation in use."""
         config = self.config
         with self._problems.trying("generations"):
-            if not self._cleanup.retire(config, may_go_on):
+            if not self._cleanup.retire(config, may_go_on, is_held=self._is_doubtful):
                 self._next_look = 0.0
         if self._cleanup.is_leftover_due:
             with self._problems.trying("tidy"):
@@ -407,6 +396,8 @@ class Sweeper(TierSweeper):
     def _save_if_due(self) -> None:
         if self._scrub.is_counted and self._now() >= self._next_save and self._eviction is None:
             self._next_save = self._now() + _SAVE_SECONDS
+            # Blocks that could not be removed are tried again in their turn.
+            self.catalog.refused.clear()
             if self.catalog.changes != self._saved_changes:
                 self._save()
 

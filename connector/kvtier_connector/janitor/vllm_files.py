@@ -24,7 +24,9 @@ import numpy as np
 
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
+from kvtier_connector.janitor.catalog import NEARLY_ALL
 from kvtier_connector.janitor.metrics import JanitorReport
+from kvtier_connector.janitor.permit import TTL_HELD
 from kvtier_connector.janitor.policy import BlockColumns, choose, make_limits
 from kvtier_connector.janitor.sweep import STEP_SECONDS, TierSweeper
 from kvtier_connector.janitor.walk import list_directory
@@ -173,7 +175,7 @@ class VllmFilesSweeper(TierSweeper):
             if each.generation != self.config.current and not each.is_partial:
                 last_used[each.generation] = max(each.used_ns, last_used.get(each.generation, 0))
         gone = sorted(last_used, key=lambda name: -last_used[name])[self.config.keep_previous :]
-        before_ns = self._before_ns(self.config.generation_idle_seconds)
+        before_ns = -math.inf if self._is_doubtful else self._before_ns(self.config.generation_idle_seconds)
         return {name for name in gone if last_used[name] < before_ns}
 
     def _before_ns(self, seconds: float | None) -> float:
@@ -196,7 +198,10 @@ class VllmFilesSweeper(TierSweeper):
         now_ns = self._clocks.time_ns()
         limits = make_limits(self.config, self._space, tenants=(), used={}, other_bytes=0, now_ns=now_ns)
         # The next walk may be far away, so one decision frees all that is lacking.
-        expire_before = limits.expire_before if self._clocks.is_known else None
+        expired = sum(each.mtime_ns < (limits.expire_before or 0) for each in files)
+        is_held = self._is_doubtful and expired > NEARLY_ALL * len(files)
+        self._problems.state("ttl", TTL_HELD if is_held else "")
+        expire_before = None if is_held or not self._clocks.is_known else limits.expire_before
         limits = replace(limits, expire_before=expire_before, portion=1)
         rows, zeros = np.array([each[2:5] for each in files], np.int64).reshape(-1, 3), np.zeros(len(files), np.int64)
         is_last = np.array([each.path in self._stuck for each in files], np.bool_)

@@ -54,8 +54,14 @@ _BLOCK = re.compile(
     re.ASCII,
 )
 _JOURNAL = re.compile(rf"{JOURNAL}/(?P<writer>[0-9a-f]{{32}})\.(?P<number>[0-9]{{8}})\.kvj", re.ASCII)
-_QUARANTINED = re.compile(rf"(?:{TENANTS}/(?P<tenant>{TENANT_PATTERN})/)?{QUARANTINE}/[^/]+", re.ASCII)
+_TREE = rf"(?:{TENANTS}/{TENANT_PATTERN}/)?"
+_QUARANTINED = re.compile(rf"{_TREE}{QUARANTINE}/[0-9a-f]+_g[0-9]+\.kvb\.[a-z_]+\.[0-9a-f]{{32}}", re.ASCII)
 _PARTIAL = re.compile(r"(?:.*/)?\..+\.[0-9a-f]{32}-partial", re.ASCII | re.DOTALL)
+_OTHERS = re.compile(
+    rf"{TIER_FILE}|{PURGES_FILE}|{JOURNAL}|{RELEASES}(?:/{EPOCH_PATTERN}\.json)?|{TENANTS}(?:/{TENANT_PATTERN})?|"
+    rf"{_TREE}(?:{QUARANTINE}|{BLOCKS}(?:/[0-9a-f]{{3}})?)",
+    re.ASCII,
+)
 
 
 class BlockKey(NamedTuple):
@@ -208,7 +214,7 @@ def tenant_of(relative: str) -> str:
 
 
 def is_quarantined(relative: str) -> bool:
-    """Return whether the path is one of a quarantine directory, the common one or a tenant's."""
+    """Return whether the path is one made by `quarantine_path`."""
     return _QUARANTINED.fullmatch(relative) is not None
 
 
@@ -221,3 +227,9 @@ def parse_journal_path(relative: str) -> JournalName | None:
     """Return the name of a path made by `journal_path`, None for any other path."""
     match = _JOURNAL.fullmatch(relative)
     return None if match is None else JournalName(match["writer"], int(match["number"]))
+
+
+def is_own(relative: str) -> bool:
+    """Return whether kvtier gives this path to a file or directory of a generation; others are of other programs."""
+    is_data = parse_block_path(relative) is not None or parse_journal_path(relative) is not None
+    return is_data or is_quarantined(relative) or is_partial(relative) or _OTHERS.fullmatch(relative) is not None

@@ -235,7 +235,10 @@ class Access:
                 # A full volume has no room for the new name. The block must go all the same, or no writer replaces it.
                 fs.unlink(path)
                 return
-            if not os.path.samestat(bad, fs.stat(moved)):
+            if os.path.samestat(bad, fs.stat(moved)):
+                # It is kept for a time from now on, however old the block is.
+                fs.touch(moved)
+            else:
                 # A writer replaced the file between our two calls: this is its block, and it goes back.
                 fs.rename(moved, path)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -150,21 +150,14 @@ def trees(draw: st.DrawFn) -> Tree:
 
 
 limits = st.builds(
-    lambda high, low, other, free, floor, quota: Limits(
-        high_bytes=high,
-        low_bytes=min(low, high),
-        other_bytes=other,
-        wanted_free_bytes=free,
-        floor_bytes=floor,
-        quotas={} if quota is None else {1: (quota, quota // 2)},
-    ),
-    st.integers(0, 300),
-    st.integers(0, 300),
-    st.integers(0, 30),
-    st.integers(0, 200),
-    st.integers(0, 300),
-    st.none() | st.integers(1, 100),
-)
+    Limits,
+    high_bytes=st.integers(0, 300),
+    low_bytes=st.integers(0, 300),
+    other_bytes=st.integers(0, 30),
+    wanted_free_bytes=st.integers(0, 200),
+    floor_bytes=st.integers(0, 300),
+    quotas=st.just({}) | st.integers(1, 100).map(lambda quota: {1: (quota, quota // 2)}),
+).map(lambda each: replace(each, low_bytes=min(each.low_bytes, each.high_bytes)))
 
 
 def taken(choice: policy.Choice, *reasons: policy.EvictionReason) -> set[int]:

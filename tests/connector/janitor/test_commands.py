@@ -19,7 +19,7 @@ import pytest
 import yaml
 from command import Command
 from store_faults import HookedFs
-from tier_dir import BLOCK_BYTES, Engine, Rig, key, payload
+from tier_dir import BLOCK_BYTES, DAMAGED, Engine, Rig, key, payload
 
 import kvtier_connector
 from kvtier_cli import app
@@ -79,9 +79,9 @@ def test_what_an_adapter_computed_goes_alone(filled: Engine, rig: Rig, kvtier: C
 
 def test_a_tenant_goes_with_damage_or_a_generation(filled: Engine, rig: Rig, kvtier: Command) -> None:
     filled.put(1, 2, tenant="alice")
-    quarantine = filled.root / "tenants/alice/quarantine"
-    quarantine.mkdir()
-    (quarantine / "x").write_bytes(b"secret")
+    damaged = filled.root / "tenants/alice" / DAMAGED
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"secret")
     answer = kvtier.json("purge", rig.dir, "--tenant", "alice", "--yes")
     assert (answer["blocks"], answer["generations"][0]["quarantined"]) == (2, 1)
     other = rig.engine("bb")
@@ -89,7 +89,7 @@ def test_a_tenant_goes_with_damage_or_a_generation(filled: Engine, rig: Rig, kvt
     kvtier.json("purge", rig.dir, "--generation", "bb", "--yes")
     assert other.there(range(6)) == []
     assert filled.there(range(6)) == list(range(6))
-    assert list(quarantine.iterdir()) == []
+    assert list(damaged.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from plain_http import PlainHttp, has_ipv6, is_answered
 from prometheus_client.parser import text_string_to_metric_families
 from store_faults import GatedFs
-from tier_dir import BLOCK_BYTES, Clock, Engine, Rig, key
+from tier_dir import BLOCK_BYTES, DAMAGED, Clock, Engine, Rig, key
 from waiting import until, until_the_next_tick
 
 from kvtier_connector.contract.errors import LeaseUnavailable
@@ -319,7 +319,7 @@ def test_the_order_of_uses_is_that_in_which_they_were_heard(rig: Rig, ahead_seco
 def test_no_leftover_and_no_generation_goes_while_a_jump_is_doubted(rig: Rig, *, is_back: bool) -> None:
     engine, old = rig.engine(), rig.engine("bb")
     old.put(1)
-    quarantined = engine.root / "quarantine" / "x"
+    quarantined = engine.root / DAMAGED
     quarantined.parent.mkdir()
     quarantined.write_bytes(b"1")
     sweeper = rig.swept(keep_previous=0)

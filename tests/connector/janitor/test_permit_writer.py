@@ -17,7 +17,7 @@ import pytest
 import yaml
 from checks import check
 from store_faults import KINDS, TOO_DEEP, CrashError, CrashingFs, FailingFs, HookedFs, plant
-from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
+from tier_dir import BLOCK_BYTES, DAMAGED, Engine, Refusing, Rig, key
 
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.janitor.catalog import CATALOG_FILE, ROW, Catalog, load
@@ -320,7 +320,7 @@ def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes
     engine, old = rig.engine(), rig.engine("bb")
     engine.put_chain(*range(10))
     old.put(1)
-    quarantined = engine.root / "quarantine" / "x"
+    quarantined = engine.root / DAMAGED
     quarantined.parent.mkdir()
     quarantined.write_bytes(b"1")
     for path in [quarantined, *old.root.glob("journal/*"), old.root / "tier.json"]:
@@ -332,7 +332,7 @@ def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes
         shutil.rmtree(rig.dir)
         shutil.copytree(before, rig.dir, copy_function=shutil.copy2)
         try:
-            sweeper = rig.sweeper(CrashingFs(step), keep_previous=0, **LIMITS)
+            sweeper = rig.trusting(CrashingFs(step), keep_previous=0, **LIMITS)
             rig.work(sweeper, 8)
             sweeper.close()
             has_died = False
@@ -341,7 +341,7 @@ def test_a_janitor_killed_at_any_call_leaves_a_volume_that_the_next_one_finishes
         assert check(engine.root) == [] or quarantined.exists()
         there = engine.there(range(10))
         assert there == list(range(len(there)))
-        usage = rig.sweep(rig.sweeper(keep_previous=0, **LIMITS))
+        usage = rig.sweep(rig.trusting(keep_previous=0, **LIMITS))
         there = engine.there(range(10))
         assert there == list(range(len(there)))
         assert 5 <= len(there) == usage.blocks <= 9

@@ -8,21 +8,23 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from store_faults import FailingFs, HookedFs, flip
-from tier_dir import BLOCK_BYTES, Engine, Refusing, Rig, key
+from tier_dir import BLOCK_BYTES, DAMAGED, PAYLOAD_BYTES, Engine, Refusing, Rig, key
 
 from kvtier_connector.contract.janitor import VLLM_FS_LAYOUT, JanitorConfig
 from kvtier_connector.janitor.loop import make_sweeper
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.janitor.vllm_files import VllmFilesSweeper
-from kvtier_connector.store.fs import LOCAL, FileSystem, new_token
+from kvtier_connector.store.fs import FileSystem, new_token
+from kvtier_connector.store.header import Fault
+from kvtier_connector.store.journal import Op
 from kvtier_connector.store.layout import Lineage, block_path, partial_path
+from kvtier_connector.store.permit import PERMIT_FILE, decode_permit
 
 DAY = 86_400.0
 
@@ -142,13 +144,18 @@ def test_a_later_walk_lists_one_directory_at_a_time_and_gets_through(rig: Rig, e
 
 
 def test_leftovers_go_when_they_are_old(rig: Rig, engine: Engine) -> None:
-    engine.put(1)
+    emptied = rig.engine("cc")
+    for each in (engine, emptied):
+        each.put(1)
+    # An earlier janitor knew the generation, and died before it removed the directory.
+    rig.swept().close()
+    shutil.rmtree(emptied.root)
     block = engine.root / "blocks/010"
     old, young = block / f".a.{'0' * 32}-partial", block / f".b.{'0' * 32}-partial"
-    quarantined = engine.root / "quarantine" / "x"
+    quarantined = engine.root / DAMAGED
     journal = engine.root / "journal" / f"{'1' * 32}.00000000.kvj"
     quarantined.parent.mkdir()
-    ledger, generation = rig.dir / f".janitor.catalog.{'2' * 32}-partial", rig.dir / "cc"
+    ledger, generation = rig.dir / f".janitor.catalog.{'2' * 32}-partial", emptied.root
     generation.mkdir()
     for path in (old, young, quarantined, journal, ledger):
         path.write_bytes(b"123")
@@ -161,13 +168,66 @@ def test_leftovers_go_when_they_are_old(rig: Rig, engine: Engine) -> None:
 
 
 def test_quarantined_files_count_and_do_not_outlive_the_time_to_live(rig: Rig) -> None:
-    quarantine = rig.engine().root / "quarantine"
-    quarantine.mkdir()
-    for name, age in (("old", 2 * DAY), ("young", DAY / 2)):
-        (quarantine / name).write_bytes(b"123")
-        os.utime(quarantine / name, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
+    young = rig.engine().root / DAMAGED
+    young.parent.mkdir()
+    for path, age in ((young.with_name(young.name.replace("0", "1")), 2 * DAY), (young, DAY / 2)):
+        path.write_bytes(b"123")
+        os.utime(path, ns=(rig.clock.ns, rig.clock.ns - int(age * 1e9)))
     assert rig.sweep(rig.swept(ttl_seconds=DAY)).quarantined == 1
-    assert [path.name for path in quarantine.iterdir()] == ["young"]
+    assert [*young.parent.iterdir()] == [young]
+
+
+def damage(engine: Engine, *numbers: int) -> None:
+    """Let an engine find damaged blocks, and tell of them."""
+    engine.put(*numbers)
+    for number in numbers:
+        flip(engine.root / block_path(key(number)), -1)
+        assert engine.store.get(key(number), memoryview(bytearray(PAYLOAD_BYTES))) is Fault.CHECKSUM
+        engine.journal.append(Op.GONE, key(number), 0)
+    engine.journal.flush()
+
+
+def share(rig: Rig) -> int:
+    return decode_permit((rig.dir / PERMIT_FILE).read_bytes()).bytes
+
+
+def test_quarantined_files_count_at_once_and_leave_the_budget_to_blocks(rig: Rig, engine: Engine) -> None:
+    sweeper = rig.swept(max_bytes=10 * BLOCK_BYTES, high_watermark=0.99, low_watermark=0.9)
+    engine.put(*range(9))
+    rig.work(sweeper, 1)
+    for first in range(0, 36, 9):
+        damage(engine, *range(first, first + 9))
+        rig.work(sweeper, 3)
+        for number in range(first + 9, first + 18):
+            if share(rig) >= BLOCK_BYTES:
+                engine.put(number)
+            rig.work(sweeper, 1)
+    assert sum(path.stat().st_size for path in rig.dir.rglob("*.kvb*")) <= 13 * BLOCK_BYTES
+    rig.work(sweeper, 24, seconds=3590)
+    assert min(sweeper.report.usage.blocks, share(rig)) > 0
+
+
+def test_a_damaged_block_is_kept_for_a_week_from_when_it_was_found(rig: Rig, engine: Engine) -> None:
+    engine.put(0)
+    os.utime(engine.root / block_path(key(0)), ns=(rig.clock.ns, rig.clock.ns - int(8 * DAY * 1e9)))
+    damage(engine, 0)
+    sweeper = rig.swept()
+    for is_kept in (True, False):
+        rig.clock.move(6 * DAY)
+        rig.sweep(sweeper)
+        assert any((engine.root / "quarantine").iterdir()) is is_kept
+
+
+@pytest.mark.parametrize("quotas", [{}, {"ttl_seconds": DAY}, {"default_quota_bytes": 1000 * BLOCK_BYTES}])
+def test_blocks_that_cannot_be_removed_keep_no_others(rig: Rig, engine: Engine, quotas: dict[str, Any]) -> None:
+    rig.engine("bb").put(*range(1100), tenant="alice")
+    rig.clock.move(2 * DAY)
+    engine.put(*range(5000, 5900))
+    fs = Refusing("/bb/tenants/alice/blocks", "unlink", number=errno.EACCES)
+    sweeper = rig.sweeper(fs, max_bytes=1800 * BLOCK_BYTES, **quotas)
+    rig.work(sweeper, 60)
+    assert share(rig) > 0
+    assert sweeper.report.usage.used_bytes <= 0.9 * 1800 * BLOCK_BYTES
 
 
 def test_an_empty_tree_of_a_tenant_goes(rig: Rig, engine: Engine) -> None:
@@ -236,19 +296,13 @@ class Small(FileSystem):
 
 
 @pytest.mark.parametrize(
-    ("settings", "left"),
-    [
-        ({}, 10),
-        ({"min_free_bytes": 8 * BLOCK_BYTES}, 10),
-        ({"min_free_bytes": 12 * BLOCK_BYTES}, 8),
-        ({"min_free_fraction": 0.12}, 8),
-        ({"min_free_fraction": 0.02, "min_free_bytes": 12 * BLOCK_BYTES}, 8),
-        ({"min_free_bytes": 12 * BLOCK_BYTES, "min_bytes": 9 * BLOCK_BYTES}, 9),
-        ({"min_free_bytes": 10**30}, 0),
-    ],
+    "case",
+    [(0, 0, 0, 10), (8, 0, 0, 10), (12, 0, 0, 8), (0, 0.12, 0, 8), (12, 0.02, 0, 8), (12, 0, 9, 9), (10**26, 0, 0, 0)],
 )
-def test_blocks_go_until_enough_is_free(rig: Rig, engine: Engine, settings: dict[str, Any], left: int) -> None:
+def test_blocks_go_until_enough_is_free(rig: Rig, engine: Engine, case: tuple[float, ...]) -> None:
+    free, fraction, least, left = case
     engine.put(*range(10))
+    settings = {"min_free_bytes": free * BLOCK_BYTES, "min_free_fraction": fraction, "min_bytes": least * BLOCK_BYTES}
     sweeper = rig.sweeper(Small(rig.dir, others=80), **settings)
     for _ in range(10):
         rig.sweep(sweeper)
@@ -297,28 +351,14 @@ class Volume:
         return path
 
     def config(self, **changes: Any) -> JanitorConfig:
-        settings = {
-            "tier": "serving/llama",
-            "tier_dir": str(self.dir),
-            "current": CURRENT,
-            "layout": VLLM_FS_LAYOUT,
-            "sweep_seconds": 10.0,
-            **changes,
-        }
-        return JanitorConfig(**settings)
+        own = {"tier": "serving/llama", "tier_dir": str(self.dir), "current": CURRENT, "layout": VLLM_FS_LAYOUT}
+        return JanitorConfig(**{**own, "sweep_seconds": 10.0, **changes})
 
-    def sweeper(
-        self,
-        *,
-        fs: FileSystem = LOCAL,
-        clock: Callable[[], int] = time.time_ns,
-        may_act: Callable[[], bool] = lambda: True,
-        **changes: Any,
-    ) -> VllmFilesSweeper:
-        sweeper = VllmFilesSweeper(
-            self.config(**changes), fs=fs, clock=clock, now=lambda: self.seconds, may_act=may_act
-        )
+    def sweeper(self, *, began_ago: float = 3600.0, **changes: Any) -> VllmFilesSweeper:
+        parts = {name: changes.pop(name) for name in ("fs", "clock", "may_act", "ask_volume") if name in changes}
+        sweeper = VllmFilesSweeper(self.config(**changes), now=lambda: self.seconds, **parts)
         sweeper.open()
+        self.seconds += began_ago
         return sweeper
 
     def sweep(self, sweeper: VllmFilesSweeper) -> None:
@@ -391,6 +431,15 @@ def test_a_generation_that_nobody_keeps_goes_with_its_directories_once_it_is_idl
     while sweeper.step() == 0:
         pass
     assert [path.parents[3].name for path in volume.dir.rglob("*.bin")] == [CURRENT]
+
+
+def test_a_clock_that_jumped_before_the_janitor_began_makes_nothing_old(volume: Volume) -> None:
+    files = [volume.store(1, age=60), volume.store(2, age=60, generation=OLD)]
+    ahead = {"ask_volume": lambda: time.time_ns() + int(7200e9), "keep_previous": 0}
+    sweeper = volume.sweeper(began_ago=0.0, ttl_seconds=7000.0, **ahead)
+    volume.sweep(sweeper)
+    assert [path.exists() for path in files] == [True, True]
+    assert "ttl" in sweeper.report.problems
 
 
 def test_only_what_vllm_names_so_is_touched(volume: Volume) -> None:
