@@ -7,6 +7,7 @@ seconds. The document reaches the janitor as a file of a ConfigMap that is mount
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -135,6 +136,10 @@ class JanitorConfig:
             (all(quota > 0 for quota in self.quotas.values()), "quotas", "must all be more than 0"),
             (self.default_quota_bytes >= 0, "default_quota_bytes", "must be 0 (no limit) or more"),
             *((getattr(self, name) > 0, name, "must be more than 0") for name in _DURATIONS),
+            *(
+                (math.isfinite(1e9 * (getattr(self, name) or 0)), name, "must be finite, also in nanoseconds")
+                for name in (*_DURATIONS, "ttl_seconds")
+            ),
             (self.lease_name == "" or self.lease_namespace != "", "lease_namespace", "must be set where lease_name is"),
             (0 <= self.http_port <= _MOST_PORT, "http_port", f"must be between 0 and {_MOST_PORT}"),
             (-1 <= self.events_port <= _MOST_PORT, "events_port", f"must be between -1 and {_MOST_PORT}"),
