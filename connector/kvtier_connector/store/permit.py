@@ -206,7 +206,7 @@ class Mode(enum.Enum):
 
     READ_WRITE = "ReadWrite"
     READ_ONLY = "ReadOnly"
-    """Blocks are loaded; nothing at all is written to the volume."""
+    """Blocks are loaded and none is written; engines still write ``tier.json`` and a journal, as a sign of life."""
     BYPASS = "Bypass"
     """The volume is not touched."""
 
