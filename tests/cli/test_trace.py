@@ -82,10 +82,7 @@ def test_a_volume_serves_what_host_memory_has_evicted_and_replicas_share_it(plan
     assert two["volume", 10 << 30] == round(2048 / 3075, 4)
 
 
-@pytest.mark.parametrize(
-    ("admission", "expected"),
-    [({"minTokens": 1024}, 2048), ({"minTokens": 1025}, 0), ({"minReuse": 2}, 1024), ({"minReuse": 3}, 0)],
-)
+@pytest.mark.parametrize(("admission", "expected"), TABLES["admission"])
 def test_admission_decides_what_is_on_the_volume(admission: dict[str, int], expected: int, plan: Plan) -> None:
     rows = [asked(0, 1, 2), asked(1, 3, 4), asked(2, 1, 2), asked(3, 3, 4), asked(4, 1, 2)]
     if "minTokens" in admission:

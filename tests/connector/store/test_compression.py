@@ -237,17 +237,7 @@ def test_blocks_are_compressed_where_loads_gain_and_no_store_loses(change: dict[
     assert pays(**rates) is is_worth_it  # type: ignore[arg-type]  # one number stands for a whole one
 
 
-@pytest.mark.parametrize(
-    ("choices", "is_compressed"),
-    [
-        ({"read_bytes_per_second": 10 * MIB, "write_bytes_per_second": 10 * MIB}, True),
-        ({"read_bytes_per_second": 10**12, "write_bytes_per_second": 10**12}, False),
-        ({"read_bytes_per_second": 10 * MIB}, False),
-        ({"read_bytes_per_second": True, "write_bytes_per_second": "fast"}, False),
-        ({}, False),
-    ],
-    ids=["slow", "fast", "half", "nonsense", "nobody measured"],
-)
+@pytest.mark.parametrize(("choices", "is_compressed"), TABLES["auto"].values(), ids=TABLES["auto"])
 def test_auto_follows_what_was_measured_of_it(root: Path, choices: dict[str, object], is_compressed: bool) -> None:
     (root.parent / PROFILE_FILE).write_text(json.dumps(choices))
     make(root, "Auto").put(key(1), numbers(1))
