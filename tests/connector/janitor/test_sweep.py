@@ -178,10 +178,11 @@ def test_quarantined_files_count_and_do_not_outlive_the_time_to_live(rig: Rig) -
 
 
 def damage(engine: Engine, *numbers: int) -> None:
-    """Let an engine find damaged blocks, and tell of them."""
+    """Let an engine find damaged blocks that were written eight days ago, and tell of them."""
     engine.put(*numbers)
     for number in numbers:
-        flip(engine.root / block_path(key(number)), -1)
+        flip(path := engine.root / block_path(key(number)), -1)
+        os.utime(path, ns=(engine.clock.ns, engine.clock.ns - int(8 * DAY * 1e9)))
         assert engine.store.get(key(number), memoryview(bytearray(PAYLOAD_BYTES))) is Fault.CHECKSUM
         engine.journal.append(Op.GONE, key(number), 0)
     engine.journal.flush()
@@ -208,8 +209,6 @@ def test_quarantined_files_count_at_once_and_leave_the_budget_to_blocks(rig: Rig
 
 
 def test_a_damaged_block_is_kept_for_a_week_from_when_it_was_found(rig: Rig, engine: Engine) -> None:
-    engine.put(0)
-    os.utime(engine.root / block_path(key(0)), ns=(rig.clock.ns, rig.clock.ns - int(8 * DAY * 1e9)))
     damage(engine, 0)
     sweeper = rig.swept()
     for is_kept in (True, False):
