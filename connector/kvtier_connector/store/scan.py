@@ -20,19 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.store import layout
 from kvtier_connector.store.fs import LOCAL, FileSystem
-from kvtier_connector.store.layout import (
-    JOURNAL,
-    PURGES_FILE,
-    QUARANTINE,
-    RELEASES,
-    TIER_FILE,
-    BlockKey,
-    is_partial,
-    is_quarantined,
-    parse_block_path,
-    parse_journal_path,
-)
 
 PARTIAL_AGE_SECONDS = 3600.0
 """A partial file this old has no writer any more: no write of one block takes an hour."""
@@ -41,7 +30,7 @@ PARTIAL_AGE_SECONDS = 3600.0
 class BlockEntry(NamedTuple):
     """A file whose name is a block's. Its bytes were not looked at."""
 
-    key: BlockKey
+    key: layout.BlockKey
     path: str
     """Relative to the root."""
     size: int
@@ -111,17 +100,17 @@ def _classify(path: str, status: os.stat_result) -> BlockEntry | Leftover | None
     size, mtime_ns = status.st_size, status.st_mtime_ns
     name = path.rpartition("/")[2]
     is_file = stat.S_ISREG(status.st_mode)
-    is_ours = path in {TIER_FILE, PURGES_FILE} or path.startswith(f"{RELEASES}/")
-    if is_file and (is_ours or parse_journal_path(path) is not None):
+    is_ours = path in {layout.TIER_FILE, layout.PURGES_FILE} or path.startswith(f"{layout.RELEASES}/")
+    if is_file and (is_ours or layout.parse_journal_path(path) is not None):
         return None
     # An NFS client keeps a removed file under such a name while a process has it open, then removes it by itself.
     if name.startswith(".nfs"):
         return None
-    if is_file and (key := parse_block_path(path)) is not None:
+    if is_file and (key := layout.parse_block_path(path)) is not None:
         return BlockEntry(key, path, size, mtime_ns)
-    if is_file and is_quarantined(path):
+    if is_file and layout.is_quarantined(path):
         return Leftover(LeftoverKind.QUARANTINED, path, size, mtime_ns)
-    kind = LeftoverKind.PARTIAL if is_file and is_partial(name) else LeftoverKind.FOREIGN
+    kind = LeftoverKind.PARTIAL if is_file and layout.is_partial(name) else LeftoverKind.FOREIGN
     return Leftover(kind, path, size, mtime_ns)
 
 
@@ -129,7 +118,7 @@ _Found = list[tuple[str, os.stat_result]]
 """Paths relative to the root, and what they are."""
 _Listed = tuple[float, _Found]
 """Files of one directory, with its share of the whole walk, less that of its subdirectories."""
-_FEW = frozenset({JOURNAL, QUARANTINE, RELEASES})
+_FEW = frozenset({layout.JOURNAL, layout.QUARANTINE, layout.RELEASES})
 """Directories beside which the rest has nearly all files."""
 
 
