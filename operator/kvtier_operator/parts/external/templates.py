@@ -269,9 +269,9 @@ def attach_document(
     put(after, (*place.annotations, PORT), str(made.port))
     put(after, (*place.annotations, ANNOTATION), "")
     put(after, (*place.labels, names.LABEL_TIER), plan.tier.name)
-    changes = sorted(
-        [*_shared(_models(before)), *_differences(before, after, ())], key=lambda each: tuple(each[1][:2]) == _SERVING
-    )
+    found = [*_shared(_models(before)), *_differences(before, after, ())]
+    # The API server answers in another order, which must not make another text.
+    changes = sorted(found, key=lambda each: (tuple(each[1][:2]) == _SERVING, [str(step) for step in each[1]]))
     record = {"tier": str(plan.tier), "changes": changes}
     put(after, (*place.annotations, ANNOTATION), json.dumps(record, sort_keys=True, separators=(",", ":")))
     return before, after, made.notes
@@ -380,7 +380,7 @@ def _change(before: Any, after: Any, path: Path) -> tuple[Any, ...]:
         old, new = before, after
     if isinstance(old, str) and isinstance(new, str) and (size := len(new) - len(old)) > 0:
         for place in range(len(old) + 1):
-            if new[:place] + new[place + size :] == old:
+            if new[:place] + new[place + size :] == old and _without(new, new[place : place + size]) == old:
                 return "in", path, new[place : place + size]
     return "set", path, before, after
 
