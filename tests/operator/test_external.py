@@ -126,8 +126,9 @@ def test_attached_pods_make_a_tier_ready_and_are_counted_and_others_serve_none()
     world = World()
     world.add("stranger", POD)
     assert world.condition("Available")[:2] == ("False", "Unavailable")
-    for name in ("one", "two"):
-        world.add(name, attached(POD))
+    # An owner may put more in front of the connector later.
+    for name, path in (("one", '"/opt/kvtier"'), ("two", '"/plugins:/opt/kvtier"')):
+        world.add(name, other(attached(POD), '"value": "/opt/kvtier"', f'"value": {path}'))
     others = "1 more of the selector's pods are no engines of this tier"
     assert world.condition("Available")[2].startswith(f"2 of 2 attached engines serve; {others}")
     assert world.replicas() == (2, 2)
@@ -135,6 +136,7 @@ def test_attached_pods_make_a_tier_ready_and_are_counted_and_others_serve_none()
     assert world.condition("EnginesReady")[:2] == ("True", "EnginesReady")
     assert world.condition("HashSeedConsistent")[:2] == ("True", "SeedsAgree")
     assert world.condition("Available") == ("True", "Serving", "2 of 2 attached engines serve")
+    assert world.condition("UpToDate")[0] == "True"
     assert world.condition("SizingFits")[:2] == ("Unknown", "NotApplicable")
 
 
@@ -164,7 +166,6 @@ UNTOLD = {"containers": [{"name": name, "image": f"example.org/{name}"} for name
         (external(), without("env:PYTHONHASHSEED"), "env[PYTHONHASHSEED]"),
         (external(), without("env:PYTHONPATH"), "env[PYTHONPATH]"),
         (external(), without("args:kv-transfer-config"), "--kv-transfer-config"),
-        (external(), without("args:scheduler-cls"), "--scheduler-cls"),
         (external(), other(attached(POD), "KVTierConnector", "Another"), "it lacks --kv-transfer-config;"),
         (
             external(),
@@ -203,8 +204,8 @@ def test_a_refused_mode_leaves_the_mode() -> None:
 @pytest.mark.parametrize("case", TABLES["edits"], ids=lambda case: case["id"])
 def test_an_edit_leaves_engines_ready_that_serve_and_tells_what_of_them_is_outdated(case: dict[str, Any]) -> None:
     pod = merge(POD, {"containers": [merge(POD["containers"][0], {"resources": case.get("resources", {})})]})
-    world = World()
-    world.add("early", other(attached(pod), *case.get("release", ("", ""))))
+    world = World(body := external(**case.get("before", {})))
+    world.add("early", other(attached(pod, body), *case.get("release", ("", ""))))
     assert world.edited(**case.get("spec", {}))[:2] == ("True", "Ready")
     found, reason, message = world.condition("UpToDate")
     assert (found, reason) == ("False", "AttachedOutdated")

@@ -341,7 +341,8 @@ def differences(plan: TierPlan, target: Target) -> dict[str, bool]:
     for flag in wanted.flags:
         name = flag.partition("=")[0]
         if flag != (there := ours.pop(name, "")):
-            found[name] = bool(there) and set(_NAMED.findall(flag)) == set(_NAMED.findall(there))
+            is_same = bool(there) and set(_NAMED.findall(flag)) == set(_NAMED.findall(there))
+            found[name] = is_same or name == f"--{_SCHEDULER}"  # vLLM's own serves, too, and splits no hits
     return found | dict.fromkeys(ours, True)
 
 
@@ -496,8 +497,7 @@ _FIELDS: Final[Mapping[str, tuple[str, str]]] = {
 
 def _identity_problems(plan: TierPlan, target: Target, made: TierPlan) -> Iterator[tuple[str, str]]:
     """Yield each field that would make blocks of another generation."""
-    wanted = plan.generation.identity
-    found = digest.identity(made.spec, plan.decisions.chunking.settings())
+    found, wanted = digest.identity(made.spec, plan.decisions.chunking.settings()), plan.generation.identity
     makes = f"which makes blocks of another identity than generation {plan.generation.digest}"
     for key, (theirs, ours) in _FIELDS.items():
         if key in wanted and found[key] != wanted[key]:
@@ -616,7 +616,7 @@ def _variables(plan: TierPlan, engine: Mapping[str, Any], ours: Mapping[str, Any
     for each in (*ours["env"], {"name": names.CONFIG_VARIABLE, "value": plan.config_digest}):
         name, value = each["name"], each.get("value", "")
         if name == "PYTHONPATH" and theirs.get(name):
-            value = ":".join(dict.fromkeys((value, *theirs[name].split(":"))))
+            value = theirs[name] if value in theirs[name].split(":") else f"{value}:{theirs[name]}"
         if name in _VARIABLES and theirs.get(name) != value:
             yield Put((*at, "env", ("name", name)), {**each, "value": value})
 
