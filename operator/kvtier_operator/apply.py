@@ -17,7 +17,7 @@ from kvtier_operator import names, parts, quantity
 from kvtier_operator.api import TierSpec
 from kvtier_operator.api.reasons import Reason, Refusal
 from kvtier_operator.conditions import Problem, Status
-from kvtier_operator.errors import ClusterError, ClusterUnavailable, KindMissing
+from kvtier_operator.errors import ClusterError, ClusterRejected, ClusterUnavailable, KindMissing
 from kvtier_operator.kube.cluster import Cluster
 from kvtier_operator.names import Manifest, ObjectKey
 from kvtier_operator.parts import claim
@@ -222,7 +222,7 @@ def release_claim(cluster: Cluster, body: Manifest, snapshot: Snapshot, changes:
     with the tier. Everything else of the claim stays as it is.
     """
     tier = snapshot.tier
-    live = snapshot.live.get(names.claim_key(names.claim(tier)))
+    live = snapshot.live.get(key := names.claim_key(names.claim(tier)))
     if live is None or names.deletes_claim(body) or not names.is_controlled(live.content, tier):
         return False
     spec, fields = live.content["spec"], _ours(live.content)
@@ -234,7 +234,14 @@ def release_claim(cluster: Cluster, body: Manifest, snapshot: Snapshot, changes:
     except ClusterError as error:
         changes.failures.append(error)
         return False
-    return True
+    if key not in changes.written:
+        # Another field manager has set the reference, too: so it stands.
+        owners = [each.get("uid") for each in live.content["metadata"]["ownerReferences"]]
+        patch = json.dumps([{"op": "remove", "path": f"/metadata/ownerReferences/{owners.index(tier.uid)}"}])
+        remedy = f"`kubectl patch pvc {key.name} -n {tier.namespace} --type=json -p '{patch}'`"
+        text = f"claim {key.name} is deleted with the tier, as another writer has set its owner, too: {remedy} mends it"
+        changes.failures.append(ClusterRejected(text))
+    return key in changes.written
 
 
 def _kinds(part: Part, objects: tuple[Manifest, ...], plan: TierPlan) -> set[str]:

@@ -51,6 +51,15 @@ def test_a_retained_claim_is_taken_up_again_and_goes_with_its_tier_only_under_de
     assert cluster.existing() == set()
 
 
+def test_a_claim_that_another_writer_ties_to_the_tier_is_told_with_the_command_that_unties_it() -> None:
+    cluster = reconciled()
+    cluster.edit(CLAIM, {"metadata": {"ownerReferences": cluster.look(CONFIG)["metadata"]["ownerReferences"]}})
+    assert run(cluster).written == ()
+    message = condition(cluster, "Ready")["message"]
+    assert f"`kubectl patch pvc {CLAIM.name} -n serving --type=json -p '[" in message
+    assert '"/metadata/ownerReferences/0"' in message
+
+
 @pytest.mark.parametrize("case", TABLES["held up"], ids=lambda case: case["id"])
 def test_a_claim_is_retained_as_soon_as_its_tier_says_so_whatever_else_waits_or_is_refused(
     case: dict[str, Any],
