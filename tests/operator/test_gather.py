@@ -250,6 +250,7 @@ MODE = b'vllm:kvtier_disk_mode{engine="0",model_name="m"} %d.0\n'
 
 RELEASE = b'vllm:kvtier_vllm_release{engine="0",version="0.40.0",support="%s"} 1.0\n'
 SUPPORTED = "and this release of kvtier supports 0.32.0 and 0.33.0: set spec.engine.image to one of these"
+NOT_IMPORTED = "the connector cannot be imported with this build of vLLM 0.33.0: see the engine's log"
 SIZES = b"""\
 vllm:kvtier_chunk_bytes{engine="0",model_name="m"} 1.835008e+06
 vllm:kvtier_token_bytes{engine="0",model_name="m"} %s
@@ -274,6 +275,7 @@ CHUNK = {"chunk_bytes": 1835008}
         (ACTIVE % 0 + METRICS, REFUSED),
         (RELEASE % b"supported", {}),
         (RELEASE % b"unsupported", {"unsupported": f"its vLLM is 0.40.0, {SUPPORTED}"}),
+        ((RELEASE % b"unsupported").replace(b"0.40", b"0.33"), {"unsupported": NOT_IMPORTED}),
         (SIZES % b"14336.0", {**CHUNK, "token_bytes": 14336}),
         *((SIZES % token, CHUNK) for token in (b"1e+999", b"nan", b"-1.0")),
     ],

@@ -160,6 +160,8 @@ def why_unsupported(release: Mapping[str, str]) -> str:
     why = f"and this release of kvtier supports {' and '.join(SUPPORTED_VLLM)}: set spec.engine.image to one of these"
     if support == "no_prefix_caching":
         why = "with prefix caching off: remove --no-enable-prefix-caching; its log says where the model needs it off"
+    elif support == "unsupported" and version in SUPPORTED_VLLM:
+        return f"the connector cannot be imported with this build of vLLM {version}: see the engine's log"
     return "" if support in {"", "supported"} else f"its vLLM is {version}, {why}"
 
 
