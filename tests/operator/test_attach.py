@@ -305,6 +305,11 @@ def test_the_command_prints_every_document_and_says_what_the_digest_took(kvtier:
     )
     assert '"tier":"ai/qwen"' in kvtier("attach", tier, "-f", engines)
     assert "metadata.namespace is ai, and the tier's is default" in kvtier.fails("attach", TIER, "-f", engines)
+    for empty in ("", "''"):  # is no name
+        tier.write_text(TIER.read_text().replace("namespace: default", f"namespace: {empty}"))
+        assert '"tier":"ai/qwen"' in kvtier("attach", tier, "-f", engines)
+    engines.write_text(engines.read_text().replace("namespace: ai", "namespace: ''"))
+    assert '"tier":"default/qwen"' in kvtier("attach", TIER, "-f", engines)
     kvtier("attach", str(TIER), "-f", str(FOREIGN / "inferenceservice.yaml"))
     assert "taken from the tier: revision, image, tensor parallel size" in kvtier.err
 

@@ -41,8 +41,8 @@ def _plan(tier: str, where: client.Where, namespace: str | None) -> TierPlan:
         bodies = read_tiers(tier)
         if len(bodies) > 1:
             raise click.UsageError(f"{tier} has several tiers: give a file with one")
-        assumed = {"namespace": where.namespace or namespace or "default"}
-        body = {**bodies[0], "metadata": {**assumed, **bodies[0]["metadata"]}}
+        namespace = bodies[0]["metadata"].get("namespace") or where.namespace or namespace or "default"
+        body = {**bodies[0], "metadata": {**bodies[0]["metadata"], "namespace": namespace}}
         return make_unchecked_plan(parse(body), names.tier_ref(body), connector_image=image)
     from kvtier_operator.gather import gather  # noqa: PLC0415  takes a second
 

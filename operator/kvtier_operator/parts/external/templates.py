@@ -255,7 +255,7 @@ def attach_document(
         AttachRefused: its pods cannot become engines of the tier.
     """
     namespace, ours = step_into(document, ("metadata", "namespace")), plan.tier.namespace
-    if namespace not in {None, ours}:
+    if namespace not in {None, "", ours}:
         text = f"is {namespace}, and the tier's is {ours}, whose claim no other has: make the two equal"
         raise AttachRefused([("metadata.namespace", text)])
     before = detach_document(document, plan, container=container)
