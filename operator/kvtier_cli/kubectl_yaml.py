@@ -12,8 +12,8 @@ import yaml
 _RESOLVED: Final = (
     ("null", "~nN", "|~|null|Null|NULL"),
     ("bool", "yYnNtTfFoO", "y|Y|yes|Yes|YES|n|N|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF"),
-    ("int", "-+0", "[-+]?0([xX][0-9a-fA-F_]+|[oO][0-7_]+|[bB][01_]+)"),
-    ("float", "-+.0123456789", r"[-+]?(\.[0-9]|[0-9][0-9_]*\.?)[0-9_]*([eE][-+]?[0-9_]+)?"),
+    ("int", "-+0", "[-+]?0([xX]_*[0-9a-fA-F][0-9a-fA-F_]*|[oO]_*[0-7][0-7_]*|[bB]_*[01][01_]*)"),
+    ("float", "-+.0123456789", r"[-+]?(\.[0-9]|[0-9][0-9_]*\.?)[0-9_]*([eE][-+]?_*[0-9][0-9_]*)?"),
     ("float", "-+.", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
     ("merge", "<", "<<"),
 )
@@ -25,6 +25,8 @@ Writer: Any = type("Writer", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: T
 
 
 def _number(reader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
+    if not any(re.fullmatch(pattern, str(node.value)) for _, _, pattern in _RESOLVED[2:5]):
+        raise yaml.constructor.ConstructorError(None, None, "a number is expected", node.start_mark)
     try:
         return int(re.sub(r"^([-+]?)0(?=[0-7]+$)", r"\g<1>0o", node.value.replace("_", "")), 0)
     except ValueError:
@@ -46,5 +48,5 @@ for _tag, _first, _pattern in _RESOLVED:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), ["", *_first])
 Reader.add_constructor("tag:yaml.org,2002:int", _number)
 Reader.add_constructor("tag:yaml.org,2002:float", _number)
-Reader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: node.value.lower() in {"y", "yes", "true", "on"})
+Reader.add_constructor("tag:yaml.org,2002:bool", lambda _, node: str(node.value).lower() in {"y", "yes", "true", "on"})
 Writer.add_representer(str, _text)
