@@ -28,7 +28,7 @@ VALUES, DEFAULTS = CHART / "values.yaml", CHART / "files" / "defaults.yaml"
 CRD, CRD_IN_CHART = ROOT / "crds" / "kvcachetier.yaml", CHART / "files" / "kvcachetier.yaml"
 _HEAD = """\
 # The operator for every namespace, without Helm. Apply the CRD first:
-#   kubectl apply --server-side -f crds/kvcachetier.yaml && kubectl apply -f docs/operator.yaml
+#   kubectl apply --server-side -f crds/kvcachetier.yaml && kubectl apply --server-side -f docs/operator.yaml
 # Rendered from charts/kvtier by `make generate`; do not edit. Every option is a value of the chart.
 apiVersion: v1
 kind: Namespace
