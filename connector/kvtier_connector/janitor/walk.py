@@ -154,19 +154,19 @@ def list_piece(fs: FileSystem, tier_dir: str, piece: BlockDirectory) -> Listing:
 
 def look_at_block(fs: FileSystem, root: str, key: BlockKey, lineage: Lineage | None) -> Looked:
     """Look at the file of a block, and read its header where the lineage is None; None if there is no such file."""
-    path = f"{root}/{block_path(key)}"
+    path, known, status = f"{root}/{block_path(key)}", lineage or NO_LINEAGE, None
     try:
-        if lineage is not None:
-            status = fs.stat(path)
-            return BlockFile(status.st_size, status.st_mtime_ns, lineage) if stat.S_ISREG(status.st_mode) else None
-        with opened(fs, path) as fd:
-            status = fs.fstat(fd)
-            page = memoryview(bytearray(HEADER_BYTES))
-            header = decode_header(page[: read_into(fs, fd, page)])
+        if lineage is None:
+            # One that cannot be read takes room all the same, and keeps no other from being counted.
+            with contextlib.suppress(OSError), opened(fs, path) as fd:
+                page = memoryview(bytearray(HEADER_BYTES))
+                header = decode_header(page[: read_into(fs, fd, page)])
+                known = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE
+                status = fs.fstat(fd)
+        status = status or fs.stat(path)
     except OSError as error:
         return None if error.errno in _ABSENT else error
-    known = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE
-    return BlockFile(status.st_size, status.st_mtime_ns, known)
+    return BlockFile(status.st_size, status.st_mtime_ns, known) if stat.S_ISREG(status.st_mode) else None
 
 
 class _Named(NamedTuple):
@@ -249,7 +249,8 @@ class Scrub:
         if not self.unread:
             return ""
         more = f", and {len(self.unread) - 1} other places" if len(self.unread) > 1 else ""
-        return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known"
+        effect = "" if self.is_whole else "; under a budget or quota, engines store nothing until all was read once"
+        return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known{effect}"
 
     @property
     def partial_bytes(self) -> int:

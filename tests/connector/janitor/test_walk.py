@@ -17,6 +17,7 @@ from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import JournalWriter, Purge
 from kvtier_connector.store.layout import block_path
+from kvtier_connector.store.permit import PERMIT_FILE
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
@@ -27,7 +28,7 @@ UNREADABLE = ("scandir", "open")
 
 def unreadable(path: str, number: int = errno.EIO) -> Refusing:
     """Refuse to look at one path and at what is below it; with `calls` empty, at nothing."""
-    return Refusing(f"{path}/", *UNREADABLE, number=number)
+    return Refusing(f"{path}/", *UNREADABLE, *(["stat"] if path.endswith(".kvb") else []), number=number)
 
 
 ALICE = block_path(key(3, "alice"))
@@ -72,6 +73,22 @@ def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, engine: Eng
     hidden = {1: 0, 10: 1, 20: 2}[count]
     assert sweeper.report.usage.blocks == 27 + hidden
     assert [problem for problem in sweeper.report.usage.problems if place in problem] or place == ALICE
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_file_that_cannot_be_opened_counts_and_stops_no_stores(rig: Rig, engine: Engine, number: int) -> None:
+    fill(engine)
+    shutil.rmtree(engine.root / "journal")
+    usage = rig.sweep(rig.sweeper(Refusing(ALICE, "open", number=number), max_bytes=100 * BLOCK_BYTES))
+    assert (usage.blocks, usage.used_bytes, usage.problems) == (30, 30 * BLOCK_BYTES, ())
+    assert (rig.dir / PERMIT_FILE).exists()
+
+
+def test_a_directory_that_was_never_read_stops_stores_and_says_so(rig: Rig, engine: Engine) -> None:
+    fill(engine)
+    usage = rig.sweep(rig.sweeper(unreadable(f"{engine.root}/blocks/030"), max_bytes=100 * BLOCK_BYTES))
+    assert "engines store nothing until all was read once" in "".join(usage.problems)
+    assert not (rig.dir / PERMIT_FILE).exists()
 
 
 def test_a_volume_that_cannot_be_read_is_tried_each_minute_until_it_is_counted(rig: Rig, engine: Engine) -> None:
