@@ -386,10 +386,11 @@ class Sweeper(TierSweeper):
     def _remove_others(self, may_go_on: Callable[[], bool]) -> None:
         """Remove generations and files that are no blocks of a generation in use."""
         config = self.config
-        with self._problems.trying("generations"):
-            if not self._cleanup.retire(config, may_go_on, is_held=self._is_doubtful):
-                self._next_look = 0.0
-        if self._cleanup.is_leftover_due:
+        if self._now() >= self._cleanup.retire_at:
+            with self._problems.trying("generations"):
+                if not self._cleanup.retire(config, may_go_on, is_held=self._is_doubtful):
+                    self._next_look = 0.0
+        if self._now() >= self._cleanup.leftovers_at:
             with self._problems.trying("tidy"):
                 self._cleanup.remove_leftovers(config)
 

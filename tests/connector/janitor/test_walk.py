@@ -227,6 +227,22 @@ def test_a_generation_in_use_is_not_removed_and_the_current_one_never(rig: Rig) 
     assert (used.has(1), current.has(1)) == (True, True)
 
 
+def test_a_removed_file_that_a_dead_nfs_client_had_open_is_stated_and_tried_again_in_a_minute(rig: Rig) -> None:
+    rig.engine("aa").put(1)
+    old = rig.engine("bb")
+    old.put(*range(3))
+    old.age(30 * DAY)
+    left = (old.root / block_path(key(0))).with_name(".nfs0000000012345678000000aa")
+    left.write_text("open somewhere")
+    sweeper = rig.trusting(keep_previous=0)
+    assert left.name in rig.sweep(sweeper).problems[0]
+    assert {path for path in old.root.rglob("*") if path.is_file()} == {left, old.root / "tier.json"}
+    assert sweeper.step() > 0
+    left.unlink()
+    rig.work(sweeper, 7)
+    assert (old.root.exists(), sweeper.report.problems) == (False, {})
+
+
 @pytest.mark.parametrize("place", ["notes.txt", "blocks/notes.txt", "journal/old/notes.txt", "quarantine/notes.txt"])
 def test_a_generation_with_somebody_elses_file_is_stated_and_keeps_no_other(rig: Rig, place: str) -> None:
     older, old = rig.engine("cc"), rig.engine("bb")
