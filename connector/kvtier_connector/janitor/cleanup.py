@@ -74,7 +74,8 @@ class Cleanup:
         """Store the settings; `removed` counts removals by kind, and `clock` is the volume's time."""
         self._dir, self._fs, self._catalog, self._removed = tier_dir, fs, catalog, removed
         self._clock, self._now = clock, now
-        self._leftovers_at = self._leftovers_began = self._activity_at = now()
+        self.retire_at = self.leftovers_at = self._leftovers_began = now()
+        """When `retire` and `remove_leftovers` are due, by `now`."""
         self._active_ns: dict[str, int] = {}
         """When an engine last did something in a generation that is not current."""
         self._failures: list[OSError] = []
@@ -119,15 +120,13 @@ class Cleanup:
         return sorted(active, key=lambda digest: (digest.partition(".r")[0] != current, -active[digest], digest))
 
     def retire(self, config: JanitorConfig, may_go_on: Callable[[], bool], *, is_held: bool = False) -> bool:
-        """Remove generations that are neither current, nor to keep, nor in use; return whether all of it is done.
+        """Remove generations that are neither current, nor to keep, nor in use; return False if told to stop before.
 
-        With `is_held` it is only noted which are in use.
+        For calls at `retire_at` or later. With `is_held` it is only noted which are in use.
 
         Raises:
             OSError: at the end, if the volume refused or a generation holds files of other programs; the others went.
         """
-        if self._now() < self._activity_at:
-            return True
         self._failures, self._active_ns = [], {}
         for each in [each for each in self.generations if each.digest != config.current]:
             # One that cannot be read is not known to be idle.
@@ -155,20 +154,15 @@ class Cleanup:
                 self.generations = [each for each in self.generations if each.digest != digest]
                 self.quarantined.pop(digest, None)
                 self._removed["generation"] += 1
+        if is_all_gone:
+            self.retire_at = self._now() + _ACTIVITY_SECONDS
         if self._failures:
             raise self._failures[0]
-        if is_all_gone:
-            self._activity_at = self._now() + _ACTIVITY_SECONDS
         return is_all_gone
-
-    @property
-    def is_leftover_due(self) -> bool:
-        """Whether it is time for `remove_leftovers`."""
-        return self._now() >= self._leftovers_at
 
     def note_damage(self) -> None:
         """Look for quarantined files soon."""
-        self._leftovers_at = min(self._leftovers_at, self._leftovers_began + _SOON_SECONDS)
+        self.leftovers_at = min(self.leftovers_at, self._leftovers_began + _SOON_SECONDS)
 
     def remove_leftovers(self, config: JanitorConfig) -> None:
         """Remove files and directories that are no blocks.
@@ -177,7 +171,7 @@ class Cleanup:
             OSError: at the end, if the volume refused some of it; the rest was done.
         """
         self._failures, self._leftovers_began = [], self._now()
-        self._leftovers_at = self._leftovers_began + _RETRY_SECONDS
+        self.leftovers_at = self._leftovers_began + _RETRY_SECONDS
         now_ns, longest = self._clock(), config.ttl_seconds or math.inf
         quarantine_seconds = min(config.quarantine_age_seconds, longest)
         self._remove_quarantined(config, now_ns - int(quarantine_seconds * 1e9))
@@ -190,7 +184,7 @@ class Cleanup:
         self._remove_beside(now_ns - int(min(config.partial_age_seconds, longest) * 1e9))
         if self._failures:
             raise self._failures[0]
-        self._leftovers_at = self._now() + min(_LEFTOVERS_SECONDS, quarantine_seconds, config.journal_age_seconds)
+        self.leftovers_at = self._now() + min(_LEFTOVERS_SECONDS, quarantine_seconds, config.journal_age_seconds)
 
     @property
     def _own(self) -> list[str]:
@@ -209,11 +203,14 @@ class Cleanup:
         """Remove damaged files that are old, and the oldest of those that take more than their share of the budget."""
         kept, found = {digest: self.quarantined.get(digest, Sum()) for digest in self.digests}, []
         for digest in self._own:
+            mine = []
             with self._noting():
                 for tenant in ["", *find_tenants(self._fs, f"{self._dir}/{digest}")]:
                     directory = f"{layout.tenant_directory(tenant)}{layout.QUARANTINE}"
                     files = self._files(digest, directory, layout.is_quarantined)
-                    found += [(status.st_mtime_ns, status.st_size, path, digest) for path, status in files]
+                    mine += [(status.st_mtime_ns, status.st_size, path, digest) for path, status in files]
+                # Where one cannot be listed, all count as they did.
+                found += mine
                 kept[digest] = Sum()
         room = config.max_bytes * _QUARANTINE_SHARE or math.inf
         for written_ns, size, path, digest in sorted(found, reverse=True):
@@ -274,33 +271,36 @@ def remove_generation(fs: FileSystem, root: str, may_go_on: Callable[[], bool]) 
     """Remove a generation until told to stop, ``tier.json`` last; return whether all of it is gone.
 
     Raises:
-        OSError: the volume refuses, or files of other programs are left.
+        OSError: the volume refuses, or something is left that is not kvtier's or in use.
     """
-    strangers: list[str] = []
-    if not _clear(fs, root, "", may_go_on, strangers):
+    left: list[str] = []
+    if not _clear(fs, root, "", may_go_on, left):
         return False
-    if strangers:
-        named = ", ".join(sorted(strangers)[:_MOST_NAMED])
-        what = f"not removed, since another program put {len(strangers)} files there: remove them by hand: {named}"
+    if not left:
+        with contextlib.suppress(FileNotFoundError):
+            fs.unlink(f"{root}/{layout.TIER_FILE}")
+        left += [] if remove_directory(fs, root) else ["."]
+    if left:
+        named = ", ".join(sorted(left)[:_MOST_NAMED])
+        what = f"not removed: {len(left)} files of other programs or in use; remove by hand what stays: {named}"
         raise OSError(errno.ENOTEMPTY, what, root)
-    with contextlib.suppress(FileNotFoundError):
-        fs.unlink(f"{root}/{layout.TIER_FILE}")
-    return remove_directory(fs, root)
+    return True
 
 
-def _clear(fs: FileSystem, root: str, above: str, may_go_on: Callable[[], bool], strangers: list[str]) -> bool:
-    """Remove what kvtier made in a directory, and add all else there to `strangers`; return whether that is done."""
+def _clear(fs: FileSystem, root: str, above: str, may_go_on: Callable[[], bool], left: list[str]) -> bool:
+    """Remove what kvtier made in a directory, and add all that stays to `left`; return False if told to stop before."""
     for entry in list_directory(fs, f"{root}/{above}"):
         if not may_go_on():
             return False
-        path = f"{above}{entry.name}"
+        path, known = f"{above}{entry.name}", len(left)
+        # A removed file that a client of NFS has open, or had when it died, has another name and is in the way.
         if not layout.is_own(path):
-            # A removed file that a client of NFS has open keeps such a name, and goes by itself.
-            strangers += [] if entry.name.startswith(".nfs") else [path]
+            left.append(path)
         elif entry.is_dir(follow_symlinks=False):
-            is_clear = _clear(fs, root, f"{path}/", may_go_on, strangers)
-            if not is_clear or not (remove_directory(fs, f"{root}/{path}") or strangers):
+            if not _clear(fs, root, f"{path}/", may_go_on, left):
                 return False
+            if len(left) == known and not remove_directory(fs, f"{root}/{path}"):
+                left.append(path)
         elif path != layout.TIER_FILE:
             with contextlib.suppress(FileNotFoundError):
                 fs.unlink(f"{root}/{path}")

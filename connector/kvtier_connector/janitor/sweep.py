@@ -221,6 +221,8 @@ class Sweeper(TierSweeper):
         with self._problems.trying("volume"):
             self._problems.state("generation", self._cleanup.look())
             if was_away:
+                # Blocks looked at meanwhile were taken for gone.
+                self._scrub.is_whole = False
                 self._scrub.recount()
         with self._problems.trying("space"):
             self._look_at_space()
@@ -317,10 +319,11 @@ class Sweeper(TierSweeper):
         if eviction is None:
             return
         with self._problems.trying("remove"):
-            while not eviction.is_done and may_go_on():
+            while not eviction.is_done and "volume" not in self._problems and may_go_on():
+                self._fs.require_mount(self._dir)
                 eviction.step()
                 self._read_journals(may_go_on)
-        if eviction.is_done or "remove" in self._problems or not self._may_act():
+        if eviction.is_done or "remove" in self._problems or "volume" in self._problems or not self._may_act():
             self._tallies.evicted_blocks += eviction.removed
             self._tallies.evicted_bytes += eviction.freed_bytes
             self._tallies.spared_blocks += eviction.spared
@@ -386,10 +389,11 @@ class Sweeper(TierSweeper):
     def _remove_others(self, may_go_on: Callable[[], bool]) -> None:
         """Remove generations and files that are no blocks of a generation in use."""
         config = self.config
-        with self._problems.trying("generations"):
-            if not self._cleanup.retire(config, may_go_on, is_held=self._is_doubtful):
-                self._next_look = 0.0
-        if self._cleanup.is_leftover_due:
+        if self._now() >= self._cleanup.retire_at:
+            with self._problems.trying("generations"):
+                if not self._cleanup.retire(config, may_go_on, is_held=self._is_doubtful):
+                    self._next_look = 0.0
+        if self._now() >= self._cleanup.leftovers_at:
             with self._problems.trying("tidy"):
                 self._cleanup.remove_leftovers(config)
 

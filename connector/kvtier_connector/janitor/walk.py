@@ -22,21 +22,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
+from kvtier_connector.store import layout
 from kvtier_connector.store.fs import NO_FILE, FileSystem, opened, read_into
 from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.journal import Op, Record
-from kvtier_connector.store.layout import (
-    BLOCKS,
-    NO_LINEAGE,
-    TENANTS,
-    BlockKey,
-    Lineage,
-    block_path,
-    is_partial,
-    is_tenant,
-    parse_block_path,
-    tenant_directory,
-)
+from kvtier_connector.store.layout import BLOCKS, NO_LINEAGE, TENANTS, BlockKey, Lineage, block_path, is_tenant
 from kvtier_connector.store.mounts import mount_of
 
 _FILES_AT_ONCE = 512
@@ -127,7 +117,7 @@ def list_piece(fs: FileSystem, tier_dir: str, piece: BlockDirectory) -> Listing:
     digest, root = piece.generation, f"{tier_dir}/{piece.generation}"
     try:
         if piece.path == TENANTS:
-            trees = [f"{tenant_directory(tenant)}{BLOCKS}" for tenant in find_tenants(fs, root)]
+            trees = [f"{layout.tenant_directory(tenant)}{BLOCKS}" for tenant in find_tenants(fs, root)]
             listing.children = [BlockDirectory(digest, tree) for tree in trees]
             return listing
         entries = list_directory(fs, f"{root}/{piece.path}")
@@ -142,9 +132,9 @@ def list_piece(fs: FileSystem, tier_dir: str, piece: BlockDirectory) -> Listing:
         # A link, pipe or directory takes no room, and an engine that needs its place removes it.
         elif not entry.is_file(follow_symlinks=False):
             continue
-        elif (key := parse_block_path(path)) is not None:
+        elif (key := layout.parse_block_path(path)) is not None:
             listing.keys.append(key)
-        elif is_partial(entry.name):
+        elif layout.is_partial(entry.name):
             # One that was renamed meanwhile is a block.
             with contextlib.suppress(OSError):
                 listing.partials[path] = fs.stat(f"{root}/{path}")
@@ -249,7 +239,8 @@ class Scrub:
         if not self.unread:
             return ""
         more = f", and {len(self.unread) - 1} other places" if len(self.unread) > 1 else ""
-        return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known"
+        effect = "" if self.is_whole else "; under a budget or quota, engines store nothing until all was read once"
+        return f"unread: {next(iter(self.unread.values()))}{more}; blocks there count as far as they are known{effect}"
 
     @property
     def partial_bytes(self) -> int:
@@ -414,7 +405,12 @@ class Scrub:
             self._fail(piece, listing.error)
         wanted = {(piece.generation, key): None for key, row in rows.items() if row < 0}
         known = {(piece.generation, key): NO_LINEAGE for key, row in rows.items() if row >= 0 and self._is_thorough}
-        for place, found in self._look_at({**wanted, **known}):
+        looked = dict(self._look_at({**wanted, **known}))
+        # A file that cannot be opened in two walks is counted without its header, and keeps no other from being stored.
+        if self.is_counted and piece in self.unread:
+            again = {place: NO_LINEAGE for place, found in looked.items() if isinstance(found, OSError)}
+            looked |= self._look_at(again)
+        for place, found in looked.items():
             if isinstance(found, OSError):
                 self._fail(piece, found)
             elif found is not None:

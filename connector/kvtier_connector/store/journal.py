@@ -31,11 +31,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_connector.contract.errors import StoreUnavailable
+from kvtier_connector.store import layout
 from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     FIRST_WRITE_FLAGS,
     LOCAL,
     NEXT_WRITE_FLAGS,
+    NO_FILE,
     READ_FLAGS,
     FileSystem,
     make_directories,
@@ -46,19 +48,7 @@ from kvtier_connector.store.fs import (
     replacing,
     write_all,
 )
-from kvtier_connector.store.layout import (
-    JOURNAL,
-    MAX_HASH_BYTES,
-    MAX_TENANT_CHARACTERS,
-    NO_LINEAGE,
-    PURGES_FILE,
-    BlockKey,
-    JournalName,
-    Lineage,
-    is_valid,
-    is_valid_lineage,
-    journal_path,
-)
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, JournalName, Lineage, is_valid, journal_path
 
 RECORD_BYTES = 128
 """Length of a record and of the head. A tail that does not fill one is torn."""
@@ -69,10 +59,14 @@ MAX_PAYLOAD_BYTES = 1 << 40
 MAX_TIME_NS = (1 << 63) - 1
 """Latest time in a record: the year 2262. Readers keep times in signed numbers of 64 bits."""
 
+_LOST = frozenset({errno.ENOENT, errno.ESTALE, *NO_FILE})
+"""Errors of a journal that was removed, or replaced by something else."""
+_PATIENCE_SECONDS = 10.0
+"""A segment that fails for longer is left, unless its volume is full or read-only."""
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = RECORD_BYTES - _CRC.size
 _HEAD = struct.Struct("<4sIII16sQ84x")
-_RECORD = struct.Struct(f"<BBBxIQQI{MAX_HASH_BYTES}s{MAX_HASH_BYTES}s{MAX_TENANT_CHARACTERS}s")
+_RECORD = struct.Struct(f"<BBBxIQQI{layout.MAX_HASH_BYTES}s{layout.MAX_HASH_BYTES}s{layout.MAX_TENANT_CHARACTERS}s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +119,7 @@ class Record(NamedTuple):
 def encode_record(record: Record) -> bytes:
     """Return the bytes that `decode_record` reads; raise ValueError for what does not fit."""
     key, lineage = record.key, record.lineage
-    if not is_valid(key) or not is_valid_lineage(lineage):
+    if not is_valid(key) or not layout.is_valid_lineage(lineage):
         raise ValueError(f"{record!r}: the key or its lineage does not fit the format")
     if record.payload_bytes > MAX_PAYLOAD_BYTES or record.time_ns > MAX_TIME_NS:
         raise ValueError(f"{record!r}: payload_bytes is above {MAX_PAYLOAD_BYTES}, or time_ns above {MAX_TIME_NS}")
@@ -154,13 +148,13 @@ def decode_record(data: bytes | memoryview) -> Record | None:
     op, hash_bytes, parent_bytes, group, payload_bytes, time_ns, position, padded, parent, tenant = _RECORD.unpack_from(
         data
     )
-    if max(hash_bytes, parent_bytes) > MAX_HASH_BYTES or not tenant.isascii():
+    if max(hash_bytes, parent_bytes) > layout.MAX_HASH_BYTES or not tenant.isascii():
         return None
     if payload_bytes > MAX_PAYLOAD_BYTES or time_ns > MAX_TIME_NS:
         return None
     key = BlockKey(padded[:hash_bytes], group, tenant.rstrip(b"\0").decode("ascii"))
     lineage = Lineage(parent[:parent_bytes], position)
-    if not is_valid(key) or not is_valid_lineage(lineage):
+    if not is_valid(key) or not layout.is_valid_lineage(lineage):
         return None
     return Record(op, key, payload_bytes, time_ns, lineage)
 
@@ -257,7 +251,7 @@ class JournalWriter:
                 with self._lock:
                     self._pending.extendleft(reversed(batch))
                     self._trim()
-                raise StoreUnavailable(f"{self._root}/{JOURNAL}: cannot be written: {error}") from error
+                raise StoreUnavailable(f"{self._root}/{layout.JOURNAL}: cannot be written: {error}") from error
             self.refused_at = math.inf
         return len(batch)
 
@@ -313,12 +307,14 @@ class JournalWriter:
         try:
             self._append(data)
         except OSError as error:
-            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
+            # A segment begun at each short failure would push out those that the janitor has not read.
+            is_short = self._now() - self.refused_at <= _PATIENCE_SECONDS
+            if error.errno not in _LOST and (is_short or error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}):
                 raise
             # The segment was removed as a dead process's, or replaced or damaged, or the tree was removed.
             if self._offset:
                 self._begin_segment()
-            make_directories(self._fs, f"{self._root}/{JOURNAL}")
+            make_directories(self._fs, f"{self._root}/{layout.JOURNAL}")
             self._append(data)
 
     def _begin_segment(self) -> None:
@@ -370,7 +366,7 @@ _EVERYTHING = Purge()
 
 def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
     """Tell writers of a purge; raise OSError if the volume does not take it."""
-    path = f"{root}/{PURGES_FILE}"
+    path = f"{root}/{layout.PURGES_FILE}"
     line = (json.dumps(purge._asdict()) + "\n").encode()
     _make(fs, path)
     for _ in range(_TRIES):
@@ -420,7 +416,7 @@ class PurgeLog:
     def __init__(self, fs: FileSystem, root: str, *, now: Callable[[], float] = time.monotonic) -> None:
         """Store the settings; nothing is read yet. `now` is of a clock that all processes of the machine share."""
         self._fs = fs
-        self._path = f"{root}/{PURGES_FILE}"
+        self._path = f"{root}/{layout.PURGES_FILE}"
         self._now = now
         self._lock = threading.Lock()
         self._known = (-1, 0)

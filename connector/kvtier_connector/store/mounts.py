@@ -90,17 +90,18 @@ def is_in_memory(device: int) -> bool:
 
 def _mount_table() -> str:
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123 - one file
-            return mounts.read()
+        with open("/proc/self/mountinfo", "rb") as mounts:  # noqa: PTH123 - one file
+            return mounts.read().decode(errors="replace")
     except OSError:
         return ""
 
 
 def _mounts(table: str) -> Iterator[Mount]:
-    for line in table.splitlines():
+    # Other white space than these two the kernel does not escape in names.
+    for line in table.split("\n"):
         # number, parent, device, root, mount point, options, more of them, "-", type, source, options
         left, _, right = line.partition(" - ")
-        fields, rest = left.split(), right.split(" ")
+        fields, rest = left.split(" "), right.split(" ")
         if len(fields) >= _LEFT_FIELDS and len(rest) >= _RIGHT_FIELDS:
             options = (part.partition("=") for part in f"{rest[2]},{fields[5]}".split(","))
             named = {name: value for name, _, value in options}

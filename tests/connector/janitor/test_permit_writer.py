@@ -30,6 +30,7 @@ from kvtier_connector.store.layout import JournalName, block_path, journal_path
 from kvtier_connector.store.permit import PERMIT_BYTES, PERMIT_FILE, UNLIMITED_BYTES, Permit, StorePermit, decode_permit
 
 GIB = 1 << 30
+MOUNTS = "kvtier_connector.store.mounts._mount_table"
 
 
 def permit_of(rig: Rig) -> Permit:
@@ -145,6 +146,27 @@ def test_who_cannot_count_lets_the_permit_expire(rig: Rig, engine: Engine, path:
     rig.clock.move(700)
     rig.sweep(sweeper)
     assert permit_of(rig).number != number
+
+
+def test_a_mount_that_goes_before_an_eviction_leaves_the_count_and_is_walked_before_the_next_permit(
+    rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.put(*range(20))
+    monkeypatch.setattr(MOUNTS, lambda: f"2 1 0:2 / {rig.dir.parent} rw - nfs x rw\n")
+    sweeper = rig.trusting(max_bytes=20 * BLOCK_BYTES, low_watermark=0.5, sweep_seconds=30)
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeper, "_evict", lambda _: None)
+        rig.work(sweeper, 5, seconds=30)
+    number, away = permit_of(rig).number, rig.dir.rename(rig.dir.parent.with_name("away"))
+    with monkeypatch.context() as patch:
+        patch.setattr(MOUNTS, str)
+        rig.work(sweeper, 3, seconds=1)
+        assert sweeper.catalog.total.blocks == 20
+        rig.work(sweeper, 1, seconds=30)
+    away.rename(rig.dir)
+    monkeypatch.setattr(sweeper, "_walk", lambda _: None)
+    rig.work(sweeper, 10)
+    assert permit_of(rig).number == number
 
 
 def test_while_a_journal_cannot_be_read_permits_go_on_from_walks(rig: Rig) -> None:

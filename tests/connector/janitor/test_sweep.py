@@ -177,6 +177,18 @@ def test_quarantined_files_count_and_do_not_outlive_the_time_to_live(rig: Rig) -
     assert [*young.parent.iterdir()] == [young]
 
 
+def test_quarantined_files_count_once_while_those_of_a_tenant_cannot_be_listed(rig: Rig, engine: Engine) -> None:
+    engine.put(1, tenant="bob")
+    (engine.root / DAMAGED).parent.mkdir()
+    (engine.root / DAMAGED).write_bytes(b"123")
+    fs = Refusing("tenants/bob/quarantine")
+    sweeper = rig.swept(fs)
+    fs.calls = ("scandir",)
+    rig.work(sweeper, 8, seconds=601)
+    assert "tenants/bob" in sweeper.report.problems["tidy"]
+    assert (sweeper.report.usage.quarantined, sweeper.report.quarantined_bytes) == (1, 3)
+
+
 def damage(engine: Engine, *numbers: int) -> None:
     """Let an engine find damaged blocks that were written eight days ago, and tell of them."""
     engine.put(*numbers)

@@ -17,12 +17,14 @@ from kvtier_connector.janitor.commands import purge_blocks
 from kvtier_connector.store.fs import FileSystem
 from kvtier_connector.store.journal import JournalWriter, Purge
 from kvtier_connector.store.layout import block_path
+from kvtier_connector.store.permit import PERMIT_FILE
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 DAY = 86_400.0
 PARTS = ("blocks", "journal", "quarantine", "releases", "tenants")
 UNREADABLE = ("scandir", "open")
+STOPPED = "engines store nothing until all was read once"
 
 
 def unreadable(path: str, number: int = errno.EIO) -> Refusing:
@@ -51,7 +53,7 @@ def test_unreadable_parts_are_told_and_others_count(
     sweeper = rig.sweeper(fs)
     usage = rig.sweep(sweeper)
     assert (usage.blocks, usage.is_counted) == (30 - count, True)
-    assert all(word in "".join(usage.problems) for word in (place.rpartition(".")[0], os.strerror(number)))
+    assert all(word in "".join(usage.problems) for word in (place.rpartition(".")[0], os.strerror(number), STOPPED))
     fs.calls = ()
     rig.clock.move(700)
     usage = rig.sweep(sweeper)
@@ -72,6 +74,17 @@ def test_blocks_that_cannot_be_read_are_not_taken_for_gone(rig: Rig, engine: Eng
     hidden = {1: 0, 10: 1, 20: 2}[count]
     assert sweeper.report.usage.blocks == 27 + hidden
     assert [problem for problem in sweeper.report.usage.problems if place in problem] or place == ALICE
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_file_that_cannot_be_opened_counts_and_stops_no_stores(rig: Rig, engine: Engine, number: int) -> None:
+    fill(engine)
+    shutil.rmtree(engine.root / "journal")
+    sweeper = rig.swept(Refusing(ALICE, "open", number=number), max_bytes=100 * BLOCK_BYTES)
+    rig.clock.move(60)
+    usage = rig.sweep(sweeper)
+    assert (usage.blocks, usage.used_bytes, usage.problems) == (30, 30 * BLOCK_BYTES, ())
+    assert (rig.dir / PERMIT_FILE).exists()
 
 
 def test_a_volume_that_cannot_be_read_is_tried_each_minute_until_it_is_counted(rig: Rig, engine: Engine) -> None:
@@ -208,6 +221,22 @@ def test_a_generation_in_use_is_not_removed_and_the_current_one_never(rig: Rig) 
     current.age(30 * DAY)
     rig.sweep(rig.trusting(keep_previous=0))
     assert (used.has(1), current.has(1)) == (True, True)
+
+
+def test_a_removed_file_that_a_dead_nfs_client_had_open_is_stated_and_tried_again_in_a_minute(rig: Rig) -> None:
+    rig.engine("aa").put(1)
+    old = rig.engine("bb")
+    old.put(*range(3))
+    old.age(30 * DAY)
+    left = (old.root / block_path(key(0))).with_name(".nfs0000000012345678000000aa")
+    left.write_text("open somewhere")
+    sweeper = rig.trusting(keep_previous=0)
+    assert left.name in rig.sweep(sweeper).problems[0]
+    assert {path for path in old.root.rglob("*") if path.is_file()} == {left, old.root / "tier.json"}
+    assert sweeper.step() > 0
+    left.unlink()
+    rig.work(sweeper, 7)
+    assert (old.root.exists(), sweeper.report.problems) == (False, {})
 
 
 @pytest.mark.parametrize("place", ["notes.txt", "blocks/notes.txt", "journal/old/notes.txt", "quarantine/notes.txt"])

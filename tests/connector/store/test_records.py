@@ -322,17 +322,24 @@ def test_a_full_segment_is_followed_by_the_next_and_the_oldest_go(tmp_path: Path
 
 @pytest.mark.parametrize(("number", "segments"), [(errno.EIO, 2), (errno.EACCES, 2), (errno.ENOSPC, 1)])
 def test_a_segment_that_fails_is_followed_by_the_next_unless_the_volume_is_full(
-    tmp_path: Path, number: int, segments: int
+    tmp_path: Path, clock: Clock, number: int, segments: int
 ) -> None:
     fs = FailingFs(OSError(number, os.strerror(number)), when=lambda call, path: path.endswith(".00000000.kvj"))
     fs.is_failing = False
-    writer = make_writer(tmp_path, fs)
+    writer = make_writer(tmp_path, fs, now=clock)
     note(writer, 0)
     writer.flush()
-    fs.is_failing = True
-    note(writer, 1)
-    with contextlib.suppress(StoreUnavailable):
-        writer.flush()
+    for seconds in (5, 5, 11):
+        # A short failure begins none.
+        assert (len(list((tmp_path / "journal").iterdir())), writer.pending) == (1, 0)
+        fs.is_failing = True
+        note(writer, 1)
+        with pytest.raises(StoreUnavailable):
+            writer.flush()
+        clock.seconds += seconds
+        fs.is_failing = seconds > 10
+        with contextlib.suppress(StoreUnavailable):
+            writer.flush()
     assert (len(list((tmp_path / "journal").iterdir())), writer.pending) == (segments, 2 - segments)
 
 
