@@ -81,7 +81,7 @@ def saying(said: bytes, *, drips: bool) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         is_over.set()
-        listener.shutdown(socket.SHUT_RDWR)  # whoever gave up on the way here never comes
+        listener.shutdown(socket.SHUT_RDWR)  # Ends the wait for a client that gave up before it connected.
         thread.join()
 
 

@@ -103,6 +103,7 @@ class FileSystem:
     def require_mount(self, path: str) -> None:
         """Raise OSError if the mount above a path that `rooted` found is gone; the volume is not asked."""
         above = max((each for each in self._mounts if f"{path}/".startswith(f"{each}/")), default="")
+        # Both lead to the path, so the mount point that comes first in order is the one further up.
         if above and mount_of(path).point < above:
             raise OSError(errno.ENOTCONN, f"{above} is not mounted any more: mount the volume again", path)
 

@@ -54,7 +54,7 @@ class PassThrough(Operations):
         return number
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        # An open file says how it is even while nobody can look anything up. The root has a switch of its own.
+        # The attributes of an open file are known even while lookups hang. The root has a switch of its own.
         if fh is None:
             self._gate("lookup" if path != "/" else "root")
         status = os.lstat(self._at(path)) if fh is None else os.fstat(fh)
