@@ -24,7 +24,7 @@ sizes() { echo "{$fewer\"single_repetitions\":1,\"bursts\":$bursts,\"single_toke
 # play VOLUME SIZES MORE...
 play() {
   python3 e2e/bench/traffic.py --device "$device" --out "$out" --work "$work/$part" --variant "$part" \
-    --time-limit $((limit - SECONDS)) --volume "$1" --sizes "$2" "${@:3}"
+    --time-limit $((limit - SECONDS)) --volume "$1" --sizes "$2" --engine "${ENGINE:-{\}}" "${@:3}"
 }
 
 for part; do

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE_ELEMENTS: Final = 1024
-"""Numbers whose error is measured together: the vectors of some tokens, so the keys' rotated part is always among
-them."""
+"""Numbers whose error is measured together: the vectors of some tokens, with the rotated part of their keys."""
 PART_PIECES: Final = 32
 """Pieces of a part."""
 _PARTS_AT_ONCE: Final = 8

@@ -57,8 +57,7 @@ logger = init_logger("vllm.kvtier.releases")
 PROMPTS: Final = 3
 """So many prompts must agree."""
 MOST_PROMPTS: Final = 256
-"""After so many prompts without enough blocks to compare, the release gets a generation of its own: its engines store
-nothing until it is decided."""
+"""After so many prompts without enough blocks to compare, the release gets a generation of its own."""
 SAMPLES_OF_PROMPT: Final = 4
 """Blocks of a prompt that are compared at most."""
 _WAITING = 4

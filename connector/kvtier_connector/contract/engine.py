@@ -111,11 +111,9 @@ class ConnectorConfig:
     tenant_from: str = "None"
     """One of `TENANT_SOURCES`."""
     live_file: str = ""
-    """Path of the mounted file with what may change while engines run, see `encode_live`; empty means ReadWrite for
-    ever."""
+    """Path of the mounted file with what may change while engines run, see `encode_live`. Empty: ReadWrite."""
     state_dir: str = ""
-    """Directory of the pod in which an engine says, for its startup probe, whether it serves with the volume; empty
-    without such a probe."""
+    """Directory of the pod where an engine tells its startup probe whether it serves with the volume, or empty."""
     attach_grace_seconds: float = 60.0
     """A volume that has not answered an engine for so long after it was first asked holds it back no longer: it serves
     without, until the volume answers."""

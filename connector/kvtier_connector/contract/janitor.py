@@ -82,8 +82,7 @@ class JanitorConfig:
     sweep_seconds: float = 5.0
     """How often journals are read and the budget is compared."""
     verify_seconds: float = 3600.0
-    """Every directory of blocks is listed once in this time, which finds blocks and half-written files that no journal
-    tells of."""
+    """Every directory of blocks is listed once in this time, which finds what no journal tells of."""
 
     lease_name: str = ""
     """Name of the Lease by which one janitor is active at a time; empty runs alone."""

@@ -31,8 +31,7 @@ _PORTION = 4
 _CRITICAL_SHARE = 0.5
 """Share of the wanted free bytes below which engines must stop storing: eviction alone does not keep up."""
 _MOST_QUOTAS = 256
-"""Tenants brought down to their quotas in one decision, since each costs a pass over all blocks; the next decision
-takes the next ones."""
+"""Tenants brought down to their quotas in one decision: each costs a pass over all blocks."""
 
 
 class EvictionReason(enum.Enum):

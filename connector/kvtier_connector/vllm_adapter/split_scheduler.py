@@ -52,6 +52,8 @@ class AdmittingScheduler(KVTierScheduler):
     """Whether requests may compute before their loads are reported; `SyncSplitScheduler` says so."""
     most_wait_seconds = 0.008
     """A step waits so long for copies that begin with it."""
+    least_store_seconds = 0.002
+    """Stores are copied for so long in each step, which hardly a step of an answer is shorter than."""
 
     @override
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,8 +75,6 @@ class AdmittingScheduler(KVTierScheduler):
         """When all copies are expected to end that were begun."""
         self._storing = Rate()
         """Bytes a second that a worker copies from the GPU to the CPU tier."""
-        self._unstored = 0
-        """Chunks whose copies to the CPU tier begin with the next step."""
         self._is_urgent = False
 
     @property
@@ -175,9 +175,10 @@ class AdmittingScheduler(KVTierScheduler):
         made = super().build_connector_meta(scheduler_output)
         made.waited, self._waited = self._waited, {}
         self._expect_copies(made, begin)
-        seconds = rates.prefill.seconds(sum(scheduler_output.num_scheduled_tokens.values()))
-        made.is_short = seconds < self._storing.seconds(self._unstored * self._worker_bytes)
-        self._unstored = sum(len(self._jobs[job_id].keys) for job_id in made.store_jobs)
+        tokens = sum(scheduler_output.num_scheduled_tokens.values())
+        if tokens and self._storing.value:
+            seconds = max(self.least_store_seconds, rates.prefill.seconds(tokens))
+            made.store_chunks = max(1.0, seconds * self._storing.value / self._worker_bytes)
         return made
 
     @override

@@ -36,6 +36,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
+from kvtier_connector.cascade.rates import Rate
+
 BLOCK_TOKENS = 16
 LANES = 32
 PAGE_BYTES = BLOCK_TOKENS * LANES * 8
@@ -97,6 +99,14 @@ class Shape:
     """Whether every hit that can be split is: heads of a few chunks at a time, tails of any rate."""
     is_async: bool = False
     """Whether a step is scheduled before the output of the one before it is there."""
+
+
+class FixedRate(Rate):
+    """A rate that is not measured."""
+
+    @override
+    def observe(self, units: float, seconds: float) -> None:
+        """Measure nothing."""
 
 
 class SlowCopies(OffloadingWorker):

@@ -15,6 +15,7 @@ from random import Random
 from typing import ClassVar
 
 from engine_fleet import Engines
+from engine_parts import FixedRate
 from engine_rig import SimulatedEngine
 from rig import Rigs
 
@@ -70,6 +71,8 @@ class RandomOperations(ABC):
 
     def have_copies_lag(self) -> None:
         self.engine.copies.lag = self.random.randint(0, 4)
+        # One chunk of the stores with each step, or all of them.
+        self.engine.side._storing = self.random.choice([FixedRate(), FixedRate(1.0)])
 
     def reset_caches(self) -> None:
         has_connector = self.random.choice([True, False])

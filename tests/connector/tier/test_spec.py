@@ -304,47 +304,19 @@ def test_a_layer_without_a_canonical_page_and_a_transfer_of_other_chunks_are_ref
             locate(gpu, np.array(chunks, dtype=np.int32), 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "fails", "expected"),
-    [
-        ((64, 64, True, None), "never", ["engine", "kernel", "kernel"]),
-        ((64, 64, True, None), "once", ["engine", "engine", "kernel"]),
-        *(((64, 64, True, None), "at first", ["engine"] * 3), ((60, 64, True, None), "never", ["engine"] * 3)),
-        *(((56, 60, True, None), "never", ["engine"] * 3), ((64, 64, False, None), "never", ["engine"] * 3)),
-        ((64, 64, True, []), "never", ["engine"] * 3),
-    ],
-)
-def test_stores_are_copied_by_the_kernel_in_short_steps_if_it_can(
-    monkeypatch: pytest.MonkeyPatch, layout: tuple[int, int, bool, list[object] | None], fails: str, expected: list[str]
-) -> None:
-    (page_bytes, row_bytes, is_pinned, plans), zeros = layout, torch.zeros
-    copied, made, failures = [], [], ["once"]
-
-    def copy_by_kernel(src: torch.Tensor | None, *_: object, **__: object) -> None:
-        if fails == ("at first" if src is not None else failures and failures.pop()):
-            raise RuntimeError("no compiler, or no memory")
-        copied.append("kernel") if src is None else made.append(len(src))
-
-    monkeypatch.setattr(spec, "HAS_TRITON", True)
+def test_all_copies_of_a_direction_go_by_one_stream_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: made.append(priority) or len(made))
+    worker = SimpleNamespace(_store_handler=SimpleNamespace(), _load_handler=SimpleNamespace())
+    spec._use_one_stream(worker)
+    assert not made
     monkeypatch.setattr(spec.current_platform, "is_cuda", lambda: True)
-    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, **_: zeros(*size, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(spec, "swap_blocks_batch", copy_by_kernel)
-    stores = SimpleNamespace(
-        _swap_blocks_batch=lambda *_, **__: copied.append("engine"),
-        _canonical_copy_plans=plans,
-        layer_refs_per_group=[[CanonicalKVCacheRef(0, 8)], [CanonicalKVCacheRef(0, page_bytes)]],
-        src_tensors=[torch.zeros((4, 64), dtype=torch.int8)],
-        dst_tensors=[torch.zeros((2, 2 * row_bytes), dtype=torch.int8)],
-        dst_blocks_per_chunk=2,
-    )
-    worker = SimpleNamespace(_store_handler=stores, _mmap_region=SimpleNamespace(is_pinned=is_pinned))
-    spec._offer_kernel(worker, iter([False, True, True]).__next__)
-    # Numbers that 16 divides, and others, are compiled apart.
-    assert made == ([] if expected == ["engine"] * 3 else [16, 17])
-    for _ in range(3):
-        stores._swap_blocks_batch(None, None, None, is_src_access_order_any=False)
-    assert copied == expected
+    spec._use_one_stream(worker)
+    # Streams of another priority share no queue with the one that computes.
+    assert made == [-1, -1]
+    for number, handler in enumerate((worker._store_handler, worker._load_handler), 1):
+        handler._stream_pool.append(9)
+        assert [handler._stream_pool.pop() if handler._stream_pool else None for _ in range(2)] == [number, number]
 
 
 def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:

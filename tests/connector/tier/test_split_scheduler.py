@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from engine_fleet import Engines
-from engine_parts import BLOCK_TOKENS, IMAGE_TOKENS, Shape, answer_of, prompt_of
+from engine_parts import BLOCK_TOKENS, IMAGE_TOKENS, FixedRate, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
 from rig import keys, wait_until
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -362,20 +362,38 @@ def test_others_compute_while_the_end_of_a_tail_is_copied_and_none_takes_the_sea
     second.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("prefill", "storing", "is_short"), [(1.0, 1e18, False), (1e9, 1.0, True), (1e9, 0.0, True)])
-def test_a_step_is_short_that_ends_before_the_stores_that_begin_with_it(
-    engines: Engines, prefill: float, storing: float, is_short: bool
+@pytest.mark.parametrize(
+    ("prefill", "storing", "chunks"), [(1e-3, 1.0, 1e3), (1e9, 1500.0, 3.0), (1e9, 1e-3, 1.0), (1e9, 0.0, math.inf)]
+)
+def test_a_step_begins_stores_that_are_copied_while_it_computes(
+    engines: Engines, prefill: float, storing: float, chunks: float
 ) -> None:
     engine = engines.make(SHAPE)
     engine.add("stores", prompt_of(2), answer=8)
     while not engine.step().num_scheduled_tokens:
         engine.wait_for_lookup()
-    found = []
-    for _ in range(2):
-        engine.tier.rates.prefill.value, engine.side._storing.value = prefill, storing
-        found.append(engine.step().kv_connector_metadata.is_short)
-    # Nothing is stored with the second one; of a rate that is not known that makes no difference.
-    assert found == [is_short, is_short and not storing]
+    engine.tier.rates.prefill, engine.side._storing = FixedRate(prefill), FixedRate(storing * engine.side._worker_bytes)
+    assert engine.step().kv_connector_metadata.store_chunks == pytest.approx(chunks)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("windows", [(None,), (None, 2 * BLOCK_TOKENS)])
+def test_stores_that_take_longer_than_a_step_are_copied_in_parts(
+    engines: Engines, windows: tuple[int | None, ...], *, flushed: bool
+) -> None:
+    engine = engines.make(replace(SHAPE, windows=windows, is_splitting=False, blocks_per_chunk=2))
+    engine.side._storing = FixedRate(1.0)
+    submit, sizes = engine.copies.submit_store, list[int]()
+    engine.copies.submit_store = lambda *order: sizes.append(len(order[2].block_ids)) or submit(*order)  # type: ignore[method-assign]  # it calls the real one
+    engine.add("stores", prompt_of(8), answer=12)
+    engine.run(lambda: bool(sizes))
+    if flushed:
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.run()
+    # Parts of one request alone, and only while there is time.
+    assert (max(sizes) == 1) is (len(windows) == 1 and not flushed)
+    assert engine.metric("vllm:kvtier_disk_written_blocks") >= len(sizes) // 2
+    engine.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("is_splitting", [True, False])
