@@ -30,7 +30,7 @@ from kvtier_connector.cascade import drain
 from kvtier_connector.cascade.drain import Drain
 from kvtier_connector.contract.engine import SUPPORTED_VLLM, vllm_release
 from kvtier_connector.pod_tools.ready import why_not_decided
-from kvtier_connector.vllm_adapter import connector, metrics
+from kvtier_connector.vllm_adapter import connector, metrics, offloading_connector
 from kvtier_connector.vllm_adapter.connector import choose, idle_connector
 from kvtier_connector.vllm_adapter.fingerprint import Declared
 from kvtier_connector.vllm_adapter.offloading_connector import KVTierConnector
@@ -393,3 +393,14 @@ def test_what_was_lost_and_is_written_after_all_is_told_once(caplog: pytest.LogC
     assert len(told) == 2
     assert "0 blocks written, 2 lost" in told[0]
     assert "1 blocks written, 6 lost" in told[1]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("LlamaForCausalLM", "BLHNC"), ("MiniMaxM3SparseForCausalLM", "LBHNC")])
+def test_kv_lies_by_layer_where_a_kernel_of_vllm_expects_that(
+    monkeypatch: pytest.MonkeyPatch, name: str, layout: str
+) -> None:
+    monkeypatch.setattr(offloading_connector.current_platform, "is_cpu", lambda: False)
+    config = engine_config()
+    config.model_config = SimpleNamespace(architectures=[name])
+    config.attention_config = SimpleNamespace(hisparse_config=None)
+    assert KVTierConnector.get_required_kvcache_layout(config) == layout
