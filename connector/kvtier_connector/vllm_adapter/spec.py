@@ -122,8 +122,7 @@ class _OneStream(list[Any]):
 def _use_one_stream(worker: Any) -> None:
     """Have all copies of a direction go by one stream of the GPU, of a priority of its own.
 
-    A GPU has eight queues for its streams. Where each copy has a stream and waits for the one before, some share the
-    queue of the stream that computes, and no step begins before they do: 10 to 20 ms behind a dozen stores.
+    A GPU has eight queues for its streams: of a dozen that wait for each other, some hold up the stream that computes.
     """
     for handler in (getattr(worker, name, None) for name in ("_store_handler", "_load_handler")):
         if handler is not None and current_platform.is_cuda():
