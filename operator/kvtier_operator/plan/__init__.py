@@ -250,11 +250,11 @@ def make_generation(spec: TierSpec, tier: TierRef, decisions: Decisions) -> Cach
 def _refuse_block_tokens(spec: TierSpec) -> Refusal | None:
     """Refuse what vLLM would refuse at startup: a file must hold whole blocks of the engine."""
     asked, kv = spec.disk.block_tokens, decided.kv_of(spec)
-    if asked is not None and has_uneven_heads(decided.config_of(spec) or {}):
+    if asked is not None and has_uneven_heads(decided.config_of(spec) or {}, spec.engine.tensor_parallel):
         return Refusal(
             Reason.BLOCKS_NOT_WHOLE,
-            "spec.disk.blockTokens: some layers of this model have larger heads than others and so smaller "
-            "blocks, which vLLM takes no one number for: leave it out",
+            "spec.disk.blockTokens: some layers of this model have larger heads than others, or more of them, and so "
+            "smaller blocks, which vLLM takes no one number for: leave it out",
         )
     if asked is None or isinstance(kv, KvUnknown) or kv.block_tokens is None or asked % kv.block_tokens == 0:
         return None

@@ -382,14 +382,15 @@ def attention_heads(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def has_uneven_heads(config: Mapping[str, Any]) -> bool:
-    """Tell whether some layers have heads of another size, and so blocks of other numbers of tokens."""
+def has_uneven_heads(config: Mapping[str, Any], ranks: int = 1) -> bool:
+    """Tell whether a rank has other heads in some layers, and so blocks of other numbers of tokens."""
     model = language_config(config)
-    layers = model.get("per_layer_config")
-    by_layer = layers.values() if isinstance(layers, Mapping) else ()
+    by_layer = layers.values() if isinstance(layers := model.get("per_layer_config"), Mapping) else ()
     others = [each.get("head_dim") for each in by_layer if isinstance(each, Mapping)]
     others += [model.get("swa_head_dim"), model.get("global_head_dim")]
-    return any(other not in (None, model.get("head_dim")) for other in others)
+    names = ("num_key_value_heads", "swa_num_key_value_heads")
+    heads = {max(1, model[name] // ranks) for name in names if isinstance(model.get(name), int)}
+    return len(heads) > 1 or any(other not in (None, model.get("head_dim")) for other in others)
 
 
 def _head_size(config: Mapping[str, Any]) -> tuple[int, str]:
