@@ -115,8 +115,7 @@ class ConnectorConfig:
     state_dir: str = ""
     """Directory of the pod where an engine tells its startup probe whether it serves with the volume, or empty."""
     attach_grace_seconds: float = 60.0
-    """A volume that has not answered an engine for so long after it was first asked holds it back no longer: it serves
-    without, until the volume answers."""
+    """A volume that has not answered for so long since it was first asked holds no engine back any longer."""
 
     min_tokens: int = 0
     """Hits of fewer tokens are computed; 0 is no such limit."""

@@ -64,6 +64,8 @@ class KVTierManager(TieringOffloadingManager):
         """The hits whose heads are computed while they are read."""
         self.is_gpu_empty: Callable[[], bool] = lambda: True
         """Whether the GPU holds no block of any request, and none to share."""
+        self.spoilt: set[OffloadKey] = set()
+        """Chunks under way to the CPU tier whose blocks may hold something else by now."""
         self.count_work: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """How many tokens the engine computes before those of a request that is asked for now."""
 
@@ -201,6 +203,12 @@ class KVTierManager(TieringOffloadingManager):
             # Nor whatever vLLM would store of it apart from its chunks: states, and the end of a prompt.
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         return super().prepare_store(keys, req_context)
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        is_right = success and self.spoilt.isdisjoint(keys)
+        self.spoilt.difference_update(keys)
+        super().complete_store(keys, req_context, is_right)
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

@@ -106,6 +106,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # vLLM lets others go on when the piece with their chunk is copied; they can share it when the request goes on.
         self._chunks_being_loaded = None
         self._scheduler = find_caller("_preempt_request")
+        self._is_zeroing = kv_cache_config.needs_kv_cache_zeroing
         self.is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
         self._loading: dict[OffloadKey, Load] = {}
         """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
@@ -290,6 +291,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         made = super().build_connector_meta(scheduler_output)
         assert isinstance(made, OffloadingConnectorMetadata)
         jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
+        if self._is_zeroing:
+            # vLLM's runner zeroes new blocks before it has workers copy what lay in them.
+            flushed = (job.keys for each in jobs[2] if (job := self._jobs.get(each)) and job.is_store)
+            self.manager.spoilt.update(*flushed)
         # A step that neither computes nor loads may lie before the update of the weights that all was reset for.
         is_due = scheduler_output.num_scheduled_tokens or jobs[0]
         asked = self._weights.ask() if self._is_reset and is_due else 0

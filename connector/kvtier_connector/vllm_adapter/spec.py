@@ -6,7 +6,9 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,26 +109,14 @@ class KVTierSpec(TieringOffloadingSpec):
         return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
 
 
-class _OneStream(list[Any]):
-    """vLLM's pool of streams for the copies of one direction, with a single one: they are done one after the other."""
-
-    @override
-    def pop(self, *_: Any) -> Any:
-        return self[0]
-
-    @override
-    def append(self, *_: Any) -> None:
-        """Keep the one stream."""
-
-
 def _use_one_stream(worker: Any) -> None:
     """Have all copies of a direction go by one stream of the GPU, of a priority of its own.
 
     A GPU has eight queues for its streams: of a dozen that wait for each other, some hold up the stream that computes.
     """
-    for handler in (getattr(worker, name, None) for name in ("_store_handler", "_load_handler")):
-        if handler is not None and current_platform.is_cuda():
-            handler._stream_pool = _OneStream([torch.cuda.Stream(priority=-1)])  # noqa: SLF001 - vLLM offers no choice
+    for handler in (worker._store_handler, worker._load_handler) if current_platform.is_cuda() else ():  # noqa: SLF001 - no choice
+        take = functools.partial(lambda stream: stream, torch.cuda.Stream(priority=-1))
+        handler._stream_pool = SimpleNamespace(pop=take, append=lambda _: None, clear=lambda: None)  # noqa: SLF001 - as above
 
 
 def _clear_stale_regions() -> None:

@@ -319,33 +319,7 @@ def test_the_pieces_do_not_matter(algorithm: Algorithm, cuts: list[int]) -> None
     assert hasher.digest() == checksum(memoryview(FROZEN_DATA), algorithm)
 
 
-WITHOUT = """
-import sys
-sys.modules["cryptography"] = None
-from pathlib import Path
-from kvtier_connector.store.blockstore import BlockStore, Hit, Stored, StoreFault
-from kvtier_connector.store.header import DEFAULT_ALGORITHM, Algorithm
-from kvtier_connector.store.header import Fault
-from kvtier_connector.store.layout import BlockKey, block_path
-root, data, payload = Path(sys.argv[1]), Path(sys.argv[2]), memoryview(bytes(index * 7 % 256 for index in range(8192)))
-of, into = BlockKey(bytes(range(32)), 3, "acme"), memoryview(bytearray(8192))
-store = BlockStore(root, direct=False)
-assert DEFAULT_ALGORITHM is Algorithm.BLAKE3_256
-assert isinstance(store.put(of, payload), Stored)
-assert isinstance(store.get(of, into), Hit) and into == payload
-(root / block_path(of)).write_bytes((data / "block_v4_gmac.kvb").read_bytes())
-assert store.get(of, into) is Fault.ALGORITHM
-assert isinstance(store.put(of, payload), Stored)
-(root / block_path(of)).write_bytes((data / "block_v4_encrypted.kvb").read_bytes())
-(root / "keys").mkdir()
-(root / "keys" / "k1").write_bytes(bytes(range(32)))
-store = BlockStore(root, direct=False, keys_dir=str(root / "keys"))
-store.keyring.active_name = "k1"
-assert store.get(of, into) is Fault.KEY_MISSING
-assert store.put(of, payload) is StoreFault.NO_KEY
-assert "cryptography" in store.keyring.problem
-assert (root / block_path(of)).exists()
-"""
+WITHOUT = TABLES["without"]
 
 
 def test_without_the_library_blocks_are_written_with_the_other_checksum_and_never_in_clear(tmp_path: Path) -> None:

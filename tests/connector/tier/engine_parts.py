@@ -99,6 +99,8 @@ class Shape:
     """Whether every hit that can be split is: heads of a few chunks at a time, tails of any rate."""
     is_async: bool = False
     """Whether a step is scheduled before the output of the one before it is there."""
+    is_zeroing: bool = False
+    """Whether new blocks are zeroed, which vLLM's runner does before the connector hears of the step."""
 
 
 class FixedRate(Rate):

@@ -96,6 +96,10 @@ class _Batch:
     """By request that was computed upon other bytes than it wrote or loads, what these were."""
 
 
+class ZeroedKVCacheConfig(KVCacheConfig):
+    needs_kv_cache_zeroing = True
+
+
 class SimulatedEngine:
     """One engine. `step` may be called at any time; `close` at the end."""
 
@@ -113,7 +117,8 @@ class SimulatedEngine:
         size = shape.gpu_blocks * PAGE_BYTES
         # Groups share the memory, as vLLM has them do: a block belongs to one of them at a time.
         tensors = [KVCacheTensor(size, group.layer_names, layer_stride=0, block_stride=PAGE_BYTES) for group in groups]
-        kv_config = KVCacheConfig(shape.gpu_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
+        config_class = ZeroedKVCacheConfig if shape.is_zeroing else KVCacheConfig
+        kv_config = config_class(shape.gpu_blocks, tensors, groups, hash_block_size=BLOCK_TOKENS)
         self.gpu = np.full((shape.gpu_blocks, BLOCK_TOKENS, LANES), RUBBISH, dtype=np.uint64)
         layers = torch.from_numpy(self.gpu.view(np.float32)).view(shape.gpu_blocks, 2, BLOCK_TOKENS, 1, LANES)
         # The worker first, as in an engine.
@@ -303,6 +308,7 @@ class SimulatedEngine:
         if batch.made is not None:
             return
         output, metadata = batch.output, batch.output.kv_connector_metadata
+        self.gpu[batch.fresh if self.shape.is_zeroing else []] = RUBBISH
         self.worker.handle_preemptions(metadata)
         # As vLLM's runner does, before its forward pass and before it tells the connector what to do.
         running = [part.request.lora_request for part in batch.parts.values()]

@@ -457,7 +457,7 @@ SHAPES = {
         is_splitting=True, gpu_blocks=36, cpu_chunks=6, most_running=3, most_tokens=64
     ),
     "split with long chunks": Shape(is_splitting=True, blocks_per_chunk=3, cpu_chunks=10, most_tokens=128),
-    "sliding window": Shape(windows=(None, WINDOW_TOKENS), gpu_blocks=120, cpu_chunks=24),
+    "sliding window": Shape(windows=(None, WINDOW_TOKENS), gpu_blocks=120, cpu_chunks=24, is_zeroing=True),
     "sliding window with long chunks": Shape(
         windows=(None, WINDOW_TOKENS), blocks_per_chunk=3, gpu_blocks=120, cpu_chunks=12
     ),

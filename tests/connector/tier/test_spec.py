@@ -316,7 +316,7 @@ def test_all_copies_of_a_direction_go_by_one_stream_of_a_gpu(monkeypatch: pytest
     assert made == [-1, -1]
     for number, handler in enumerate((worker._store_handler, worker._load_handler), 1):
         handler._stream_pool.append(9)
-        assert [handler._stream_pool.pop() if handler._stream_pool else None for _ in range(2)] == [number, number]
+        assert [handler._stream_pool and handler._stream_pool.pop() for _ in range(2)] == [number, number]
 
 
 def test_an_error_that_is_not_of_shared_memory_passes(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
