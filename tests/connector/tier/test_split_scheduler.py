@@ -396,14 +396,17 @@ def test_stores_that_take_longer_than_a_step_are_copied_in_parts(
     engine.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("is_held", [True, False])
 @pytest.mark.parametrize("windows", [(None,), (None, 2 * BLOCK_TOKENS)])
-def test_no_block_is_stored_that_was_zeroed_before(engines: Engines, windows: tuple[int | None, ...]) -> None:
+def test_no_zeroed_block_is_stored(engines: Engines, windows: tuple[int | None, ...], *, is_held: bool) -> None:
     engine = engines.make(Shape(windows=windows, gpu_blocks=40 * len(windows), cpu_chunks=256, is_zeroing=True))
-    engine.tier.rates.prefill, engine.side._storing = FixedRate(1e12), FixedRate(1.0)
-    engine.add("first", prompt_of(16, seed=1), answer=3)
+    engine.tier.rates.prefill, engine.side._storing = FixedRate(1e12), FixedRate(float(is_held))
     engine.add("answers on", prompt_of(2, seed=3), answer=40)
-    engine.run(lambda: "first" in engine.answers)
-    engine.step()
+    engine.run(lambda: engine.computed.get("answers on", 0) > 0)
+    engine.add("first", prompt_of(16, seed=1), answer=3 if is_held else 1)
+    if is_held:
+        engine.run(lambda: "first" in engine.answers)
+        engine.step()
     engine.add("second", prompt_of(34, seed=2), answer=1)
     engine.run()
     for seed, chunks in ((1, 16), (2, 34)):
