@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
 _NAMES: Final = {
@@ -90,8 +91,7 @@ def is_in_memory(device: int) -> bool:
 
 def _mount_table() -> str:
     try:
-        with open("/proc/self/mountinfo", "rb") as mounts:  # noqa: PTH123 - one file
-            return mounts.read().decode(errors="replace")
+        return Path("/proc/self/mountinfo").read_bytes().decode(errors="replace")
     except OSError:
         return ""
 

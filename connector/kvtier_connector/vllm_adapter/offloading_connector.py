@@ -100,7 +100,7 @@ class KVTierConnector(OffloadingConnector):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
         """Prefer all layers of a block side by side: then a block is one copy instead of one for each layer.
 
-        vLLM keeps to what the backend can do. The canonical layout and its kernel for MiniMax-M3's index go by layer.
+        vLLM keeps to what the backend can do. Its canonical layout, and its kernel for MiniMax-M3's index, go by layer.
         """
         transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
         is_canonical = transfer is not None and transfer.kv_connector_extra_config.get("canonical_layout")

@@ -6,7 +6,7 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 
 from __future__ import annotations
 
-import functools
+import itertools
 from contextlib import AbstractContextManager, ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -114,9 +114,9 @@ def _use_one_stream(worker: Any) -> None:
 
     A GPU has eight queues for its streams: of a dozen that wait for each other, some hold up the stream that computes.
     """
-    for handler in (worker._store_handler, worker._load_handler) if current_platform.is_cuda() else ():  # noqa: SLF001 - no choice
-        take = functools.partial(lambda stream: stream, torch.cuda.Stream(priority=-1))
-        handler._stream_pool = SimpleNamespace(pop=take, append=lambda _: None, clear=lambda: None)  # noqa: SLF001 - as above
+    for handler in (worker._store_handler, worker._load_handler) if current_platform.is_cuda() else ():  # noqa: SLF001 - no option
+        streams = itertools.repeat(torch.cuda.Stream(priority=-1))
+        handler._stream_pool = SimpleNamespace(pop=streams.__next__, append=lambda _: None, clear=lambda: None)  # noqa: SLF001 - as above
 
 
 def _clear_stale_regions() -> None:

@@ -550,7 +550,7 @@ def test_a_session_that_goes_on_waits_for_nobody_behind_it(engines: Engines, fs:
     second.add("session", prompt_of(2, seed=7), resumable=True, kvtier_load=False)
     second.run(lambda: "session" in second.answers)
     second.copies.lag, second.side.is_splitting = 4, False
-    second.manager.give_up_late = lambda _: None  # type: ignore[method-assign]  # on a busy machine
+    second.manager.give_up_late = lambda _: None  # type: ignore[method-assign]  # however busy the machine is
     second.add("loads", [*OTHER[: 4 * BLOCK_TOKENS], *prompt_of(9, seed=5)])
     fs.give(4)
     second.run(lambda: second.is_loading("loads"))
