@@ -418,10 +418,8 @@ def _settings(options: argparse.Namespace, work: Path, volume: Path) -> Settings
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 64,
             "gpu_memory_utilization": 0.9,
-            # Decode steps are CUDA graphs, vLLM's default, so that the GPU is the limit. The model is not compiled, so
-            # that engines start sooner; `--engine` has it compiled.
+            # The model is compiled and steps are CUDA graphs, as vLLM does by default.
             "enforce_eager": False,
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         }
     # Spawned processes have the path of this one, and what they start has the environment's.
     os.environ.update(

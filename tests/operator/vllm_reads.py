@@ -38,13 +38,15 @@ def describe(transfer: KVTransferConfig) -> dict[str, Any]:
     """Return what the engine would make of one connector, children included."""
     extra = transfer.kv_connector_extra_config
     try:
-        name = KVConnectorFactory.get_connector_class(transfer).__name__
+        made = KVConnectorFactory.get_connector_class(transfer)
+        name, has_whole_graphs = made.__name__, not made.requires_piecewise_for_cudagraph(extra)
         hybrid_kv = KVConnectorFactory.supports_hma_config(transfer)
     except ModuleNotFoundError as error:
         # vLLM knows the connector, and its module is written against a package that is not installed here.
-        name, hybrid_kv = f"needs {error.name}", None
+        name, has_whole_graphs, hybrid_kv = f"needs {error.name}", None, None
     found: dict[str, Any] = {
         "class": name,
+        "whole_graphs": has_whole_graphs,
         "hybrid_kv": hybrid_kv,
         "role": transfer.kv_role,
         "policy": transfer.kv_load_failure_policy,

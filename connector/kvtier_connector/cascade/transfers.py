@@ -3,14 +3,16 @@
 
 vLLM orders transfers of many chunks; the I/O workers know single ones. Each chunk ends once, with an outcome that is
 counted, remembered and, where the janitor must know, noted for it; its transfer is reported with the last. The write of
-a chunk that failed or was refused is deferred, and is tried again while the CPU tier has the chunk. The scheduler's
-thread only.
+a chunk that failed or was refused is deferred, and is tried again while the CPU tier has the chunk. No request waits
+for a store, and each step waits for what is done here. So a few stores begin and end with each step, see `catch_up`.
+The scheduler's thread only.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -133,7 +135,11 @@ class Transfers:
         self._transfers: dict[int, _Transfer] = {}
         self._tasks: dict[int, _Transfer] = {}
         self._stores_of: Counter[str] = Counter()
-        """By request, how many of the transfers are stores of it."""
+        """By request, how many stores of it have not ended."""
+        self._ordered: deque[tuple[TransferJob, str | None]] = deque()
+        """Stores that have not begun, with why nothing was written when vLLM ordered them."""
+        self._written: deque[Done] = deque()
+        """Ends of chunks of stores, until they are taken in."""
         self._next_task = 0
         self._landed: list[Landed] = []
         self._finished: list[JobResult] = []
@@ -152,7 +158,7 @@ class Transfers:
 
     def __len__(self) -> int:
         """Return how many transfers have not ended."""
-        return len(self._transfers)
+        return len(self._transfers) + len(self._ordered)
 
     def observe(self, now: float) -> None:
         """Set the metrics of what has not ended; `now` is on `time.monotonic`."""
@@ -163,7 +169,7 @@ class Transfers:
         stats.set(metrics.OLDEST_JOB_SECONDS, now - oldest)
 
     def is_storing(self, context: ReqContext) -> bool:
-        """Say whether chunks of a request are being written."""
+        """Say whether chunks of a request are being written, or are about to be."""
         return context.req_id in self._stores_of
 
     def load(self, order: TransferJob, *, is_urgent: bool) -> None:
@@ -187,39 +193,32 @@ class Transfers:
             [number for each in loads for number, key in each.tasks.items() if key in wanted]
         )
 
-    def store(self, order: TransferJob, *, refusal: str | None, is_retry: bool = False) -> None:
-        """Write chunks to the volume.
+    def store(self, order: TransferJob, *, refusal: str | None) -> None:
+        """Write chunks to the volume soon, see `catch_up`; `refusal` says why none is written at present."""
+        self._note_store(order)
+        self._ordered.append((order, refusal))
 
-        Args:
-            order: vLLM's.
-            refusal: Why nothing is written at present; None if chunks are.
-            is_retry: Whether `peek_deferred` named the chunks, and nothing was computed.
-        """
-        transfer = self._open(order)
-        transfer.is_retry = is_retry
-        request = self._requests.of(order.req_context)
-        self.storing += len(transfer.tasks)
-        if not is_retry:
-            refusal = request.refusal or refusal
-        tasks = []
-        for (number, key), row in zip(list(transfer.tasks.items()), order.chunk_ids.tolist(), strict=True):
-            block = self._deferred.get(key) or _Deferred(request.block_key(key), request.lineage(key), time.monotonic())
-            transfer.blocks[key] = block
-            if not (is_retry or self._reuse.is_due(key)):
-                if refusal in _NEVER_AGAIN:
-                    self._unreused.pop(key, None)
-                else:
-                    keep_last(self._unreused, key, block, most=MOST_DEFERRED)
-                self.end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
-                continue
-            # Others behind it are tried before it is again: a tenant over its quota holds up no other.
-            keep_last(self._deferred, key, block, most=MOST_DEFERRED)
-            if refusal is None:
-                since = min(block.since, self._attachment.looked_at)
-                tasks.append((number, Task(Lane.STORE, block.name, row, block.lineage, since)))
+    def retry(self, order: TransferJob, *, refusal: str | None) -> None:
+        """Write chunks that `peek_deferred` named, for which nothing was computed now."""
+        self._note_store(order)
+        self._begin_store(order, refusal, is_retry=True)
+
+    def take(self, done: Iterable[Done]) -> None:
+        """Take in the ends of chunks: of loads at once, of stores with `catch_up`."""
+        for each in done:
+            if self._tasks[each.task].order.is_promotion:
+                self._end(each)
             else:
-                self.end(Done(number, Refused(refusal), 0.0))
-        self._attachment.workers.submit(tasks)
+                self._written.append(each)
+
+    def catch_up(self, chunks: int) -> None:
+        """Take in the ends of so many chunks of stores at most, and begin stores until they have as many chunks."""
+        for _ in range(min(chunks, len(self._written))):
+            self._end(self._written.popleft())
+        while self._ordered and chunks > 0:
+            order, refusal = self._ordered.popleft()
+            self._begin_store(order, refusal)
+            chunks -= len(order.keys)
 
     def note_request(self, keys: Collection[OffloadKey]) -> None:
         """Count a request that asks for chunks; those that enough have asked for by now are written soon."""
@@ -238,17 +237,6 @@ class Transfers:
         """Drop chunks that the CPU tier no longer has."""
         for key in keys:
             self._deferred.pop(key, None)
-
-    def end(self, done: Done) -> None:
-        """Count how a chunk ended, and its transfer with the last one."""
-        transfer = self._tasks.pop(done.task)
-        key = transfer.tasks.pop(done.task)
-        if transfer.order.is_promotion:
-            self._end_load(transfer, key, done)
-        else:
-            self._end_store(transfer, key, done)
-        if not transfer.tasks:
-            self._close(transfer)
 
     def take_landed(self) -> Sequence[Landed]:
         """Return the chunks of loads that ended since the last call."""
@@ -277,6 +265,7 @@ class Transfers:
             return
         if self.storing:
             self._cause = metrics.SHUTDOWN
+            self._refuse_ordered(metrics.SHUTDOWN)
             self._attachment.workers.cancel(
                 [number for number, each in self._tasks.items() if not each.order.is_promotion]
             )
@@ -286,12 +275,46 @@ class Transfers:
     def withdraw(self, cause: str) -> None:
         """Cancel all tasks: each still ends, once no I/O worker touches its row."""
         self._cause = cause
+        self._refuse_ordered(cause)
         self._attachment.workers.cancel(list(self._tasks))
+
+    def _refuse_ordered(self, cause: str) -> None:
+        self._ordered = deque((order, cause) for order, _ in self._ordered)
+        self.catch_up(sys.maxsize)
+
+    def _note_store(self, order: TransferJob) -> None:
+        self.storing += len(order.keys)
+        self._stores_of[order.req_context.req_id] += 1
+
+    def _begin_store(self, order: TransferJob, refusal: str | None, *, is_retry: bool = False) -> None:
+        transfer = self._open(order)
+        transfer.is_retry = is_retry
+        request = self._requests.of(order.req_context)
+        if not is_retry:
+            refusal = request.refusal or refusal
+        tasks = []
+        for (number, key), row in zip(list(transfer.tasks.items()), order.chunk_ids.tolist(), strict=True):
+            name, since = request.block_key(key), order.submit_time
+            block = self._deferred.get(key) or _Deferred(name, request.lineage(key), since)
+            transfer.blocks[key] = block
+            if not (is_retry or self._reuse.is_due(key)):
+                if refusal in _NEVER_AGAIN:
+                    self._unreused.pop(key, None)
+                else:
+                    keep_last(self._unreused, key, block, most=MOST_DEFERRED)
+                self._end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
+                continue
+            # Others behind it are tried before it is again: a tenant over its quota holds up no other.
+            keep_last(self._deferred, key, block, most=MOST_DEFERRED)
+            if refusal is None:
+                since = min(block.since, self._attachment.looked_at)
+                tasks.append((number, Task(Lane.STORE, block.name, row, block.lineage, since)))
+            else:
+                self._end(Done(number, Refused(refusal), 0.0))
+        self._attachment.workers.submit(tasks)
 
     def _open(self, order: TransferJob) -> _Transfer:
         transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())
-        if not order.is_promotion:
-            self._stores_of[order.req_context.req_id] += 1
         for key in order.keys:
             self._next_task += 1
             number = self._next_task
@@ -300,6 +323,17 @@ class Transfers:
         if not transfer.tasks:
             self._close(transfer)
         return transfer
+
+    def _end(self, done: Done) -> None:
+        """Count how a chunk ended, and its transfer with the last one."""
+        transfer = self._tasks.pop(done.task)
+        key = transfer.tasks.pop(done.task)
+        if transfer.order.is_promotion:
+            self._end_load(transfer, key, done)
+        else:
+            self._end_store(transfer, key, done)
+        if not transfer.tasks:
+            self._close(transfer)
 
     def _end_load(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome

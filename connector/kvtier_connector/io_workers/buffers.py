@@ -2,7 +2,8 @@
 """Rows of the CPU tier as a worker addresses them: the engine's own memory, or its files mapped a second time.
 
 A row holds one chunk: the bytes of all ranks side by side. Each mapped page takes eight bytes of page tables, so a
-process keeps the least recently used windows of a large CPU tier unmapped.
+process maps a large CPU tier in windows, and only so many of them. To enter the pages of a row into the page table
+takes longer than to copy it, so a worker does that ahead while it has no task.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,6 +46,10 @@ class OwnRows:
             raise ValueError(f"there is no row {row}")
         return self._start + row * self.row_bytes
 
+    def prepare(self) -> bool:
+        """Return False: all pages are in the page table of this process."""
+        return False
+
 
 def shape_of_rows(view: memoryview) -> tuple[int, int]:
     """Return the number of rows of the CPU tier and the length of each: a chunk of all ranks, page by page.
@@ -78,7 +82,10 @@ class MappedRows:
         self._row_bytes = row_bytes
         self._rows_of_window = max(1, _WINDOW_BYTES // row_bytes)
         self._most_windows = max(2, most_bytes // (self._rows_of_window * row_bytes))
-        self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
+        self._windows: dict[tuple[int, int], _Window] = {}
+        """In the order in which they were mapped."""
+        rows = sum(region.rows for region in regions)
+        self._unprepared = iter(range(min(rows, self._most_windows * self._rows_of_window)))
 
     def address(self, row: int) -> int:
         """Return the address of a row, whose pages are in the page table then."""
@@ -90,16 +97,25 @@ class MappedRows:
         name = (region.fd, (row - region.first_row) // self._rows_of_window)
         window = self._windows.get(name)
         if window is None:
+            if len(self._windows) == self._most_windows:
+                # Rows are used in turn, so those of the window that was mapped last are needed latest.
+                self._windows.popitem()[1].memory.close()
             window = self._windows[name] = self._map(region, name[1])
-            if len(self._windows) > self._most_windows:
-                self._windows.popitem(last=False)[1].memory.close()
-        else:
-            self._windows.move_to_end(name)
         address = window.address + (row - window.first_row) * self._row_bytes
         if row not in window.touched:
             window.touched.add(row)
             self._populate(window, address)
         return address
+
+    def prepare(self) -> bool:
+        """Enter the pages of one more row into the page table, in the order in which vLLM first gives rows away.
+
+        False once there is none left, or as much is mapped as may be.
+        """
+        row = next(self._unprepared, None)
+        with contextlib.suppress(OSError):
+            return row is not None and self.address(row) > 0
+        return False
 
     def _map(self, region: Region, number: int) -> _Window:
         first = number * self._rows_of_window

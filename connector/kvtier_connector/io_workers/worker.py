@@ -39,6 +39,8 @@ logger = logging.getLogger("vllm.kvtier.io_workers")
 
 _BARRED_MILLISECONDS = 20
 """How often a worker that may not store checks whether it may."""
+_PREPARING_MILLISECONDS = 5
+"""A worker that has no task for so long prepares another row."""
 _MOST_MAPPED_FILE_BYTES = 4 << 30
 """No block is longer. A longer file may have no bytes at all, and is read instead of mapped."""
 
@@ -126,7 +128,7 @@ class Worker:
         self._number, self._row_bytes = settings.worker, settings.row_bytes
         self._table, self._rows, self._store = table, rows, store
         self._pipes, self._replies = settings.pipes, settings.replies
-        self._may_store = True
+        self._may_store = self._is_preparing = True
         self._all, self._urgent = select.poll(), select.poll()
         for lane, pipe in zip(Lane, self._pipes, strict=True):
             self._all.register(pipe, select.POLLIN)
@@ -152,7 +154,9 @@ class Worker:
     def _next_message(self) -> bytes:
         """Return the most urgent message, empty if none came for a while; raise EOFError at the end."""
         poll, wait = (self._all, None) if self._may_store else (self._urgent, _BARRED_MILLISECONDS)
-        ready = dict(poll.poll(wait))
+        ready = dict(poll.poll(_PREPARING_MILLISECONDS if self._is_preparing else wait))
+        if not ready and self._is_preparing:
+            self._is_preparing = self._rows.prepare()
         self._may_store = self._number < self._table.storing
         for pipe in self._pipes if self._may_store else self._pipes[: Lane.STORE]:
             if pipe in ready:

@@ -317,7 +317,19 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                     if 0 in blocks[end - size : end]:
                         # vLLM stores a chunk whose last block is in the window. The rest of its row is another's.
                         blocks[end - 1] = 0
+        if self.is_one_prefix:
+            # vLLM goes through all requests of a step, and that of an answer seldom completes a chunk.
+            scheduled = scheduler_output.num_scheduled_tokens.items()
+            due = {name: tokens for name, tokens in scheduled if self._completes_chunk(name, tokens)}
+            scheduler_output = replace(scheduler_output, num_scheduled_tokens=due)
         return dict(super()._build_store_jobs(scheduler_output))
+
+    def _completes_chunk(self, name: str, tokens: int) -> bool:
+        """Say whether a request that computes so many tokens has a chunk then that was not offered."""
+        if (status := self._req_status.get(name)) is None:
+            return False
+        reached = (status.req.num_computed_tokens + tokens) // self.config.kv_group_configs[0].tokens_per_chunk
+        return bool(reached > status.group_states[0].next_stored_chunk_idx)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

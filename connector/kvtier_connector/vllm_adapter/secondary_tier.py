@@ -8,6 +8,7 @@ wrong, the engine computes instead of loading.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -54,6 +55,8 @@ OPEN_WAIT_SECONDS = 10.0
 """How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
 STORE_QUEUE_SHARE = 0.5
 """Chunks that wait to be written hold their rows: while more than this share of the CPU tier waits, no more are."""
+FEWEST_STORES = 4
+"""Chunks whose stores begin with a step and end with it, beside as many as the step before computes."""
 _FOUND = {Presence.PRESENT: LookupResult.HIT, Presence.ABSENT: LookupResult.MISS, Presence.UNKNOWN: LookupResult.RETRY}
 
 
@@ -124,6 +127,8 @@ class SharedVolumeTier(SecondaryTierManager):
         self._is_publishing = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self.waiting = 0
         """Requests that wait for room in the CPU tier."""
+        self.tokens_under_way = 0
+        """Tokens that the last step computes."""
         self._is_closed = False
         self._why_not_loading: str | None = metrics.INERT
         engine = getattr(offloading_spec, "engine_config", None)
@@ -219,7 +224,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     def retry(self, order: TransferJob) -> None:
         """Write chunks that `peek_deferred` named and that are still in the CPU tier."""
-        self.transfers.store(order, refusal=self._why_not_storing(), is_retry=True)
+        self.transfers.retry(order, refusal=self._why_not_storing())
 
     def peek_deferred(self, most: int) -> list[OffloadKey]:
         """Return chunks that were not written and could be now."""
@@ -243,6 +248,10 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.lookups.send()
+        # The GPU is busy for as long as the step before takes, and this one begins when it has been scheduled.
+        is_urgent = self.waiting or self.drain.is_begun or not self.tokens_under_way
+        chunks = self.tokens_under_way // self.requests.tokens[0] + FEWEST_STORES
+        self.transfers.catch_up(sys.maxsize if is_urgent else chunks)
         self.requests.tell(
             self.attachment.memory, self.attachment.tell_janitor, self.row_bytes, is_storing=self.transfers.is_storing
         )
@@ -275,6 +284,7 @@ class SharedVolumeTier(SecondaryTierManager):
         """Wait for every transfer, for as long as its deadline at most; then no worker touches the CPU tier."""
         while self.transfers:
             self._collect()
+            self.transfers.catch_up(sys.maxsize)
             time.sleep(POLL_SECONDS)
 
     @override
@@ -326,7 +336,6 @@ class SharedVolumeTier(SecondaryTierManager):
 
     def _collect(self) -> None:
         """Take in what the workers did."""
-        for done in self.attachment.workers.collect():
-            self.transfers.end(done)
+        self.transfers.take(self.attachment.workers.collect())
         for request in self.lookups.collect():
             self._miss(request, metrics.LATE_PROBE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import threading
 import time
@@ -79,6 +80,12 @@ def test_blocks_are_loaded_into_rows_and_saved_from_them(pools: Pools, on_thread
     assert pool.outcome(300) == Present()
     assert pool.outcome(301) == Hit(stored.bytes_written)
     assert pool.row(3) == payload(200)
+
+
+def test_a_worker_without_a_task_enters_all_rows_into_its_page_table(pools: Pools) -> None:
+    pages = re.compile(r"memfd:cpu-tier.*\n(?:.*\n)*?Rss: +(\d+) kB")
+    maps = [Path(f"/proc/{process}/smaps") for process in pools.make(workers=2).processes]
+    wait_until(lambda: sum(int(kib) for of in maps for kib in pages.findall(of.read_text())) == 2 * ROWS * 16)
 
 
 def test_more_tasks_than_a_lane_of_the_table_takes_all_end_once(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:

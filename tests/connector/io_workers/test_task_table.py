@@ -140,6 +140,7 @@ def test_each_row_of_several_files_is_found_whatever_is_mapped(monkeypatch: pyte
         for row in range(5):
             os.pwrite(fd, bytes([10 * number + row]) * ROW, row * ROW)
     rows = MappedRows([Region(fd, 5 * number, 5) for number, fd in enumerate(fds)], ROW, most_bytes=1)
+    assert [rows.prepare() for _ in range(6)] == [True] * 4 + [False] * 2
     for row in (*range(10), *reversed(range(10)), 0, 9, 4, 5):
         assert ctypes.string_at(rows.address(row), ROW) == bytes([10 * (row // 5) + row % 5]) * ROW
     ctypes.memset(rows.address(7), 77, ROW)

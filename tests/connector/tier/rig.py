@@ -189,6 +189,7 @@ class Rig:
             self.row(int(row))[:] = payload(stored)
         if prepared.keys_to_store:
             self.manager.complete_store(prepared.keys_to_store, context)
+            self.tier.transfers.catch_up(len(wanted))
         return context
 
     def offload(self, wanted: Sequence[OffloadKey], request_id: str = "writer") -> None:

@@ -284,7 +284,9 @@ def _lmcache_in_process(plan: TierPlan, settings: LMCache, *, memory_bytes: int)
     if settings.redis is not None:
         env += _lmcache_redis(plan, settings, settings.redis)
     return Rendered(
-        transfer=_connector("LMCacheConnectorV1"),
+        # By this, vLLM makes no step one CUDA graph. Before such a step, LMCache loads nothing of a hit and reports it
+        # as loaded: vLLM has no metadata of attention at that time.
+        transfer=_connector("LMCacheConnectorV1", {"use_layerwise": True}),
         env=tuple(env),
         volumes=tuple(volume for volume, _ in disk),
         mounts=tuple(mount for _, mount in disk),
