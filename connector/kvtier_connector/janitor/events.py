@@ -95,22 +95,14 @@ def shown(block_hash: bytes, *, is_integer: bool) -> BlockHash:
 class EventFeed:
     """The events of one tier. Owned by the thread of the catalog."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        *,
-        tier: str,
-        block_tokens: int,
-        is_integer: bool,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, publisher: Publisher, *, tier: str, block_tokens: int, is_integer: bool) -> None:
         """Store the settings.
 
         `tier` is ``<namespace>/<name>``, which each event names as its owner. `is_integer`: hashes are numbers of 64
         bits, as vLLM's by default, and not all their bytes.
         """
         self._publisher, self._tier, self._block_tokens = publisher, tier, block_tokens
-        self._is_integer, self._clock = is_integer, clock
+        self._is_integer = is_integer
         self._catalog, self._current = Catalog(), ""
         self._is_whole = False
         """Whether all blocks of the catalog were published, except the pending changes."""
@@ -130,7 +122,7 @@ class EventFeed:
         events = self._changes() if self._is_whole else self._everything()
         self._is_whole = True
         while some := tuple(islice(events, BATCH)):
-            self._publisher.send(encode(some, seconds=self._clock()))
+            self._publisher.send(encode(some, seconds=time.time()))
         self._stored.clear()
         self._removed.clear()
 
