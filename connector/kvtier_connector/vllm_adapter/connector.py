@@ -123,8 +123,8 @@ def _reporting(connector: Any, found: Support) -> type:
             if found.problem or vllm_config.cache_config.enable_prefix_caching:
                 return super().__new__(cls)
             logger.error("%s: %s", _WITHOUT, NO_PREFIX_CACHING)
-            orders = importlib.import_module("kvtier_connector.vllm_adapter.worker").no_orders
-            return idle_connector(NO_PREFIX_CACHING, orders)(vllm_config, *args, **kwargs)
+            metadata = importlib.import_module("kvtier_connector.vllm_adapter.worker").KVTierMetadata
+            return idle_connector(NO_PREFIX_CACHING, lambda: metadata({}, {}, set()))(vllm_config, *args, **kwargs)
 
         @classmethod
         @override
