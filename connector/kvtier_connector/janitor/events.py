@@ -119,10 +119,10 @@ class EventFeed:
         """Publish the changes; or all blocks, if the generation changed or a subscriber missed something."""
         if current != self._current or self._publisher.wants_all():
             self._current, self._is_whole = current, False
-        events = self._changes() if self._is_whole else self._everything()
-        self._is_whole = True
+        events = self._events()
         while some := tuple(islice(events, BATCH)):
             self._publisher.send(encode(some, seconds=time.time()))
+        self._is_whole = True
         self._stored.clear()
         self._removed.clear()
 
@@ -141,18 +141,15 @@ class EventFeed:
             hashes = [shown(self._catalog.key(row).hash, is_integer=self._is_integer)]
             self._removed.append(BlockRemoved(block_hashes=hashes, **self._common(row)))
 
-    def _changes(self) -> Iterator[Event]:
-        yield from self._removed
-        for name in self._stored:
-            row = self._catalog.find_name(name)
-            if row >= 0 and self._is_published(row):
-                yield self._stored_event(row)
-
-    def _everything(self) -> Iterator[Event]:
-        yield AllBlocksCleared()
-        for row in np.flatnonzero(self._catalog.rows["is_alive"]).tolist():
-            if self._is_published(row):
-                yield self._stored_event(row)
+    def _events(self) -> Iterator[Event]:
+        """Yield the changes, or all blocks where these are not published."""
+        if self._is_whole:
+            yield from self._removed
+            rows = map(self._catalog.find_name, self._stored)
+        else:
+            yield AllBlocksCleared()
+            rows = iter(np.flatnonzero(self._catalog.rows["is_alive"]).tolist())
+        yield from (self._stored_event(row) for row in rows if row >= 0 and self._is_published(row))
 
     def _is_published(self, row: int) -> bool:
         """Return whether engines read this block: another generation may have other blocks of the same hash."""
