@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 import subprocess
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -67,19 +68,13 @@ class Block(NamedTuple):
         return f"{self.page}: {self.first[:50]}"
 
 
-def dedented(text: str) -> str:
-    lines = text.splitlines()
-    margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
-    return "\n".join(line[margin:] for line in lines) + "\n"
-
-
 def blocks() -> Iterator[Block]:
     for page in PAGES:
         text = page.read_text()
         for _, language, content in FENCE.findall(text):
-            yield Block(page.name, language, dedented(content))
+            yield Block(page.name, language, textwrap.dedent(content))
         for content in INDENTED.findall(FENCE.sub("", text)):
-            yield Block(page.name, "", dedented(content))
+            yield Block(page.name, "", textwrap.dedent(content))
 
 
 @functools.cache

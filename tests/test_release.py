@@ -153,8 +153,7 @@ def test_a_release_of_this_machine_makes_a_tier_in_an_embedded_cluster(tmp_path:
     with tarfile.open(tmp_path / "out/kvtier-bundle-0.1.0.tar.gz") as bundle:
         version = bundle.extractfile("bundle/manifests/kvtier.clusterserviceversion.yaml")
         assert version is not None
-        schema = yaml.safe_load((ROOT / "tests/schemas/csv.yaml").read_text())
-        jsonschema.validate(yaml.safe_load(version.read()), schema)
+        jsonschema.validate(yaml.safe_load(version.read()), schema("csv"))
 
 
 bundle, plugin = ci_tools.load("bundle"), ci_tools.load("plugin")

@@ -90,15 +90,8 @@ def test_a_deeply_nested_object_is_read_and_kept(store: ObjectStore, depth: int)
 
 
 def test_a_watch_whose_answer_cannot_be_read_is_told(store: ObjectStore) -> None:
-    class Unreadable:
-        def read_all(self, *_: Any, **__: Any) -> Iterator[Any]:
-            raise RecursionError("too deep")
-            yield
-
-    informer = Informer(Unreadable(), SCOPE, store, list_seconds=600)
-    informer.start()
-    until(lambda: "cannot read" in informer.trouble()[1], "it is told")
-    informer.stop()
+    with informed(Lists([RecursionError("too deep")] * 99, []), store) as informer:
+        until(lambda: "cannot read" in informer.trouble()[1], "it is told")
 
 
 def test_an_object_made_anew_under_its_name_is_not_lost_with_the_one_before(store: ObjectStore) -> None:

@@ -294,8 +294,8 @@ class Attachment:
         if self.refused_field:
             stats.set(metrics.REFUSED, 1, label=self.refused_field)
         stats.set(metrics.KEY_MISSING, int(self.keyring is not None and not self.keyring.is_usable))
-        stats.set(metrics.LOAD_BREAKER, _STATES[self._breaker.view(Direction.LOAD).state])
-        stats.set(metrics.STORE_BREAKER, _STATES[self._breaker.view(Direction.STORE).state])
+        stats.set(metrics.LOAD_BREAKER, _STATES[self._breaker.state(Direction.LOAD)])
+        stats.set(metrics.STORE_BREAKER, _STATES[self._breaker.state(Direction.STORE)])
         stats.set(metrics.MODE, _MODES[self.mode])
         counts = self.workers.counts()
         stats.set(metrics.STUCK_THREADS, counts.stuck)

@@ -222,10 +222,7 @@ class Fetches:
         fetch = self._fetches.get(key)
         if fetch is not None:
             fetch.loads = [waiting for waiting in fetch.loads if waiting[0] is not load]
-            if fetch.loads and not fetch.has_row:
-                # vLLM gives no row to a request that has ended.
-                fetch.context = fetch.loads[0][0].context
-            self._drop_unwanted(key, fetch)
+            self._hand_on(key, fetch)
 
     def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Fetch chunks ahead, as far as there is room for such; return them."""
@@ -250,9 +247,7 @@ class Fetches:
                 arrived.append(key)
             else:
                 fetch.lessee = None
-                if fetch.loads and not fetch.has_row:
-                    fetch.context = fetch.loads[0][0].context
-                self._drop_unwanted(key, fetch)
+                self._hand_on(key, fetch)
         request.leased.clear()
         if arrived:
             self._primary.complete_read(arrived, context)
@@ -361,7 +356,13 @@ class Fetches:
             request.missing[key] = cause
             request.leased.discard(key)
 
-    def _drop_unwanted(self, key: OffloadKey, fetch: _Fetch) -> None:
-        if not fetch.has_row and not fetch.loads and fetch.lessee is None:
+    def _hand_on(self, key: OffloadKey, fetch: _Fetch) -> None:
+        """Leave a chunk without a row to the next load that waits for it; forget one that nothing waits for."""
+        if fetch.has_row:
+            return
+        if fetch.loads:
+            # vLLM gives no row to a request that has ended.
+            fetch.context = fetch.loads[0][0].context
+        elif fetch.lessee is None:
             del self._fetches[key]
             del self._line[key]

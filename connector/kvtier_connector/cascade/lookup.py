@@ -38,14 +38,7 @@ class _Lookup(NamedTuple):
 class Lookups:
     """See the module."""
 
-    def __init__(
-        self,
-        attachment: Attachment,
-        *,
-        is_exact: bool,
-        seconds_to_compute: Callable[[int], float],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, attachment: Attachment, *, is_exact: bool, seconds_to_compute: Callable[[int], float]) -> None:
         """Store the parts.
 
         Args:
@@ -53,12 +46,10 @@ class Lookups:
             is_exact: Whether each chunk of a prefix is looked at, as for models with several KV groups. Where one chunk
                 of such a load does not come, vLLM computes the whole prompt again.
             seconds_to_compute: Says how long so many chunks take to compute; 0 where that is not known.
-            now: Seconds that never go back.
         """
         self._attachment, self._memory = attachment, attachment.memory
         self._is_exact = is_exact
         self._seconds_to_compute = seconds_to_compute
-        self._now = now
         self._open: dict[int, _Lookup] = {}
         self._wanted: dict[tuple[TierRequest, int], list[OffloadKey]] = {}
         """Chunks that are no prefix, and are asked for with this step."""
@@ -88,7 +79,7 @@ class Lookups:
 
     def refresh(self, request: TierRequest) -> None:
         """Forget an old answer of a request whose turn comes: other engines may have stored what was absent."""
-        if request.absent and not request.lookups and self._now() - request.looked_at > STALE_SECONDS:
+        if request.absent and not request.lookups and time.monotonic() - request.looked_at > STALE_SECONDS:
             request.forget_lookups()
 
     def ask_prefix(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
@@ -117,7 +108,7 @@ class Lookups:
         """Say whether a request whose turn has come waits on for an answer; the time begins with the first call."""
         if not request.lookups:
             return False
-        now = self._now()
+        now = time.monotonic()
         if request.waits_since is None:
             request.waits_since = now
         chunks = max(len(self._open[number].keys) for number in request.lookups)
@@ -156,7 +147,7 @@ class Lookups:
         """Note what was found for the request; without an answer its chunks count as absent."""
         request, keys = lookup.request, lookup.keys
         del request.lookups[number]
-        request.looked_at = self._now()
+        request.looked_at = time.monotonic()
         if not request.lookups:
             request.waits_since = None
         if found is None:

@@ -50,8 +50,6 @@ class LeaseSettings:
     """How often a holder renews."""
     retry_seconds: float = 1.5
     """After how long what failed is tried again, and how often others look."""
-    labels: Mapping[str, str] | None = None
-    """Put on the Lease when it is created."""
 
     def __post_init__(self) -> None:
         """Refuse times that could make two leaders."""
@@ -152,8 +150,6 @@ class Election:
                 "metadata": {"name": settings.name, "namespace": settings.namespace},
                 "spec": {},
             }
-            if settings.labels:
-                lease["metadata"]["labels"] = dict(settings.labels)
         else:
             lease = copy.deepcopy(self._lease)
         before = lease.get("spec") or {}

@@ -133,12 +133,7 @@ class LookupWorker:
     """The lookups of one engine. Scheduler's thread only; nothing here waits for the volume."""
 
     def __init__(
-        self,
-        settings: PoolSettings,
-        *,
-        fs: FileSystem = LOCAL,
-        lookup_seconds: float = LOOKUP_SECONDS,
-        now: Callable[[], float] = time.monotonic,
+        self, settings: PoolSettings, *, fs: FileSystem = LOCAL, lookup_seconds: float = LOOKUP_SECONDS
     ) -> None:
         """Store the settings; call `start`.
 
@@ -147,7 +142,6 @@ class LookupWorker:
         """
         self._settings, self._fs = settings, fs
         self._lookup_seconds = lookup_seconds
-        self._now = now
         self._supervisor = Supervisor(
             1, self._launch, what="Lookups", first_backoff_seconds=_BACKOFF_SECONDS, spare_deaths=-1
         )
@@ -175,7 +169,7 @@ class LookupWorker:
         if self._pipe is None or not self._supervisor.is_usable:
             self._done.append(Answer(number, None))
             return
-        self._open[number] = self._now() + self._lookup_seconds
+        self._open[number] = time.monotonic() + self._lookup_seconds
         keys = [tuple(key) for key in question.keys]
         self._pipe.send((number, keys, question.is_prefix, question.is_exact))
 
@@ -188,9 +182,9 @@ class LookupWorker:
         for number, present, seen, calls, fault in self._pipe.receive() if self._pipe else ():
             if number == _READY:
                 self.is_ready = True
-                self._open = dict.fromkeys(self._open, self._now() + self._lookup_seconds)
+                self._open = dict.fromkeys(self._open, time.monotonic() + self._lookup_seconds)
             elif self._open.pop(number, None) is not None:
-                self._answered_at = self._now()
+                self._answered_at = time.monotonic()
                 self._supervisor.note_work()
                 self._done.append(Answer(number, Fault[fault] if fault else Found(present, seen, calls)))
         if self._pipe is not None and self._is_late():
@@ -213,10 +207,10 @@ class LookupWorker:
 
     def _is_late(self) -> bool:
         if not self.is_ready:
-            return self._now() - self._started_at > START_SECONDS
+            return time.monotonic() - self._started_at > START_SECONDS
         # A burst of questions waits in line: a worker that still answers does not hang.
         quiet_until = self._answered_at + self._lookup_seconds
-        return bool(self._open) and max(min(self._open.values()), quiet_until) < self._now()
+        return bool(self._open) and max(min(self._open.values()), quiet_until) < time.monotonic()
 
     def _give_up(self) -> None:
         """Expect nothing more of the last worker."""
@@ -244,7 +238,7 @@ class LookupWorker:
             for end in ends:
                 os.close(end)
             raise
-        self._pipe, self.is_ready, self._started_at = _Pipe(reader, writer), False, self._now()
+        self._pipe, self.is_ready, self._started_at = _Pipe(reader, writer), False, time.monotonic()
         return worker
 
 

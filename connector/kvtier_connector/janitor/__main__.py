@@ -20,7 +20,14 @@ from kvtier_connector.janitor.metrics import Server, exposition, make_pages
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the janitor; return 0 when it was told to stop, 1 when it cannot run, 2 when it is misused."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m kvtier_connector.janitor", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help=f"the operator's document, {JANITOR_CONFIG_FILE}"
+    )
+    parser.add_argument("--host", default="", metavar="ADDRESS", help="to serve on (default: every one)")
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = decode(options.config.read_text(encoding="utf-8"))
@@ -54,17 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A thread in a system call that never returns would keep the interpreter from ending.
         os._exit(0)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvtier_connector.janitor", description=(__doc__ or "").split(":")[0]
-    )
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help=f"the operator's document, {JANITOR_CONFIG_FILE}"
-    )
-    parser.add_argument("--host", default="", metavar="ADDRESS", help="to serve on (default: every one)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import errno
 import logging
 import math
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,8 +67,8 @@ class Cleanup:
         fs: FileSystem,
         catalog: Catalog,
         removed: Counter[str],
-        clock: Callable[[], int] = time.time_ns,
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], int],
+        now: Callable[[], float],
     ) -> None:
         """Store the settings; `removed` counts removals by kind, and `clock` is the volume's time."""
         self._dir, self._fs, self._catalog, self._removed = tier_dir, fs, catalog, removed

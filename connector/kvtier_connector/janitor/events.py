@@ -95,22 +95,14 @@ def shown(block_hash: bytes, *, is_integer: bool) -> BlockHash:
 class EventFeed:
     """The events of one tier. Owned by the thread of the catalog."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        *,
-        tier: str,
-        block_tokens: int,
-        is_integer: bool,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, publisher: Publisher, *, tier: str, block_tokens: int, is_integer: bool) -> None:
         """Store the settings.
 
         `tier` is ``<namespace>/<name>``, which each event names as its owner. `is_integer`: hashes are numbers of 64
         bits, as vLLM's by default, and not all their bytes.
         """
         self._publisher, self._tier, self._block_tokens = publisher, tier, block_tokens
-        self._is_integer, self._clock = is_integer, clock
+        self._is_integer = is_integer
         self._catalog, self._current = Catalog(), ""
         self._is_whole = False
         """Whether all blocks of the catalog were published, except the pending changes."""
@@ -127,10 +119,10 @@ class EventFeed:
         """Publish the changes; or all blocks, if the generation changed or a subscriber missed something."""
         if current != self._current or self._publisher.wants_all():
             self._current, self._is_whole = current, False
-        events = self._changes() if self._is_whole else self._everything()
-        self._is_whole = True
+        events = self._events()
         while some := tuple(islice(events, BATCH)):
-            self._publisher.send(encode(some, seconds=self._clock()))
+            self._publisher.send(encode(some, seconds=time.time()))
+        self._is_whole = True
         self._stored.clear()
         self._removed.clear()
 
@@ -149,18 +141,15 @@ class EventFeed:
             hashes = [shown(self._catalog.key(row).hash, is_integer=self._is_integer)]
             self._removed.append(BlockRemoved(block_hashes=hashes, **self._common(row)))
 
-    def _changes(self) -> Iterator[Event]:
-        yield from self._removed
-        for name in self._stored:
-            row = self._catalog.find_name(name)
-            if row >= 0 and self._is_published(row):
-                yield self._stored_event(row)
-
-    def _everything(self) -> Iterator[Event]:
-        yield AllBlocksCleared()
-        for row in np.flatnonzero(self._catalog.rows["is_alive"]).tolist():
-            if self._is_published(row):
-                yield self._stored_event(row)
+    def _events(self) -> Iterator[Event]:
+        """Yield the changes, or all blocks where these are not published."""
+        if self._is_whole:
+            yield from self._removed
+            rows = map(self._catalog.find_name, self._stored)
+        else:
+            yield AllBlocksCleared()
+            rows = iter(np.flatnonzero(self._catalog.rows["is_alive"]).tolist())
+        yield from (self._stored_event(row) for row in rows if row >= 0 and self._is_published(row))
 
     def _is_published(self, row: int) -> bool:
         """Return whether engines read this block: another generation may have other blocks of the same hash."""

@@ -8,7 +8,6 @@ system call leaves no hole in it.
 from __future__ import annotations
 
 import errno
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -78,7 +77,7 @@ class Eviction:
         fs: FileSystem,
         tier_dir: str,
         pool: Executor,
-        clock: Callable[[], int] = time.time_ns,
+        clock: Callable[[], int],
     ) -> None:
         """Store the decision; `clock` is the volume's time."""
         self._catalog, self._clock = catalog, clock

@@ -79,8 +79,15 @@ class TierSweeper:
         self._problems = Problems(config.tier, now=now)
         self._tallies = Tallies()
         self._space = policy.Space()
+        self._next_look = 0.0
+        """When to look at the volume again, by `now`."""
         self.report = JanitorReport(usage=Usage(tier=config.tier), max_bytes=config.max_bytes)
         """The last one; nothing is counted before the first step."""
+
+    def configure(self, config: JanitorConfig) -> None:
+        """Follow other settings from the next step on."""
+        self.config = config
+        self._next_look = 0.0
 
     @property
     def _is_doubtful(self) -> bool:
@@ -119,7 +126,6 @@ class Sweeper(TierSweeper):
         """When a decision began to wait for a look at every file; None while none does."""
         self._eviction: Eviction | None = None
         self._eviction_began = 0.0
-        self._next_look = 0.0
         self._next_save = 0.0
         self._saved_changes = 0
         self._oldest_ns: int | None = None
@@ -135,11 +141,6 @@ class Sweeper(TierSweeper):
             is_whole = saved.is_counted and 0 <= age_seconds < self.config.journal_age_seconds
             self._scrub.is_counted = self._scrub.is_whole = is_whole
             self._saved_changes = self.catalog.changes
-
-    def configure(self, config: JanitorConfig) -> None:
-        """Follow other settings from the next step on."""
-        self.config = config
-        self._next_look = 0.0
 
     def close(self) -> None:
         """Save the catalog; the permit runs out, or the next janitor renews it."""

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.contract.usage import GenerationUsage, Usage
 from kvtier_connector.janitor.catalog import NEARLY_ALL
 from kvtier_connector.janitor.metrics import JanitorReport
@@ -51,11 +50,6 @@ class File(NamedTuple):
     used_ns: int
     """Time of writing or, as far as the mount records it, of reading; the later one."""
     is_partial: bool
-
-
-def is_generation(fs: FileSystem, root: str) -> bool:
-    """Return whether a directory holds files of vLLM's tier; raise OSError if it cannot be read."""
-    return bool(_directories(fs, root, _RANK))
 
 
 def walk(fs: FileSystem, tier_dir: str, generation: str) -> Iterator[list[File]]:
@@ -101,15 +95,9 @@ class VllmFilesSweeper(TierSweeper):
     def open(self) -> None:
         """Begin: an earlier janitor saved nothing."""
         self._work: Iterator[None] | None = None
-        self._next_walk = 0.0
         self._stuck: set[str] = set()
         """Paths of files that could not be removed: others go before them."""
         self._usage = Usage(tier=self.config.tier)
-
-    def configure(self, config: JanitorConfig) -> None:
-        """Follow other settings from the next step on."""
-        self.config = config
-        self._next_walk = 0.0
 
     def close(self) -> None:
         """End; nothing is saved."""
@@ -118,8 +106,8 @@ class VllmFilesSweeper(TierSweeper):
     def step(self) -> float:
         """Work for about a second; return after how many seconds there is something to do again."""
         if self._work is None:
-            if self._now() < self._next_walk:
-                return min(self._next_walk - self._now(), self.config.sweep_seconds)
+            if self._now() < self._next_look:
+                return min(self._next_look - self._now(), self.config.sweep_seconds)
             self._work = self._sweep()
         ends = self._now() + STEP_SECONDS
         with self._problems.trying("walk"):
@@ -128,10 +116,10 @@ class VllmFilesSweeper(TierSweeper):
                     self._publish()
                     return 0.0
         if "walk" in self._problems:
-            self._next_walk = max(self._next_walk, self._now() + self.config.sweep_seconds)
+            self._next_look = max(self._next_look, self._now() + self.config.sweep_seconds)
         self._work = None
         self._publish()
-        return max(0.0, min(self._next_walk - self._now(), self.config.sweep_seconds))
+        return max(0.0, min(self._next_look - self._now(), self.config.sweep_seconds))
 
     def _sweep(self) -> Iterator[None]:
         """Walk everything, decide, and remove, with a pause after each directory and each file."""
@@ -158,14 +146,14 @@ class VllmFilesSweeper(TierSweeper):
         self._count(generations, [each for each in files if each.path not in removed])
         if removed:
             self._tallies.end_sweep(seconds=self._now() - decided, ended=self._clocks.time_ns() / 1e9)
-        self._next_walk = self._now() + max(self.config.sweep_seconds, _REST * (decided - began))
+        self._next_look = self._now() + max(self.config.sweep_seconds, _REST * (decided - began))
         if failures:
             raise failures[0]
 
     def _generations(self) -> list[str]:
         """Return the directories that vLLM's tier has written to, the current one first."""
         names = _directories(self._fs, self._dir, re.compile(""))
-        found = [name for name in names if is_generation(self._fs, f"{self._dir}/{name}")]
+        found = [name for name in names if _directories(self._fs, f"{self._dir}/{name}", _RANK)]
         return sorted(found, key=lambda name: (name != self.config.current, name))
 
     def _condemned(self, files: Iterable[File]) -> set[str]:

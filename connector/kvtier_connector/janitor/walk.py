@@ -14,7 +14,6 @@ import math
 import os
 import re
 import stat
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -184,8 +183,8 @@ class Scrub:
         fs: FileSystem,
         tier_dir: str,
         pool: Executor,
-        clock: Callable[[], int] = time.time_ns,
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], int],
+        now: Callable[[], float],
     ) -> None:
         """Store the settings."""
         self._catalog, self._fs, self._tier_dir, self._pool = catalog, fs, tier_dir, pool

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from kvtier_connector.contract.engine import KEY_BYTES
 from kvtier_connector.store import compression
-from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, FileSystem, read_file
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, read_file
 from kvtier_connector.store.header import (
     CHECKSUM_BYTES,
     CHECKSUM_PLACE,
@@ -87,16 +87,13 @@ class Keyring:
     Keys that were read replace `_keys` whole, so threads need no lock.
     """
 
-    def __init__(
-        self, directory: str, *, seconds: float = 5.0, fs: FileSystem = LOCAL, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, directory: str, *, seconds: float = 5.0, now: Callable[[], float] = time.monotonic) -> None:
         """Store the settings; nothing is read yet.
 
         The directory is looked at for a change after so many seconds; for a key that is missing, each second.
         """
         self._directory = directory
         self._seconds = seconds
-        self._fs = fs
         self._now = now
         self._keys: dict[str, Key] = {}
         self._stamp: tuple[int, int] | None = None
@@ -139,7 +136,7 @@ class Keyring:
         if self._looked_at is not None and now - self._looked_at < seconds:
             return
         try:
-            status = self._fs.stat(self._directory)
+            status = LOCAL.stat(self._directory)
             stamp = (status.st_ino, status.st_mtime_ns)
             if stamp != self._stamp:
                 self._keys, self._file_problem = self._read()
@@ -153,12 +150,12 @@ class Keyring:
     def _read(self) -> tuple[dict[str, Key], str]:
         keys: dict[str, Key] = {}
         bad = []
-        for entry in self._fs.scandir(self._directory):
+        for entry in LOCAL.scandir(self._directory):
             # The kubelet keeps the files of a mounted Secret in directories whose names begin so.
             if entry.name.startswith("."):
                 continue
             path = f"{self._directory}/{entry.name}"
-            key = parse_key(entry.name, read_file(self._fs, path, most_bytes=_MOST_BYTES, flags=FOLLOW_FLAGS))
+            key = parse_key(entry.name, read_file(LOCAL, path, most_bytes=_MOST_BYTES, flags=FOLLOW_FLAGS))
             if key is None:
                 bad.append(entry.name)
             else:

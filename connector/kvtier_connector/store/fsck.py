@@ -241,26 +241,17 @@ class GenerationCount:
     """Young partial files too: here they are writers at work, or what is left of them."""
 
 
-def count_generation(  # noqa: PLR0913 - keywords with defaults
-    directory: Path,
-    root: Path,
-    *,
-    fs: FileSystem = LOCAL,
-    now_ns: int,
-    threads: int = 4,
-    progress: WalkProgress | None = None,
+def count_generation(
+    directory: Path, root: Path, *, now_ns: int, threads: int, progress: WalkProgress
 ) -> GenerationCount:
     """Count what one generation holds."""
-    progress = progress or WalkProgress()
     try:
-        document = identity.read(root, fs=fs)
+        document = identity.read(root)
         generation = GenerationCount(str(root.relative_to(directory)), document["identity"] if document else {})
     except ConnectorError as error:
         generation = GenerationCount(str(root.relative_to(directory)), {}, str(error))
     try:
-        entries = scan(
-            root, fs=fs, partial_age_seconds=0, clock=lambda: now_ns, threads=threads, on_share=progress.reach
-        )
+        entries = scan(root, partial_age_seconds=0, clock=lambda: now_ns, threads=threads, on_share=progress.reach)
         for entry in entries:
             if isinstance(entry, BlockEntry):
                 _add_block(generation, entry, now_ns)

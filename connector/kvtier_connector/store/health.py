@@ -10,7 +10,6 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvtier_connector.store.blockstore import Outcome, Present, StoreFault, StoreOutcome
 from kvtier_connector.store.header import Fault
@@ -68,16 +67,6 @@ class BreakerLimits:
     """The one admitted operation counts as failed if its end is not reported by then."""
 
 
-class CircuitView(NamedTuple):
-    """How a circuit stands, for metrics and messages."""
-
-    state: CircuitState
-    cause: str
-    """The cause of its last opening: the value of a fault, or ``timeout``; empty if nothing ever did."""
-    retry_in_seconds: float
-    """Until the next attempt; 0 when one may be made now."""
-
-
 class _Circuit:
     """One direction."""
 
@@ -88,17 +77,15 @@ class _Circuit:
         self._retry_at = 0.0
         self._attempt_ends: float | None = None
         self.is_closed = True
-        self._cause = ""
 
-    def view(self, now: float) -> CircuitView:
+    def state(self, now: float) -> CircuitState:
         self._give_up_attempt(now)
         if self.is_closed:
-            return CircuitView(CircuitState.CLOSED, self._cause, 0.0)
-        left = max(0.0, self._retry_at - now)
-        return CircuitView(CircuitState.OPEN if left else CircuitState.HALF_OPEN, self._cause, left)
+            return CircuitState.CLOSED
+        return CircuitState.OPEN if now < self._retry_at else CircuitState.HALF_OPEN
 
     def has_room(self, now: float) -> bool:
-        state = self.view(now).state
+        state = self.state(now)
         return state is CircuitState.CLOSED or (state is CircuitState.HALF_OPEN and self._attempt_ends is None)
 
     def admit(self, now: float) -> bool:
@@ -108,7 +95,7 @@ class _Circuit:
             self._attempt_ends = now + self._limits.attempt_seconds
         return True
 
-    def record(self, sign: _Sign, cause: str, now: float) -> None:
+    def record(self, sign: _Sign, now: float) -> None:
         self._give_up_attempt(now)
         is_attempt, is_due = self._attempt_ends is not None, now >= self._retry_at
         if self.is_closed or is_attempt:
@@ -118,28 +105,27 @@ class _Circuit:
             elif sign is _Sign.NEUTRAL:
                 pass
             elif is_attempt:
-                self._fail_attempt(cause, now)
+                self._fail_attempt(now)
             else:
                 self.bad += 1
                 if sign is _Sign.FATAL or self.bad >= self._limits.bad_in_a_row:
                     self._backoff_seconds = self._limits.first_backoff_seconds
-                    self._open(cause, now)
+                    self._open(now)
         elif sign is _Sign.FATAL and is_due:
             # Half open, and an operation that was not admitted shows how the attempt would end.
-            self._fail_attempt(cause, now)
+            self._fail_attempt(now)
         # Open: this one began before the circuit opened, and says nothing new.
 
     def _give_up_attempt(self, now: float) -> None:
         if self._attempt_ends is not None and now >= self._attempt_ends:
-            self._fail_attempt("timeout", self._attempt_ends)
+            self._fail_attempt(self._attempt_ends)
 
-    def _fail_attempt(self, cause: str, now: float) -> None:
+    def _fail_attempt(self, now: float) -> None:
         self._backoff_seconds = min(self._backoff_seconds * 2, self._limits.longest_backoff_seconds)
-        self._open(cause, now)
+        self._open(now)
 
-    def _open(self, cause: str, now: float) -> None:
+    def _open(self, now: float) -> None:
         self.is_closed = False
-        self._cause = cause
         self._retry_at = now + self._backoff_seconds
         self._attempt_ends = None
 
@@ -163,30 +149,28 @@ class Breaker:
 
     def record_load(self, outcome: Outcome) -> None:
         """Tell the answer of a `get`."""
-        fault = outcome if isinstance(outcome, Fault) else None
-        self._record(Direction.LOAD, _SIGNS[fault] if fault else _Sign.GOOD, fault.value if fault else "")
+        self._record(Direction.LOAD, _SIGNS[outcome] if isinstance(outcome, Fault) else _Sign.GOOD)
 
     def record_store(self, outcome: StoreOutcome) -> None:
         """Tell the answer of a `put`."""
-        fault = outcome if isinstance(outcome, StoreFault) else None
-        sign = _SIGNS[fault] if fault else _Sign.NEUTRAL if isinstance(outcome, Present) else _Sign.GOOD
-        self._record(Direction.STORE, sign, fault.value if fault else "")
+        said = _Sign.NEUTRAL if isinstance(outcome, Present) else _Sign.GOOD
+        self._record(Direction.STORE, _SIGNS[outcome] if isinstance(outcome, StoreFault) else said)
 
     def record_timeout(self, direction: Direction) -> None:
         """Tell that an operation has not ended in time: the volume hangs, and so would the next one."""
-        self._record(direction, _Sign.FATAL, "timeout")
+        self._record(direction, _Sign.FATAL)
 
     def skip(self, direction: Direction) -> None:
         """Tell that an admitted operation was not carried out, so that another may be the attempt."""
-        self._record(direction, _Sign.NEUTRAL, "")
+        self._record(direction, _Sign.NEUTRAL)
 
-    def view(self, direction: Direction) -> CircuitView:
-        """Return how the circuit stands."""
-        return self._circuits[direction].view(self._now())
+    def state(self, direction: Direction) -> CircuitState:
+        """Return what the circuit admits now."""
+        return self._circuits[direction].state(self._now())
 
-    def _record(self, direction: Direction, sign: _Sign, cause: str) -> None:
+    def _record(self, direction: Direction, sign: _Sign) -> None:
         circuit = self._circuits[direction]
         if sign in {_Sign.GOOD, _Sign.NEUTRAL} and circuit.is_closed and not circuit.bad:
             # The outcome of nearly every block, which changes nothing.
             return
-        circuit.record(sign, cause, self._now())
+        circuit.record(sign, self._now())

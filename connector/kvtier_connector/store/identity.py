@@ -8,6 +8,7 @@ generation, a tier or the root of a volume. No thread lives here.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import json
@@ -22,9 +23,9 @@ from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
     FileSystem,
-    abandon,
     in_directory,
     new_token,
+    opened,
     read_file,
     write_all,
 )
@@ -201,14 +202,11 @@ def write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool = Fal
 
 def _write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool) -> bool:
     partial = partial_path(path, new_token())
-    fd = -1
     is_renamed = False
     try:
-        fd = fs.open(partial, CREATE_FLAGS)
-        write_all(fs, fd, memoryview(text.encode()))
-        fs.fsync(fd)
-        closing, fd = fd, -1
-        fs.close(closing)
+        with opened(fs, partial, CREATE_FLAGS) as fd:
+            write_all(fs, fd, memoryview(text.encode()))
+            fs.fsync(fd)
         try:
             if not is_replacing:
                 fs.link(partial, path)
@@ -223,7 +221,8 @@ def _write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool) -> 
         return not is_replacing
     finally:
         if not is_renamed:
-            abandon(fs, fd, partial)
+            with contextlib.suppress(OSError):
+                fs.unlink(partial)
 
 
 MOST_LEVELS = 6

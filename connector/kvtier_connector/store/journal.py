@@ -413,11 +413,10 @@ def _replace(fs: FileSystem, path: str, line: bytes) -> None:
 class PurgeLog:
     """The purges of one root as far as a writer knows them. Any thread may call; `look` waits for the volume."""
 
-    def __init__(self, fs: FileSystem, root: str, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Store the settings; nothing is read yet. `now` is of a clock that all processes of the machine share."""
+    def __init__(self, fs: FileSystem, root: str) -> None:
+        """Store the settings; nothing is read yet."""
         self._fs = fs
         self._path = f"{root}/{layout.PURGES_FILE}"
-        self._now = now
         self._lock = threading.Lock()
         self._known = (-1, 0)
         """Bytes of the file and when it was modified, in ns; -1 before there is one."""
@@ -445,14 +444,15 @@ class PurgeLog:
             self._fs.close(fd)
         with self._lock:
             # Another thread may have read the same: twice costs nothing.
-            now = self._now()
+            # All processes of the machine share this clock.
+            now = time.monotonic()
             self._seen += [(now, purge) for purge in found]
             if len(self._seen) > _MOST_KEPT:
                 self._seen = [(now, _EVERYTHING)]
             self._known = state if state[0] <= known[0] or self._known == known else max(self._known, state)
 
     def is_purged(self, key: BlockKey, lineage: Lineage, queued: float) -> bool:
-        """Return whether a block that was queued at a time of `now` was purged since, as far as is known."""
+        """Return whether a block that was `queued`, on `time.monotonic`, was purged since, as far as is known."""
         with self._lock:
             return any(queued <= seen and purge.matches(key, lineage) for seen, purge in self._seen)
 

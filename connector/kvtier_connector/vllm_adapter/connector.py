@@ -86,29 +86,20 @@ def idle_connector(problem: str, make_orders: Callable[[], Any] = KVConnectorMet
         if role is v1.KVConnectorRole.SCHEDULER:
             _report_startup(vllm_config, problem)
 
-    def nothing(*_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def no_tokens(*_: Any, **__: Any) -> tuple[int, bool]:
-        return 0, False
-
-    def not_held(*_: Any, **__: Any) -> tuple[bool, None]:
-        return False, None
-
-    def no_orders(*_: Any, **__: Any) -> Any:
-        return make_orders()
+    def answer(value: Any) -> Callable[..., Any]:
+        return lambda *_, **__: value
 
     # vLLM refuses hybrid models without SupportsHMA, which a connector that moves nothing supports trivially.
     bases = (v1.KVConnectorBase_V1, *filter(None, [getattr(v1, "SupportsHMA", None)]))
     # Includes methods that a later release has made abstract.
-    abstract = {name: nothing for base in bases for name in getattr(base, "__abstractmethods__", ())}
+    abstract = {name: answer(None) for base in bases for name in getattr(base, "__abstractmethods__", ())}
     answers = {
         "__init__": init,
         "requires_kv_delivery": False,
-        "get_num_new_matched_tokens": no_tokens,
-        "build_connector_meta": no_orders,
-        "request_finished": not_held,
-        "request_finished_all_groups": not_held,
+        "get_num_new_matched_tokens": answer((0, False)),
+        "build_connector_meta": lambda *_, **__: make_orders(),
+        "request_finished": answer((False, None)),
+        "request_finished_all_groups": answer((False, None)),
     }
     return type("IdleConnector", bases, {**abstract, **answers})
 
@@ -132,8 +123,8 @@ def _reporting(connector: Any, found: Support) -> type:
             if found.problem or vllm_config.cache_config.enable_prefix_caching:
                 return super().__new__(cls)
             logger.error("%s: %s", _WITHOUT, NO_PREFIX_CACHING)
-            orders = importlib.import_module("kvtier_connector.vllm_adapter.worker").no_orders
-            return idle_connector(NO_PREFIX_CACHING, orders)(vllm_config, *args, **kwargs)
+            metadata = importlib.import_module("kvtier_connector.vllm_adapter.worker").KVTierMetadata
+            return idle_connector(NO_PREFIX_CACHING, lambda: metadata({}, {}, set()))(vllm_config, *args, **kwargs)
 
         @classmethod
         @override

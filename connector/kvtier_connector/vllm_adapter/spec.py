@@ -7,7 +7,7 @@ Imported in the scheduler, in every worker and in the API server, so importing i
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +53,7 @@ class KVTierSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             _clear_stale_regions()
-            with self._explaining_shortage():
+            with explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk):
                 if not self._is_with_ours():
                     # vLLM's own manager, with its own tiers, on one platform more.
                     return super().get_manager()
@@ -64,7 +64,7 @@ class KVTierSpec(TieringOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._cpu_worker is None and self._worker is None:
             _clear_stale_regions()
-        with self._explaining_shortage():
+        with explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk):
             if not current_platform.is_cpu():
                 is_new, worker = self._worker is None, super().get_worker(kv_caches)
                 if is_new:
@@ -104,9 +104,6 @@ class KVTierSpec(TieringOffloadingSpec):
             manager = KVTierManager(primary, tier)
             made.pop_all()
         return manager
-
-    def _explaining_shortage(self) -> AbstractContextManager[None]:
-        return explaining_shortage(self.num_chunks * self.kv_bytes_per_chunk)
 
 
 def _use_one_stream(worker: Any) -> None:

@@ -46,11 +46,6 @@ class KVTierMetadata(OffloadingConnectorMetadata):
     """Chunks whose copies to the CPU tier end within this step; those of later ones begin with later steps."""
 
 
-def no_orders() -> KVTierMetadata:
-    """Return the orders of a step that moves no block."""
-    return KVTierMetadata({}, {}, set())
-
-
 @dataclass
 class KVTierWorkerMetadata(OffloadingWorkerMetadata):
     """vLLM's reports of one step, with those about weights and adapters."""

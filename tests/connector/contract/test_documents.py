@@ -7,7 +7,8 @@ import copy
 import json
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -148,29 +149,25 @@ class LeaseServer:
     lease: LeaseObject | None = None
     version: int = 0
     fault: Callable[[str], str | None] = field(default=lambda _call: None)
-    calls: list[str] = field(default_factory=list)
 
     def api(self) -> LeaseApi:
         return LeaseApi(get=self._get, create=self._create, update=self._update)
 
     def _get(self) -> LeaseObject | None:
-        return self._through("get", lambda: copy.deepcopy(self.lease))
+        with self._call("get"):
+            return copy.deepcopy(self.lease)
 
     def _create(self, lease: LeaseObject) -> LeaseObject:
-        def create() -> LeaseObject:
+        with self._call("create"):
             if self.lease is not None:
                 raise LeaseConflict("exists")
             return self._store(lease)
 
-        return self._through("create", create)
-
     def _update(self, lease: LeaseObject) -> LeaseObject:
-        def update() -> LeaseObject:
+        with self._call("update"):
             if self.lease is None or self.lease["metadata"]["resourceVersion"] != lease["metadata"]["resourceVersion"]:
                 raise LeaseConflict("changed or gone")
             return self._store(lease)
-
-        return self._through("update", update)
 
     def _store(self, lease: LeaseObject) -> LeaseObject:
         self.version += 1
@@ -178,15 +175,14 @@ class LeaseServer:
         self.lease["metadata"]["resourceVersion"] = str(self.version)
         return copy.deepcopy(self.lease)
 
-    def _through(self, call: str, work: Callable[[], Any]) -> Any:
-        self.calls.append(call)
-        fault = self.fault(call)
+    @contextmanager
+    def _call(self, name: str) -> Iterator[None]:
+        fault = self.fault(name)
         if fault == "before":
             raise LeaseUnavailable("injected, and not done")
-        result = work()
+        yield
         if fault == "after":
             raise LeaseUnavailable("injected, but done")
-        return result
 
     @property
     def spec(self) -> dict[str, Any]:

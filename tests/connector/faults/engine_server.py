@@ -23,10 +23,6 @@ CHUNK_TOKENS = 128
 PROMPT_TOKENS = 4 * CHUNK_TOKENS + 8
 
 
-def make_tokens(seed: int, count: int = PROMPT_TOKENS) -> list[int]:
-    return [(7 * place * place + 13 * place + 101 * seed) % 1900 + 100 for place in range(count)]
-
-
 class Server:
     def __init__(self, host: EngineHost, directory: Path, volume: Path, *, heals: bool) -> None:
         make_model(directory / "model", layers=2)
@@ -56,7 +52,7 @@ class Server:
             return False
 
     def ask(self, seed: int = 0) -> None:
-        prompt = make_tokens(seed)
+        prompt = [(7 * place * place + 13 * place + 101 * seed) % 1900 + 100 for place in range(PROMPT_TOKENS)]
         body = {"model": str(self.log.parent / "model"), "prompt": prompt, "max_tokens": 1, "detokenize": False}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",

@@ -29,23 +29,16 @@ class FaultyVolume:
 
     @contextlib.contextmanager
     def hanging(self, *calls: str) -> Iterator[None]:
-        with self._flags({f"hang.{call}": "" for call in calls}):
+        try:
+            for call in calls:
+                (self.control / f"hang.{call}").touch()
             yield
+        finally:
+            self.clear()
 
     def clear(self) -> None:
         for path in self.control.iterdir():
             path.unlink()
-
-    @contextlib.contextmanager
-    def _flags(self, flags: dict[str, str]) -> Iterator[None]:
-        try:
-            for name, content in flags.items():
-                aside = self.control.with_name(name)
-                aside.write_text(content)
-                aside.rename(self.control / name)
-            yield
-        finally:
-            self.clear()
 
 
 def why_no_fuse() -> str:

@@ -4,8 +4,7 @@
     python passthrough.py SOURCE MOUNTPOINT CONTROL
 
 While CONTROL has a file ``hang.<call>``, that call waits; with ``fail.<call>``, it fails with the error number that the
-file holds, and with ``once.<call>``, the next does. Calls: root, lookup, open, create, read, write, close, rename,
-unlink, mkdir, list. It ends when it is unmounted.
+file holds. Calls: root, lookup, open, read, write. It ends when it is unmounted.
 """
 
 from __future__ import annotations
@@ -40,18 +39,8 @@ class PassThrough(Operations):
         try:
             number = int((self._control / f"fail.{call}").read_text())
         except (FileNotFoundError, ValueError):
-            number = self._take_once(call)
-        if number:
-            raise FuseOSError(number)
-
-    def _take_once(self, call: str) -> int:
-        path = self._control / f"once.{call}"
-        try:
-            number = int(path.read_text())
-            path.unlink()
-        except (FileNotFoundError, ValueError):
-            return 0
-        return number
+            return
+        raise FuseOSError(number)
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         # The attributes of an open file are known even while lookups hang. The root has a switch of its own.
@@ -66,7 +55,6 @@ class PassThrough(Operations):
         }
 
     def readdir(self, path: str, fh: int) -> list[str]:
-        self._gate("list")
         with os.scandir(self._at(path)) as entries:
             return [".", "..", *(entry.name for entry in entries)]
 
@@ -75,7 +63,6 @@ class PassThrough(Operations):
         return os.open(self._at(path), flags & ~os.O_DIRECT)
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
-        self._gate("create")
         return os.open(self._at(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
@@ -85,10 +72,6 @@ class PassThrough(Operations):
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
         self._gate("write")
         return os.pwrite(fh, data, offset)
-
-    def flush(self, path: str, fh: int) -> int:
-        self._gate("close")
-        return 0
 
     def release(self, path: str, fh: int) -> int:
         os.close(fh)
@@ -103,7 +86,6 @@ class PassThrough(Operations):
         return 0
 
     def rename(self, old: str, new: str) -> int:
-        self._gate("rename")
         Path(self._at(old)).rename(self._at(new))
         return 0
 
@@ -112,12 +94,10 @@ class PassThrough(Operations):
         return 0
 
     def unlink(self, path: str) -> int:
-        self._gate("unlink")
         Path(self._at(path)).unlink()
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
-        self._gate("mkdir")
         Path(self._at(path)).mkdir(stat.S_IMODE(mode))
         return 0
 

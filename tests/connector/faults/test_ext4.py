@@ -64,7 +64,7 @@ def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path,
     for number in range(100):
         outcomes.append(store.put(key(number), payload(number, megabyte)))
         breaker.record_store(outcomes[-1])
-        if breaker.view(Direction.STORE).state is CircuitState.OPEN:
+        if breaker.state(Direction.STORE) is CircuitState.OPEN:
             break
     assert outcomes[-1] is StoreFault.NO_SPACE
     assert len(outcomes) > 40
@@ -77,7 +77,7 @@ def test_a_full_ext4_stops_stores_keeps_loads_and_takes_stores_again(root: Path,
     seconds[0] += 1
     assert breaker.admit(Direction.STORE)
     breaker.record_store(store.put(key(200), payload(200, megabyte)))
-    assert breaker.view(Direction.STORE).state is CircuitState.CLOSED
+    assert breaker.state(Direction.STORE) is CircuitState.CLOSED
     assert store.tell() == ""
     assert check(root, partial_age_seconds=0) == []
 

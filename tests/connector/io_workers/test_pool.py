@@ -220,7 +220,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced_and_its_task_is_late(pools: 
     pool.write(1)
     assert pool.load_until_a_worker_hangs(lane) is Ending.LATE
     gate.unlink()
-    assert pool.breaker.view(Direction.LOAD).cause == "timeout"
+    assert pool.breaker.state(Direction.LOAD) is not CircuitState.CLOSED
 
 
 class TurnstileFs(FileSystem):
@@ -248,7 +248,7 @@ def test_what_waits_behind_a_volume_that_answers_is_not_late(pools: Pools, monke
         fs.turns.release()
         pool.wait_for(count)
     assert {done.outcome for done in pool.ended.values()} == {HIT}
-    assert pool.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
+    assert pool.breaker.state(Direction.LOAD) is CircuitState.CLOSED
 
 
 def test_what_waits_in_line_is_late_when_no_worker_gets_on_and_they_are_replaced(pools: Pools) -> None:

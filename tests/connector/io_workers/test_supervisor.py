@@ -106,7 +106,7 @@ def test_workers_that_die_say_nothing_of_the_volume(pools: Pools) -> None:
         dying.load(task, 1)
         dying.wait_for(task + 1)
     assert {done.outcome for done in dying.ended.values()} == {Fault.IO}
-    assert dying.breaker.view(Direction.LOAD).state is CircuitState.CLOSED
+    assert dying.breaker.state(Direction.LOAD) is CircuitState.CLOSED
     gate.unlink(missing_ok=True)
 
 

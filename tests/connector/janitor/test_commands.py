@@ -157,11 +157,7 @@ def test_a_tier_without_blocks_is_healthy(
 
 BLOCKED = """
 import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocker())
+sys.modules.update(dict.fromkeys({blocked!r}))
 sys.path[:0] = {paths!r}
 import kvtier_connector
 from kvtier_cli import app

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 import kvtier_connector
-from kvtier_connector.pod_tools import ready, redis_check, shm
+from kvtier_connector.pod_tools import ready, redis_check
 from kvtier_connector.pod_tools.ready import Phase, StartupReport
 from kvtier_connector.pod_tools.shm import clear_stale_regions
 
@@ -230,7 +230,6 @@ def test_one_that_is_not_there_or_cannot_be_is_told_and_stops_no_pod(address: st
     assert problem == "Connection refused" if not address else problem
 
 
-CONNECTOR = Path(shm.__file__ or "").parents[2]
 USER, OTHER_USER = 12345, 12346
 
 HOLDER = """
@@ -249,13 +248,9 @@ sys.stdin.read()
 
 
 @contextmanager
-def holding(path: Path, how: str, user: int | None = None) -> Iterator[subprocess.Popen[str]]:
+def holding(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable if user is None else anyones_python(), "-c", HOLDER, how, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        user=user,
+        [sys.executable, "-c", HOLDER, how, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout.readline() == "holding\n"
@@ -309,7 +304,7 @@ CLEARING = (
 def clear_in_another_container(directory: Path) -> list[str]:
     """Clear in a container that shares the memory and none of the processes."""
     container = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    command = [*container, sys.executable, "-c", CLEARING, str(directory), str(CONNECTOR)]
+    command = [*container, sys.executable, "-c", CLEARING, str(directory), str(PACKAGES)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
@@ -351,7 +346,7 @@ print(*shm.clear_stale_regions(sys.argv[1]), sep="\\n")
 """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         path = region(Path(made))
-        command = [sys.executable, "-c", program, made, str(CONNECTOR)]
+        command = [sys.executable, "-c", program, made, str(PACKAGES)]
         completed = subprocess.run(command, check=True, capture_output=True, text=True)
     assert completed.stdout.split() == [str(path)]
 
@@ -372,13 +367,9 @@ def test_without_leases_every_region_stays_and_the_log_says_why(
 @functools.cache
 def anyones_python() -> str:
     """Return a Python that other users can run and that can read this package."""
+    looking = "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.pod_tools.shm"
     for python in (sys.executable, "/usr/bin/python3"):
-        command = [
-            python,
-            "-c",
-            "import sys; sys.path.insert(0, sys.argv[1]); import kvtier_connector.pod_tools.shm",
-            str(CONNECTOR),
-        ]
+        command = [python, "-c", looking, str(PACKAGES)]
         try:
             subprocess.run(command, user=USER, check=True, stderr=subprocess.DEVNULL)
         except (OSError, subprocess.CalledProcessError):
@@ -387,32 +378,17 @@ def anyones_python() -> str:
     pytest.skip("other users have no Python here")
 
 
-def clear_as(user: int, directory: Path, program: str = CLEARING) -> list[str]:
-    completed = subprocess.run(
-        [anyones_python(), "-c", program, str(directory), str(CONNECTOR)],
-        user=user,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return completed.stdout.split()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
-class TestWithoutPrivileges:
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_without_privileges_an_own_region_goes_and_another_users_stays(mode: int) -> None:
     """A process that may not look into others' still removes its own regions, and spares what others may hold."""
-
-    @pytest.fixture
-    def everybodys(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-            Path(made).chmod(0o777)
-            yield Path(made)
-
-    @pytest.mark.parametrize("mode", [0o600, 0o666])
-    def test_its_own_region_goes_and_another_users_stays(self, everybodys: Path, mode: int) -> None:
-        own, others = region(everybodys, "own"), region(everybodys, "others")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        Path(made).chmod(0o777)
+        own, others = region(Path(made), "own"), region(Path(made), "others")
         os.chown(own, USER, USER)
         os.chown(others, OTHER_USER, OTHER_USER)
         others.chmod(mode)
-        assert clear_as(USER, everybodys) == [str(own)]
+        command = [anyones_python(), "-c", CLEARING, made, str(PACKAGES)]
+        done = subprocess.run(command, user=USER, check=True, capture_output=True, text=True)
+        assert done.stdout.split() == [str(own)]
         assert others.exists()

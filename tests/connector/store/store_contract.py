@@ -114,16 +114,13 @@ class BlockStoreContract:
         """Return the bytes of a file that the store reads, without the store's help."""
         return whole_file(of, data)
 
-    def raw_read(self, root: Path, of: BlockKey) -> bytes:
-        return (root / block_path(of)).read_bytes()
-
     def test_a_block_that_was_put_is_read_back(self, store: BlockStore) -> None:
         assert store.put(key(1), payload(1)) == Stored(BLOCK_BYTES)
         assert read(store, key(1)) == (Hit(BLOCK_BYTES), bytes(payload(1)))
 
     def test_the_file_is_the_header_and_the_payload_and_nothing_else(self, root: Path, store: BlockStore) -> None:
         store.put(key(1), payload(1))
-        assert self.raw_read(root, key(1)) == self.whole_file(key(1), payload(1))
+        assert (root / block_path(key(1))).read_bytes() == self.whole_file(key(1), payload(1))
 
     def test_a_file_that_another_process_wrote_is_read(self, root: Path, store: BlockStore) -> None:
         write_block(root, key(1), self.whole_file(key(1), payload(1)))

@@ -80,11 +80,7 @@ class TestStoreWhoseTransfersStopAtPages(BlockStoreContract):
         return BlockStore(root, fs=ShortFs(3 * 4096, unreported=100), direct=direct, clock=lambda: NOW_NS)
 
 
-class TestStoreWhoseTransfersStopAnywhere(BlockStoreContract):
-    @pytest.fixture
-    def direct(self) -> bool | None:
-        return False
-
+class TestStoreWhoseTransfersStopAnywhere(TestStoreThroughThePageCache):
     def make(self, root: Path, direct: bool | None) -> BlockStore:
         return BlockStore(root, fs=ShortFs(3001), direct=direct, clock=lambda: NOW_NS)
 

@@ -28,7 +28,7 @@ from kvtier_connector.store.layout import BlockKey, JournalName, Lineage, block_
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 FORMAT_MD = Path(__file__).parents[3] / "connector" / "FORMAT.md"
-WRITER = "0123456789abcdef" * 2
+TOKEN = "0123456789abcdef" * 2
 
 hashes = st.binary(min_size=3, max_size=32)
 tenants = st.just("") | st.from_regex(TENANT_PATTERN, fullmatch=True)
@@ -120,7 +120,7 @@ def test_zeros_are_no_record_and_a_path_is_as_documented() -> None:
 
 @pytest.mark.parametrize("offset", [0, 4, 8, 12])
 def test_a_head_of_another_version_length_or_flags_is_not_read(offset: int) -> None:
-    head = bytearray(journal.encode_head(WRITER, NOW_NS))
+    head = bytearray(journal.encode_head(TOKEN, NOW_NS))
     assert journal.is_head(bytes(head))
     head[offset] ^= 0x40
     assert not journal.is_head(with_checksum(head[:-4]))
@@ -149,12 +149,9 @@ def test_the_document_has_the_offsets_of_the_records() -> None:
 
 @given(st.integers(0, 99_999_999))
 def test_the_path_of_a_journal_gives_its_name_back(number: int) -> None:
-    name = JournalName(WRITER, number)
+    name = JournalName(TOKEN, number)
     assert layout.parse_journal_path(layout.journal_path(name)) == name
     assert parse_block_path(layout.journal_path(name)) is None
-
-
-TOKEN = "0123456789abcdef" * 2
 
 
 @given(keys)
