@@ -97,8 +97,7 @@ def render(plan: TierPlan) -> Rendered:
 
 def _connector(name: str, extra: Mapping[str, Any] | None = None, *, role: str = _BOTH) -> dict[str, Any]:
     """Return one of vLLM's connectors by its name, alone or as a child of MultiConnector."""
-    settings = {"kv_connector_extra_config": dict(extra)} if extra else {}
-    return {"kv_connector": name, "kv_role": role, **settings}
+    return {"kv_connector": name, "kv_role": role, **({"kv_connector_extra_config": dict(extra)} if extra else {})}
 
 
 def _multi(*children: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,8 +283,7 @@ def _lmcache_in_process(plan: TierPlan, settings: LMCache, *, memory_bytes: int)
     if settings.redis is not None:
         env += _lmcache_redis(plan, settings, settings.redis)
     return Rendered(
-        # By this, vLLM makes no step one CUDA graph. Before such a step, LMCache loads nothing of a hit and reports it
-        # as loaded: vLLM has no metadata of attention at that time.
+        # With it, vLLM makes no step one CUDA graph. LMCache loads nothing before such a step, and says that it did.
         transfer=_connector("LMCacheConnectorV1", {"use_layerwise": True}),
         env=tuple(env),
         volumes=tuple(volume for volume, _ in disk),
