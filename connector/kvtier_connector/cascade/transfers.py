@@ -4,7 +4,7 @@
 vLLM orders transfers of many chunks; the I/O workers know single ones. Each chunk ends once, with an outcome that is
 counted, remembered and, where the janitor must know, noted for it; its transfer is reported with the last. The write of
 a chunk that failed or was refused is deferred, and is tried again while the CPU tier has the chunk. No request waits
-for a store, and each step waits for what is done here. So a few stores begin and end with each step, see `catch_up`.
+for a store, but each step waits for what is done here. So a few chunks are handled with each step, see `catch_up`.
 The scheduler's thread only.
 """
 
@@ -113,6 +113,8 @@ class _Transfer:
     done: list[OffloadKey] = field(default_factory=list)
     is_retry: bool = False
     """Whether its chunks were not written when vLLM offered them."""
+    refusal: str | None = None
+    """Why its chunks are not written; None if they are."""
 
 
 class Transfers:
@@ -135,9 +137,9 @@ class Transfers:
         self._transfers: dict[int, _Transfer] = {}
         self._tasks: dict[int, _Transfer] = {}
         self._stores_of: Counter[str] = Counter()
-        """By request, how many stores of it have not ended."""
-        self._ordered: deque[tuple[TransferJob, str | None]] = deque()
-        """Stores that have not begun, with why nothing was written when vLLM ordered them."""
+        """By request, how many of the transfers are stores of it."""
+        self._ordered: deque[tuple[_Transfer, int, OffloadKey, int]] = deque()
+        """Chunks that are written soon: transfer, number of the task, chunk and row."""
         self._written: deque[Done] = deque()
         """Ends of chunks of stores, until they are taken in."""
         self._next_task = 0
@@ -158,7 +160,7 @@ class Transfers:
 
     def __len__(self) -> int:
         """Return how many transfers have not ended."""
-        return len(self._transfers) + len(self._ordered)
+        return len(self._transfers)
 
     def observe(self, now: float) -> None:
         """Set the metrics of what has not ended; `now` is on `time.monotonic`."""
@@ -169,7 +171,7 @@ class Transfers:
         stats.set(metrics.OLDEST_JOB_SECONDS, now - oldest)
 
     def is_storing(self, context: ReqContext) -> bool:
-        """Say whether chunks of a request are being written, or are about to be."""
+        """Say whether chunks of a request are being written."""
         return context.req_id in self._stores_of
 
     def load(self, order: TransferJob, *, is_urgent: bool) -> None:
@@ -193,15 +195,21 @@ class Transfers:
             [number for each in loads for number, key in each.tasks.items() if key in wanted]
         )
 
-    def store(self, order: TransferJob, *, refusal: str | None) -> None:
-        """Write chunks to the volume soon, see `catch_up`; `refusal` says why none is written at present."""
-        self._note_store(order)
-        self._ordered.append((order, refusal))
+    def store(self, order: TransferJob, *, refusal: str | None, is_retry: bool = False) -> None:
+        """Write chunks to the volume soon, see `catch_up`.
 
-    def retry(self, order: TransferJob, *, refusal: str | None) -> None:
-        """Write chunks that `peek_deferred` named, for which nothing was computed now."""
-        self._note_store(order)
-        self._begin_store(order, refusal, is_retry=True)
+        Args:
+            order: vLLM's.
+            refusal: Why nothing is written at present; None if chunks are.
+            is_retry: Whether `peek_deferred` named the chunks, and nothing was computed.
+        """
+        transfer = self._open(order)
+        self.storing += len(transfer.tasks)
+        if not is_retry:
+            refusal = self._requests.of(order.req_context).refusal or refusal
+        transfer.is_retry, transfer.refusal = is_retry, refusal
+        rows = zip(transfer.tasks.items(), order.chunk_ids.tolist(), strict=True)
+        self._ordered.extend((transfer, number, key, row) for (number, key), row in rows)
 
     def take(self, done: Iterable[Done]) -> None:
         """Take in the ends of chunks: of loads at once, of stores with `catch_up`."""
@@ -212,13 +220,12 @@ class Transfers:
                 self._written.append(each)
 
     def catch_up(self, chunks: int) -> None:
-        """Take in the ends of so many chunks of stores at most, and begin stores until they have as many chunks."""
+        """Take in how so many chunks were written, and have as many written that wait."""
         for _ in range(min(chunks, len(self._written))):
             self._end(self._written.popleft())
-        while self._ordered and chunks > 0:
-            order, refusal = self._ordered.popleft()
-            self._begin_store(order, refusal)
-            chunks -= len(order.keys)
+        begun = [self._begin_store(*self._ordered.popleft()) for _ in range(min(chunks, len(self._ordered)))]
+        if tasks := list(filter(None, begun)):
+            self._attachment.workers.submit(tasks)
 
     def note_request(self, keys: Collection[OffloadKey]) -> None:
         """Count a request that asks for chunks; those that enough have asked for by now are written soon."""
@@ -279,42 +286,35 @@ class Transfers:
         self._attachment.workers.cancel(list(self._tasks))
 
     def _refuse_ordered(self, cause: str) -> None:
-        self._ordered = deque((order, cause) for order, _ in self._ordered)
+        for transfer, *_ in self._ordered:
+            transfer.refusal = cause
         self.catch_up(sys.maxsize)
 
-    def _note_store(self, order: TransferJob) -> None:
-        self.storing += len(order.keys)
-        self._stores_of[order.req_context.req_id] += 1
-
-    def _begin_store(self, order: TransferJob, refusal: str | None, *, is_retry: bool = False) -> None:
-        transfer = self._open(order)
-        transfer.is_retry = is_retry
-        request = self._requests.of(order.req_context)
-        if not is_retry:
-            refusal = request.refusal or refusal
-        tasks = []
-        for (number, key), row in zip(list(transfer.tasks.items()), order.chunk_ids.tolist(), strict=True):
-            name, since = request.block_key(key), order.submit_time
-            block = self._deferred.get(key) or _Deferred(name, request.lineage(key), since)
-            transfer.blocks[key] = block
-            if not (is_retry or self._reuse.is_due(key)):
-                if refusal in _NEVER_AGAIN:
-                    self._unreused.pop(key, None)
-                else:
-                    keep_last(self._unreused, key, block, most=MOST_DEFERRED)
-                self._end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
-                continue
+    def _begin_store(self, transfer: _Transfer, number: int, key: OffloadKey, row: int) -> tuple[int, Task] | None:
+        """Return the task that writes a chunk; None if the chunk is not written, and has ended."""
+        request, refusal = self._requests.of(transfer.order.req_context), transfer.refusal
+        name, since = request.block_key(key), transfer.order.submit_time
+        block = self._deferred.get(key) or _Deferred(name, request.lineage(key), since)
+        transfer.blocks[key] = block
+        if not (transfer.is_retry or self._reuse.is_due(key)):
+            if refusal in _NEVER_AGAIN:
+                self._unreused.pop(key, None)
+            else:
+                keep_last(self._unreused, key, block, most=MOST_DEFERRED)
+            refusal = refusal or metrics.UNREUSED
+        else:
             # Others behind it are tried before it is again: a tenant over its quota holds up no other.
             keep_last(self._deferred, key, block, most=MOST_DEFERRED)
-            if refusal is None:
-                since = min(block.since, self._attachment.looked_at)
-                tasks.append((number, Task(Lane.STORE, block.name, row, block.lineage, since)))
-            else:
-                self._end(Done(number, Refused(refusal), 0.0))
-        self._attachment.workers.submit(tasks)
+        if refusal is not None:
+            self._end(Done(number, Refused(refusal), 0.0))
+            return None
+        since = min(block.since, self._attachment.looked_at)
+        return number, Task(Lane.STORE, block.name, row, block.lineage, since)
 
     def _open(self, order: TransferJob) -> _Transfer:
         transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())
+        if not order.is_promotion:
+            self._stores_of[order.req_context.req_id] += 1
         for key in order.keys:
             self._next_task += 1
             number = self._next_task

@@ -55,8 +55,8 @@ OPEN_WAIT_SECONDS = 10.0
 """How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
 STORE_QUEUE_SHARE = 0.5
 """Chunks that wait to be written hold their rows: while more than this share of the CPU tier waits, no more are."""
-FEWEST_STORES = 4
-"""Chunks whose stores begin with a step and end with it, beside as many as the step before computes."""
+LEAST_CHUNKS = 4
+"""Chunks of stores that each step handles, beside as many as the step before computes."""
 _FOUND = {Presence.PRESENT: LookupResult.HIT, Presence.ABSENT: LookupResult.MISS, Presence.UNKNOWN: LookupResult.RETRY}
 
 
@@ -224,7 +224,7 @@ class SharedVolumeTier(SecondaryTierManager):
 
     def retry(self, order: TransferJob) -> None:
         """Write chunks that `peek_deferred` named and that are still in the CPU tier."""
-        self.transfers.retry(order, refusal=self._why_not_storing())
+        self.transfers.store(order, refusal=self._why_not_storing(), is_retry=True)
 
     def peek_deferred(self, most: int) -> list[OffloadKey]:
         """Return chunks that were not written and could be now."""
@@ -248,9 +248,9 @@ class SharedVolumeTier(SecondaryTierManager):
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.lookups.send()
-        # The GPU is busy for as long as the step before takes, and this one begins when it has been scheduled.
+        # The GPU would wait for this step if more was done here than the step before takes.
         is_urgent = self.waiting or self.drain.is_begun or not self.tokens_under_way
-        chunks = self.tokens_under_way // self.requests.tokens[0] + FEWEST_STORES
+        chunks = self.tokens_under_way // self.requests.tokens[0] + LEAST_CHUNKS
         self.transfers.catch_up(sys.maxsize if is_urgent else chunks)
         self.requests.tell(
             self.attachment.memory, self.attachment.tell_janitor, self.row_bytes, is_storing=self.transfers.is_storing

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import pytest
 import yaml
 from engine_fleet import Engines
 from engine_parts import prompt_of
-from rig import Rigs, key, keys, wait_until
+from rig import TOKENS_PER_BLOCK, Rigs, key, keys, wait_until
 from store_faults import GatedFs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -265,6 +266,23 @@ def slow() -> GatedFs:
 
 def set_seconds(made: Drain, seconds: float) -> None:
     made.__dict__["_seconds"] = seconds
+
+
+@pytest.mark.parametrize(("tokens", "begun"), [(2 * TOKENS_PER_BLOCK, [6, 6, 6, 2]), (0, [20])])
+def test_a_step_handles_as_many_chunks_of_stores_as_the_one_before_computes_and_a_few_more(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, tokens: int, begun: list[int]
+) -> None:
+    rig = rigs.make()
+    workers, counted, left = rig.tier.attachment.workers, list[int](), [20]
+    submit = workers.submit
+    monkeypatch.setattr(workers, "submit", lambda tasks: counted.append(len(tasks)) or submit(tasks))
+    rig.tier.tokens_under_way = tokens
+    context = rig.request("writer")
+    rig.manager.complete_store(rig.manager.prepare_store(keys(20), context).keys_to_store, context)
+    wait_until(lambda: rig.end_step() or left.append(rig.tier.transfers.storing) or left[-1] == 0, "all are written")
+    assert counted == begun
+    assert max(before - after for before, after in itertools.pairwise(left)) <= max(begun)
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == 20
 
 
 def test_what_waits_to_be_written_is_written_before_the_engine_ends(rigs: Rigs, slow: GatedFs) -> None:

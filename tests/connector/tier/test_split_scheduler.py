@@ -628,6 +628,7 @@ def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(
     second.step()
     second.step()
     assert second.tier.has_pending_work()
+    assert second.tier.tokens_under_way > 0
     second.run(lambda: "computes" in second.answers)
     fs.give_all()
     tier = second.manager.primary_tier
