@@ -10,7 +10,6 @@ The scheduler's thread only.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -34,6 +33,8 @@ from kvtier_connector.store.layout import BlockKey, Lineage
 from kvtier_connector.vllm_adapter import metrics
 
 POLL_SECONDS = 0.001
+LEAST_CHUNKS = 4
+"""Chunks of stores that each step handles, beside as many as the step before computes."""
 MOST_DEFERRED = 1 << 16
 """Chunks that are remembered to be written later, and as many that too few requests have asked for; the oldest go."""
 RETRY_SECONDS = 1.0
@@ -113,8 +114,6 @@ class _Transfer:
     done: list[OffloadKey] = field(default_factory=list)
     is_retry: bool = False
     """Whether its chunks were not written when vLLM offered them."""
-    refusal: str | None = None
-    """Why its chunks are not written; None if they are."""
 
 
 class Transfers:
@@ -138,8 +137,8 @@ class Transfers:
         self._tasks: dict[int, _Transfer] = {}
         self._stores_of: Counter[str] = Counter()
         """By request, how many of the transfers are stores of it."""
-        self._ordered: deque[tuple[_Transfer, int, OffloadKey, int]] = deque()
-        """Chunks that are written soon: transfer, number of the task, chunk and row."""
+        self._ordered: deque[tuple[int, Task]] = deque()
+        """Tasks of stores that wait for `catch_up`, with their numbers."""
         self._written: deque[Done] = deque()
         """Ends of chunks of stores, until they are taken in."""
         self._next_task = 0
@@ -204,12 +203,30 @@ class Transfers:
             is_retry: Whether `peek_deferred` named the chunks, and nothing was computed.
         """
         transfer = self._open(order)
+        transfer.is_retry = is_retry
+        request = self._requests.of(order.req_context)
         self.storing += len(transfer.tasks)
         if not is_retry:
-            refusal = self._requests.of(order.req_context).refusal or refusal
-        transfer.is_retry, transfer.refusal = is_retry, refusal
-        rows = zip(transfer.tasks.items(), order.chunk_ids.tolist(), strict=True)
-        self._ordered.extend((transfer, number, key, row) for (number, key), row in rows)
+            refusal = request.refusal or refusal
+        for (number, key), row in zip(list(transfer.tasks.items()), order.chunk_ids.tolist(), strict=True):
+            block = self._deferred.get(key) or _Deferred(request.block_key(key), request.lineage(key), time.monotonic())
+            transfer.blocks[key] = block
+            if not (is_retry or self._reuse.is_due(key)):
+                if refusal in _NEVER_AGAIN:
+                    self._unreused.pop(key, None)
+                else:
+                    keep_last(self._unreused, key, block, most=MOST_DEFERRED)
+                self._end(Done(number, Refused(refusal or metrics.UNREUSED), 0.0))
+                continue
+            # Others behind it are tried before it is again: a tenant over its quota holds up no other.
+            keep_last(self._deferred, key, block, most=MOST_DEFERRED)
+            if refusal is None:
+                since = min(block.since, self._attachment.looked_at)
+                self._ordered.append((number, Task(Lane.STORE, block.name, row, block.lineage, since)))
+            else:
+                self._end(Done(number, Refused(refusal), 0.0))
+        if 0 < len(self._ordered) <= LEAST_CHUNKS:
+            self._begin(LEAST_CHUNKS)
 
     def take(self, done: Iterable[Done]) -> None:
         """Take in the ends of chunks: of loads at once, of stores with `catch_up`."""
@@ -220,12 +237,11 @@ class Transfers:
                 self._written.append(each)
 
     def catch_up(self, chunks: int) -> None:
-        """Take in how so many chunks were written, and have as many written that wait."""
+        """Take in how so many chunks were written, and have I/O workers write as many that wait."""
         for _ in range(min(chunks, len(self._written))):
             self._end(self._written.popleft())
-        begun = [self._begin_store(*self._ordered.popleft()) for _ in range(min(chunks, len(self._ordered)))]
-        if tasks := list(filter(None, begun)):
-            self._attachment.workers.submit(tasks)
+        if self._ordered:
+            self._begin(chunks)
 
     def note_request(self, keys: Collection[OffloadKey]) -> None:
         """Count a request that asks for chunks; those that enough have asked for by now are written soon."""
@@ -272,44 +288,24 @@ class Transfers:
             return
         if self.storing:
             self._cause = metrics.SHUTDOWN
-            self._refuse_ordered(metrics.SHUTDOWN)
-            self._attachment.workers.cancel(
-                [number for number, each in self._tasks.items() if not each.order.is_promotion]
-            )
+            self._cancel([number for number, each in self._tasks.items() if not each.order.is_promotion])
         else:
             drain.tell()
 
     def withdraw(self, cause: str) -> None:
         """Cancel all tasks: each still ends, once no I/O worker touches its row."""
         self._cause = cause
-        self._refuse_ordered(cause)
-        self._attachment.workers.cancel(list(self._tasks))
+        self._cancel(list(self._tasks))
 
-    def _refuse_ordered(self, cause: str) -> None:
-        for transfer, *_ in self._ordered:
-            transfer.refusal = cause
-        self.catch_up(sys.maxsize)
+    def _begin(self, chunks: int) -> None:
+        begun = [self._ordered.popleft() for _ in range(min(chunks, len(self._ordered)))]
+        self._attachment.workers.submit(begun)
 
-    def _begin_store(self, transfer: _Transfer, number: int, key: OffloadKey, row: int) -> tuple[int, Task] | None:
-        """Return the task that writes a chunk; None if the chunk is not written, and has ended."""
-        request, refusal = self._requests.of(transfer.order.req_context), transfer.refusal
-        name, since = request.block_key(key), transfer.order.submit_time
-        block = self._deferred.get(key) or _Deferred(name, request.lineage(key), since)
-        transfer.blocks[key] = block
-        if not (transfer.is_retry or self._reuse.is_due(key)):
-            if refusal in _NEVER_AGAIN:
-                self._unreused.pop(key, None)
-            else:
-                keep_last(self._unreused, key, block, most=MOST_DEFERRED)
-            refusal = refusal or metrics.UNREUSED
-        else:
-            # Others behind it are tried before it is again: a tenant over its quota holds up no other.
-            keep_last(self._deferred, key, block, most=MOST_DEFERRED)
-        if refusal is not None:
-            self._end(Done(number, Refused(refusal), 0.0))
-            return None
-        since = min(block.since, self._attachment.looked_at)
-        return number, Task(Lane.STORE, block.name, row, block.lineage, since)
+    def _cancel(self, tasks: Iterable[int]) -> None:
+        """Give tasks up that workers have, and all that wait for workers."""
+        self._written.extend(Done(number, Ending.CANCELLED) for number, _ in self._ordered)
+        self._ordered.clear()
+        self._attachment.workers.cancel(tasks)
 
     def _open(self, order: TransferJob) -> _Transfer:
         transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())

@@ -113,7 +113,7 @@ class MappedRows:
         False once there is none left, or as much is mapped as may be.
         """
         row = next(self._unprepared, None)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             return row is not None and self.address(row) > 0
         return False
 

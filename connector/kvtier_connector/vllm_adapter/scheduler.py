@@ -328,8 +328,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """Say whether a request that computes so many tokens has a chunk then that was not offered."""
         if (status := self._req_status.get(name)) is None:
             return False
-        reached = (status.req.num_computed_tokens + tokens) // self.config.kv_group_configs[0].tokens_per_chunk
-        return bool(reached > status.group_states[0].next_stored_chunk_idx)
+        reached = self._calc_num_offloadable_tokens(status, status.req.num_computed_tokens + tokens)
+        chunks = reached // self.config.kv_group_configs[0].tokens_per_chunk
+        return bool(chunks > status.group_states[0].next_stored_chunk_idx)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -39,7 +39,7 @@ from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Rates
 from kvtier_connector.cascade.releases import ReleasedAttachment, attachment_class
 from kvtier_connector.cascade.requests import TierRequest, TierRequests
-from kvtier_connector.cascade.transfers import POLL_SECONDS, ReuseFilter, Transfers
+from kvtier_connector.cascade.transfers import LEAST_CHUNKS, POLL_SECONDS, ReuseFilter, Transfers
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.io_workers.buffers import shape_of_rows
 from kvtier_connector.io_workers.tasks import Lane
@@ -55,8 +55,6 @@ OPEN_WAIT_SECONDS = 10.0
 """How long the start of an engine waits for the volume at most; it goes on being opened in the background."""
 STORE_QUEUE_SHARE = 0.5
 """Chunks that wait to be written hold their rows: while more than this share of the CPU tier waits, no more are."""
-LEAST_CHUNKS = 4
-"""Chunks of stores that each step handles, beside as many as the step before computes."""
 _FOUND = {Presence.PRESENT: LookupResult.HIT, Presence.ABSENT: LookupResult.MISS, Presence.UNKNOWN: LookupResult.RETRY}
 
 
@@ -249,8 +247,9 @@ class SharedVolumeTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.lookups.send()
         # The GPU would wait for this step if more was done here than the step before takes.
-        is_urgent = self.waiting or self.drain.is_begun or not self.tokens_under_way
-        chunks = self.tokens_under_way // self.requests.tokens[0] + LEAST_CHUNKS
+        is_full = self.waiting or self.transfers.storing > self._most_storing
+        is_urgent = is_full or self.drain.is_begun or not self.tokens_under_way
+        chunks = sum(self.tokens_under_way // tokens for tokens in self.requests.tokens.values()) + LEAST_CHUNKS
         self.transfers.catch_up(sys.maxsize if is_urgent else chunks)
         self.requests.tell(
             self.attachment.memory, self.attachment.tell_janitor, self.row_bytes, is_storing=self.transfers.is_storing

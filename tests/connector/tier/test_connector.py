@@ -19,7 +19,7 @@ import pytest
 import yaml
 from engine_fleet import Engines
 from engine_parts import prompt_of
-from rig import TOKENS_PER_BLOCK, Rigs, key, keys, wait_until
+from rig import TOKENS_PER_BLOCK, Rig, Rigs, key, keys, offloading_config, wait_until
 from store_faults import GatedFs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -268,21 +268,51 @@ def set_seconds(made: Drain, seconds: float) -> None:
     made.__dict__["_seconds"] = seconds
 
 
-@pytest.mark.parametrize(("tokens", "begun"), [(2 * TOKENS_PER_BLOCK, [6, 6, 6, 2]), (0, [20])])
+def order(rig: Rig, count: int = 20, groups: int = 1) -> None:
+    """Have chunks stored whose stores begin with later steps."""
+    context, wanted = rig.request("writer"), [key(number, group) for group in range(groups) for number in range(count)]
+    rig.manager.complete_store(rig.manager.prepare_store(wanted, context).keys_to_store, context)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "groups", "begun"),
+    [
+        (64, 2 * TOKENS_PER_BLOCK, 1, [6, 6, 6, 2]),
+        (128, 2 * TOKENS_PER_BLOCK, 2, [8, 8, 8, 8, 8]),
+        (64, 0, 1, [20]),
+        # More than half of the rows wait.
+        (32, 1, 1, [20]),
+    ],
+)
 def test_a_step_handles_as_many_chunks_of_stores_as_the_one_before_computes_and_a_few_more(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, tokens: int, begun: list[int]
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int, groups: int, begun: list[int]
 ) -> None:
-    rig = rigs.make()
-    workers, counted, left = rig.tier.attachment.workers, list[int](), [20]
+    layers = offloading_config().groups * groups
+    rig = rigs.make(chunks=rows, config=offloading_config(groups=layers))
+    workers, counted, left = rig.tier.attachment.workers, list[int](), [sum(begun)]
     submit = workers.submit
     monkeypatch.setattr(workers, "submit", lambda tasks: counted.append(len(tasks)) or submit(tasks))
     rig.tier.tokens_under_way = tokens
-    context = rig.request("writer")
-    rig.manager.complete_store(rig.manager.prepare_store(keys(20), context).keys_to_store, context)
+    order(rig, 20, groups)
     wait_until(lambda: rig.end_step() or left.append(rig.tier.transfers.storing) or left[-1] == 0, "all are written")
     assert counted == begun
     assert max(before - after for before, after in itertools.pairwise(left)) <= max(begun)
-    assert rig.metric("vllm:kvtier_disk_written_blocks") == 20
+    assert rig.metric("vllm:kvtier_disk_written_blocks") == sum(begun)
+
+
+@pytest.mark.parametrize("cause", [metrics.SHUTDOWN, metrics.INERT])
+def test_chunks_whose_stores_have_not_begun_end_when_nothing_more_is_written(rigs: Rigs, cause: str) -> None:
+    rig = rigs.make()
+    rig.tier.tokens_under_way = TOKENS_PER_BLOCK
+    order(rig)
+    if cause == metrics.SHUTDOWN:
+        set_seconds(rig.tier.drain, 0.0)
+        rig.tier.drain.begin()
+    else:
+        rig.tier.transfers.withdraw(cause)
+    rig.settle()
+    assert rig.metric("vllm:kvtier_disk_shed_stores", cause) == 20
+    assert rig.primary.room == 64
 
 
 def test_what_waits_to_be_written_is_written_before_the_engine_ends(rigs: Rigs, slow: GatedFs) -> None:
