@@ -155,7 +155,7 @@ class _Fetch:
     lessee: ReqContext | None = None
     """For whom it is fetched ahead."""
     is_given_up: bool = False
-    """Whether it is read no more, unless a worker has begun. If a request waits for it then, it is fetched anew."""
+    """Whether it is read no more, unless a worker has begun. If somebody waits for it then, it is fetched anew."""
 
 
 class Fetches:

@@ -188,7 +188,7 @@ class Transfers:
         self._attachment.workers.promote(self._loads_of(keys))
 
     def give_up(self, keys: Collection[OffloadKey]) -> None:
-        """Do not read chunks for which no request waits any more, as far as no I/O worker has begun with them."""
+        """Do not read chunks that nobody waits for any more, as far as no I/O worker has begun with them."""
         self._attachment.workers.cancel(self._loads_of(keys), Ending.UNNEEDED)
 
     def store(self, order: TransferJob, *, refusal: str | None, is_retry: bool = False) -> None:

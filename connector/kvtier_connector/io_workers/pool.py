@@ -249,7 +249,7 @@ class WorkerPool:
 
     def cancel(self, tasks: Iterable[int], ending: Ending = Ending.CANCELLED) -> None:
         """Give tasks up; each still ends, with `ending` or its outcome, once its row is safe."""
-        # Reads of a volume that hangs are not given up, since otherwise nothing would tell that it hangs.
+        # What a volume that hangs is asked for is not given up, since otherwise nothing would tell that it hangs.
         spared = self._working() if ending is Ending.UNNEEDED else ()
         found = [task for number in tasks if (task := self._open.get(number)) is not None and task.ending is None]
         self._give_up([task for task in found if task.ticket not in spared], ending)

@@ -51,7 +51,7 @@ class Ending(enum.Enum):
 
     CANCELLED = "cancelled"
     UNNEEDED = "unneeded"
-    """No request waits for it any more."""
+    """Nobody waits for it any more."""
     LATE = "late"
     """The volume did not answer within the deadline."""
 
