@@ -20,7 +20,6 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.cascade.transfers import Landed
-from kvtier_connector.io_workers.tasks import Ending
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 
 NO_ROW = -1
@@ -154,8 +153,6 @@ class _Fetch:
     """Who waits for it, with the chunk's number there."""
     lessee: ReqContext | None = None
     """For whom it is fetched ahead."""
-    is_given_up: bool = False
-    """Whether it is read no more, unless a worker has begun. If somebody waits for it then, it is fetched anew."""
 
 
 class Fetches:
@@ -166,7 +163,6 @@ class Fetches:
         primary: CpuTier,
         request_of: Callable[[ReqContext], TierRequest],
         start: Callable[[ReqContext, Sequence[OffloadKey], CPULoadStoreSpec, bool], bool],
-        stop: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
         """Store the parts.
 
@@ -175,11 +171,10 @@ class Fetches:
             request_of: Returns what the tier keeps of a request.
             start: Has chunks of a request read into rows; told whether a load waits for any, returns whether they are
                 urgent now.
-            stop: Has chunks read no more.
         """
         self._primary = primary
         self._request_of = request_of
-        self._start_reading, self._stop_reading = start, stop
+        self._start_reading = start
         self._fetches: dict[OffloadKey, _Fetch] = {}
         self._line: OrderedDict[OffloadKey, None] = OrderedDict()
         """Those that wait for a row."""
@@ -210,11 +205,6 @@ class Fetches:
         leased = sum(len(self._request_of(lessee).leased) for lessee in self._lessees.values())
         return max(0, min(self.most_leased - leased, self._primary.room))
 
-    def is_coming(self, key: OffloadKey) -> bool:
-        """Say whether a chunk is on its way, and is not given up."""
-        fetch = self._fetches.get(key)
-        return fetch is not None and not fetch.is_given_up
-
     def count_waiting_requests(self) -> int:
         """Return how many requests wait for rows."""
         return len({self._fetches[key].context.req_id for key in self._line})
@@ -236,9 +226,9 @@ class Fetches:
 
     def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Fetch chunks ahead, as far as there is room for such; return them."""
-        leased = list(islice((key for key in keys if not self.is_coming(key)), self.room))
+        leased = list(islice((key for key in keys if key not in self._fetches), self.room))
         for key in leased:
-            (self._fetches.get(key) or self._begin(key, context)).lessee = context
+            self._begin(key, context).lessee = context
         if leased:
             self._request_of(context).leased.update(leased)
             self._lessees[context.req_id] = context
@@ -246,26 +236,21 @@ class Fetches:
         return leased
 
     def end_lease(self, context: ReqContext) -> None:
-        """Unpin the chunks that were fetched ahead for a request, and read no more that only it waited for."""
+        """Unpin the chunks that were fetched ahead for a request."""
         if self._lessees.pop(context.req_id, None) is None:
             return
         request = self._request_of(context)
-        arrived, unread = [], []
+        arrived = []
         for key in request.leased:
             fetch = self._fetches.get(key)
             if fetch is None or fetch.lessee is not context:
                 arrived.append(key)
             else:
                 fetch.lessee = None
-                if fetch.has_row and not fetch.loads:
-                    fetch.is_given_up = True
-                    unread.append(key)
                 self._hand_on(key, fetch)
         request.leased.clear()
         if arrived:
             self._primary.complete_read(arrived, context)
-        if unread:
-            self._stop_reading(unread)
 
     def end_leases(self) -> None:
         """Unpin all chunks that were fetched ahead."""
@@ -285,18 +270,14 @@ class Fetches:
 
     def take(self, landed: Iterable[Landed]) -> None:
         """Take in which chunks were read, and which could not be."""
-        for key, cause, done in landed:
+        for key, cause, _ in landed:
             fetch = self._fetches.get(key)
             if fetch is None or not fetch.has_row:
                 continue
             del self._fetches[key]
             if cause is not None:
                 self._primary.complete_write([key], fetch.context, success=False)
-                if done.outcome is not Ending.UNNEEDED:
-                    self._fail(key, fetch, cause)
-                elif waiting := fetch.loads[0][0].context if fetch.loads else fetch.lessee:
-                    again = self._begin(key, waiting)
-                    again.loads, again.lessee = fetch.loads, fetch.lessee
+                self._fail(key, fetch, cause)
             else:
                 self._primary.complete_write([key], fetch.context)
                 self._arrive(key, fetch)

@@ -164,7 +164,7 @@ def order_backwards(
     leased: list[OffloadKey] = []
     if first < last and not request.missing:
         batch = keys[first:last][::-1]
-        wanted = [key for key in batch if not fetches.is_coming(key) and key not in request.leased]
+        wanted = [key for key in batch if key not in fetches.under_way and key not in request.leased]
         leased = fetches.lease(wanted, split.context)
         split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
     while split.ready < split.ordered:

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -141,7 +141,7 @@ class Transfers:
         """Tasks of stores that wait for `catch_up`, with their numbers."""
         self._written: deque[Done] = deque()
         """Ends of chunks of stores, until they are taken in."""
-        self._numbers = count(1)
+        self._next_task = 0
         self._landed: list[Landed] = []
         self._finished: list[JobResult] = []
         self._stored: list[OffloadKey] = []
@@ -179,17 +179,20 @@ class Transfers:
         request = self._requests.of(order.req_context)
         self.loading += len(transfer.tasks)
         lane = Lane.LOAD if is_urgent else Lane.PREFETCH
-        rows = zip(transfer.tasks.items(), order.chunk_ids.tolist(), strict=True)
-        tasks = [(number, Task(lane, request.block_key(key), row)) for (number, key), row in rows]
-        self._attachment.workers.submit(tasks)
+        self._attachment.workers.submit(
+            [
+                (number, Task(lane, request.block_key(key), row))
+                for (number, key), row in zip(transfer.tasks.items(), order.chunk_ids.tolist(), strict=True)
+            ]
+        )
 
     def promote(self, keys: Collection[OffloadKey]) -> None:
         """Make chunks that are being loaded urgent: a request that was scheduled waits for them."""
-        self._attachment.workers.promote(self._loads_of(keys))
-
-    def give_up(self, keys: Collection[OffloadKey]) -> None:
-        """Do not read chunks that nobody waits for any more, as far as no I/O worker has begun with them."""
-        self._attachment.workers.cancel(self._loads_of(keys), Ending.UNNEEDED)
+        wanted = frozenset(keys)
+        loads = [transfer for transfer in self._transfers.values() if transfer.order.is_promotion]
+        self._attachment.workers.promote(
+            [number for each in loads for number, key in each.tasks.items() if key in wanted]
+        )
 
     def store(self, order: TransferJob, *, refusal: str | None, is_retry: bool = False) -> None:
         """Write chunks to the volume soon, see `catch_up`.
@@ -304,16 +307,13 @@ class Transfers:
         self._ordered.clear()
         self._attachment.workers.cancel(tasks)
 
-    def _loads_of(self, keys: Collection[OffloadKey]) -> list[int]:
-        wanted = frozenset(keys)
-        loads = [transfer for transfer in self._transfers.values() if transfer.order.is_promotion]
-        return [number for each in loads for number, key in each.tasks.items() if key in wanted]
-
     def _open(self, order: TransferJob) -> _Transfer:
         transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())
         if not order.is_promotion:
             self._stores_of[order.req_context.req_id] += 1
-        for key, number in zip(order.keys, self._numbers, strict=False):
+        for key in order.keys:
+            self._next_task += 1
+            number = self._next_task
             transfer.tasks[number] = key
             self._tasks[number] = transfer
         if not transfer.tasks:
@@ -334,9 +334,6 @@ class Transfers:
     def _end_load(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome
         self.loading -= 1
-        if outcome is Ending.UNNEEDED:
-            self._landed.append(Landed(key, outcome.value, done))
-            return
         self._stats.count(metrics.READ_SECONDS, done.seconds)
         name = self._requests.of(transfer.order.req_context).block_key(key)
         self._remember_load(name, outcome)

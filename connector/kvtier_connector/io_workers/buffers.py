@@ -83,6 +83,7 @@ class MappedRows:
         self._rows_of_window = max(1, _WINDOW_BYTES // row_bytes)
         self._most_windows = max(2, most_bytes // (self._rows_of_window * row_bytes))
         self._windows: dict[tuple[int, int], _Window] = {}
+        """In the order in which they were mapped."""
         rows = sum(region.rows for region in regions)
         self._unprepared = iter(range(min(rows, self._most_windows * self._rows_of_window)))
 
@@ -107,7 +108,10 @@ class MappedRows:
         return address
 
     def prepare(self) -> bool:
-        """Enter the pages of another row into the page table; False once all are that may be mapped."""
+        """Enter the pages of one more row into the page table, in the order in which vLLM first gives rows away.
+
+        False once there is none left, or as much is mapped as may be.
+        """
         row = next(self._unprepared, None)
         with contextlib.suppress(OSError, ValueError):
             return row is not None and self.address(row) > 0

@@ -247,12 +247,10 @@ class WorkerPool:
         self._finish_recalled()
         self._feed()
 
-    def cancel(self, tasks: Iterable[int], ending: Ending = Ending.CANCELLED) -> None:
-        """Give tasks up; each still ends, with `ending` or its outcome, once its row is safe."""
-        # What a volume that hangs is asked for is not given up, since otherwise nothing would tell that it hangs.
-        spared = self._working() if ending is Ending.UNNEEDED else ()
+    def cancel(self, tasks: Iterable[int]) -> None:
+        """Give tasks up; each still ends, with `Ending.CANCELLED` or its outcome, once its row is safe."""
         found = [task for number in tasks if (task := self._open.get(number)) is not None and task.ending is None]
-        self._give_up([task for task in found if task.ticket not in spared], ending)
+        self._give_up(found, Ending.CANCELLED)
         self._finish_recalled()
         self._feed()
 

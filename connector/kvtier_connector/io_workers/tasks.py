@@ -50,8 +50,6 @@ class Ending(enum.Enum):
     """End of a task without an outcome."""
 
     CANCELLED = "cancelled"
-    UNNEEDED = "unneeded"
-    """Nobody waits for it any more."""
     LATE = "late"
     """The volume did not answer within the deadline."""
 

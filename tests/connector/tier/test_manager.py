@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rig import IO_THREADS, ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
+from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
 from store_faults import GatedFs, flip
 from vllm.v1.kv_offload.base import Medium, OffloadKey
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
@@ -47,31 +47,6 @@ def test_a_load_that_fails_late_leaves_nothing_to_its_namesake(rigs: Rigs, monke
     assert rig.metric("vllm:kvtier_disk_misses", "checksum") == 1
     rigs.make().offload(wanted)
     assert rig.serve(wanted, "same name").hit_blocks == 3
-
-
-@pytest.mark.parametrize("is_asked_again", [False, True])
-def test_what_nobody_waits_for_is_read_no_more_unless_it_is_asked_for_again(
-    rigs: Rigs, *, is_asked_again: bool
-) -> None:
-    rigs.write(keys(12))
-    fs = GatedFs(lambda call, path: call == "preadv" and "/blocks/" in path)
-    rig = rigs.make(chunks=24, fs=fs)
-    ahead, asks = rig.request("ahead"), rig.request("asks")
-    for context in (ahead, asks):
-        wait_until(lambda context=context: rig.find(keys(12), context) == 12, "the chunks are found")
-    rig.manager.fetches.lease(keys(12), ahead)
-    wait_until(lambda: fs.waiting == IO_THREADS, "all workers read")
-    rig.manager.fetches.end_lease(ahead)
-    load = rig.begin_load(keys(12), asks) if is_asked_again else None
-    wait_until(lambda: rig.poll() and (rig.tier.transfers.loading == IO_THREADS or load is not None), "the rest ends")
-    fs.open_gate()
-    rig.settle()
-    assert rig.metric("vllm:kvtier_disk_read_blocks") == (12 if load else IO_THREADS)
-    assert [rig.metric("vllm:kvtier_disk_misses", cause) for cause in ("shutdown", "unneeded")] == [0, 0]
-    if load is not None:
-        assert rig.take_piece(load) == 12
-        rig.manager.release_load("asks", is_handed_over=True)
-    assert rig.primary.room == 24
 
 
 def test_stored_blocks_are_published_as_events_of_the_storage_medium(rigs: Rigs) -> None:
