@@ -184,9 +184,9 @@ def main() -> None:
     """Read the flags that the operator gives to vLLM, and serve."""
     flags = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
     transfer = json.loads(flags["kv-transfer-config"])
-    if "kv_connector_extra_config" not in transfer:
+    tiers = transfer.get("kv_connector_extra_config", {}).get("secondary_tiers")
+    if not tiers:
         ThreadingHTTPServer((flags["host"], int(flags["port"])), Other).serve_forever()
-    tiers = transfer["kv_connector_extra_config"]["secondary_tiers"]
     config = contract.decode(Path(tiers[0]["config_file"]).read_text())
     ThreadingHTTPServer((flags["host"], int(flags["port"])), handler(Engine(config))).serve_forever()
 
