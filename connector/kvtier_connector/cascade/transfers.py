@@ -225,6 +225,7 @@ class Transfers:
                 self._ordered.append((number, Task(Lane.STORE, block.name, row, block.lineage, since)))
             else:
                 self._end(Done(number, Refused(refusal), 0.0))
+        # A few may have been written by the next step, which tries deferred chunks only while nothing is stored.
         if 0 < len(self._ordered) <= LEAST_CHUNKS:
             self._begin(LEAST_CHUNKS)
 

@@ -112,10 +112,11 @@ class MappedRows:
 
         False once there is none left, or as much is mapped as may be.
         """
-        row = next(self._unprepared, None)
-        with contextlib.suppress(OSError, ValueError):
-            return row is not None and self.address(row) > 0
-        return False
+        try:
+            self.address(next(self._unprepared))
+        except (StopIteration, OSError, ValueError):
+            return False
+        return True
 
     def _map(self, region: Region, number: int) -> _Window:
         first = number * self._rows_of_window

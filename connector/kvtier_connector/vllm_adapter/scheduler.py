@@ -271,7 +271,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens.look()
         running = (status.req for status in self._req_status.values() if not status.req.is_finished())
         in_flight = sum(request.num_in_flight_tokens for request in running)
-        self.manager.tier.rates.note_step(sum(scheduler_output.num_scheduled_tokens.values()), in_flight)
+        self.manager.tier.rates.note_step(scheduler_output.total_num_scheduled_tokens, in_flight)
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:
@@ -290,6 +290,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
                 state.block_ids.clear()
         made = super().build_connector_meta(scheduler_output)
         assert isinstance(made, OffloadingConnectorMetadata)
+        self.manager.tier.tokens_under_way = scheduler_output.total_num_scheduled_tokens
         jobs, ended, self._ended = (made.load_jobs, made.store_jobs, made.jobs_to_flush), self._ended, {}
         if self._is_zeroing:
             # vLLM's runner zeroes new blocks before it has workers copy what lay in them.

@@ -175,7 +175,7 @@ class AdmittingScheduler(KVTierScheduler):
         made = super().build_connector_meta(scheduler_output)
         made.waited, self._waited = self._waited, {}
         self._expect_copies(made, begin)
-        self.manager.tier.tokens_under_way = tokens = sum(scheduler_output.num_scheduled_tokens.values())
+        tokens = scheduler_output.total_num_scheduled_tokens
         if tokens and self._storing.value:
             seconds = max(self.least_store_seconds, rates.prefill.seconds(tokens))
             made.store_chunks = max(1.0, seconds * self._storing.value / self._worker_bytes)

@@ -85,7 +85,8 @@ def test_blocks_are_loaded_into_rows_and_saved_from_them(pools: Pools, on_thread
 def test_a_worker_without_a_task_enters_all_rows_into_its_page_table(pools: Pools) -> None:
     pages = re.compile(r"memfd:cpu-tier.*\n(?:.*\n)*?Rss: +(\d+) kB")
     maps = [Path(f"/proc/{process}/smaps") for process in pools.make(workers=2).processes]
-    wait_until(lambda: sum(int(kib) for of in maps for kib in pages.findall(of.read_text())) == 2 * ROWS * 16)
+    expected = 2 * ROWS * ROW_BYTES // 1024
+    wait_until(lambda: sum(int(kib) for of in maps for kib in pages.findall(of.read_text())) == expected)
 
 
 def test_more_tasks_than_a_lane_of_the_table_takes_all_end_once(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +222,8 @@ def test_a_worker_that_hangs_is_killed_and_replaced_and_its_task_is_late(pools: 
     assert pool.load_until_a_worker_hangs(lane) is Ending.LATE
     gate.unlink()
     assert pool.breaker.state(Direction.LOAD) is not CircuitState.CLOSED
+    # A fault of the volume would open the circuit, too.
+    assert {done.outcome for done in pool.ended.values()} <= {HIT, Ending.LATE}
 
 
 class TurnstileFs(FileSystem):
