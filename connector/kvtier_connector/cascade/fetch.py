@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
@@ -163,6 +163,7 @@ class Fetches:
         primary: CpuTier,
         request_of: Callable[[ReqContext], TierRequest],
         start: Callable[[ReqContext, Sequence[OffloadKey], CPULoadStoreSpec, bool], bool],
+        stop: Callable[[Sequence[OffloadKey]], Iterable[OffloadKey]],
     ) -> None:
         """Store the parts.
 
@@ -171,13 +172,16 @@ class Fetches:
             request_of: Returns what the tier keeps of a request.
             start: Has chunks of a request read into rows; told whether a load waits for any, returns whether they are
                 urgent now.
+            stop: Has chunks not read; returns those that no I/O worker had begun with. `take` tells when they ended.
         """
         self._primary = primary
         self._request_of = request_of
-        self._start_reading = start
+        self._start_reading, self._stop_reading = start, stop
         self._fetches: dict[OffloadKey, _Fetch] = {}
         self._line: OrderedDict[OffloadKey, None] = OrderedDict()
         """Those that wait for a row."""
+        self._unread: dict[OffloadKey, ReqContext] = {}
+        """Those that were given up, while their rows are not free yet, with the request that asked first."""
         self._lessees: OrderedDict[str, ReqContext] = OrderedDict()
         self.most_leased = int(primary.chunks * LEASED_SHARE)
         self.is_held = False
@@ -226,7 +230,8 @@ class Fetches:
 
     def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Fetch chunks ahead, as far as there is room for such; return them."""
-        leased = list(islice((key for key in keys if key not in self._fetches), self.room))
+        unknown = (key for key in keys if key not in self._fetches)
+        leased = list(islice(takewhile(lambda key: key not in self._unread, unknown), self.room))
         for key in leased:
             self._begin(key, context).lessee = context
         if leased:
@@ -236,41 +241,56 @@ class Fetches:
         return leased
 
     def end_lease(self, context: ReqContext) -> None:
-        """Unpin the chunks that were fetched ahead for a request."""
+        """Unpin the chunks that were fetched ahead for a request; do not read those that no other waits for."""
+        if coming := self._unpin(context):
+            self._unread.update((key, self._fetches.pop(key).context) for key in self._stop_reading(coming))
+
+    def _unpin(self, context: ReqContext) -> list[OffloadKey]:
+        """End the lease of a request; return the chunks that are being read, and that no request waits for."""
         if self._lessees.pop(context.req_id, None) is None:
-            return
+            return []
         request = self._request_of(context)
-        arrived = []
+        arrived, coming = [], []
         for key in request.leased:
             fetch = self._fetches.get(key)
             if fetch is None or fetch.lessee is not context:
                 arrived.append(key)
             else:
                 fetch.lessee = None
+                if fetch.has_row and not fetch.loads:
+                    coming.append(key)
                 self._hand_on(key, fetch)
         request.leased.clear()
         if arrived:
             self._primary.complete_read(arrived, context)
+        return coming
 
     def end_leases(self) -> None:
         """Unpin all chunks that were fetched ahead."""
         for context in list(self._lessees.values()):
-            self.end_lease(context)
+            self._unpin(context)
 
     def serve(self) -> None:
         """Give rows to those that wait for one, as many as can be had."""
-        while self._line and not self.is_held:
+        while not self.is_held:
             room = self._primary.room
-            if room and self._start(list(islice(self._line, room))):
+            # The row of a chunk that was given up is free in a moment, or has it after all.
+            batch = list(islice((key for key in self._line if key not in self._unread), max(1, room)))
+            if not batch:
+                break
+            if room and self._start(batch):
                 continue
             if not self._lessees:
                 break
             # Chunks that are fetched ahead yield to loads, those that came last first.
-            self.end_lease(self._lessees[next(reversed(self._lessees))])
+            self._unpin(self._lessees[next(reversed(self._lessees))])
 
     def take(self, landed: Iterable[Landed]) -> None:
         """Take in which chunks were read, and which could not be."""
         for key, cause, _ in landed:
+            if (context := self._unread.pop(key, None)) is not None:
+                self._primary.complete_write([key], context, success=cause is None)
+                continue
             fetch = self._fetches.get(key)
             if fetch is None or not fetch.has_row:
                 continue
@@ -291,6 +311,7 @@ class Fetches:
         """Forget everything: the CPU tier was emptied, every load and lease has ended."""
         self._fetches.clear()
         self._line.clear()
+        self._unread.clear()
 
     def _begin(self, key: OffloadKey, context: ReqContext) -> _Fetch:
         fetch = self._fetches[key] = _Fetch(context)

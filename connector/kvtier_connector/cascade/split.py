@@ -169,8 +169,11 @@ def order_backwards(
         split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
     while split.ready < split.ordered:
         key = keys[-1 - split.ready]
-        chunk = None if key in fetches.under_way else find(key)
-        if chunk is None or not chunk.is_ready:
+        chunk = find(key)
+        if chunk is None and key not in fetches.under_way:
+            # It was read for another request, which has given it up, or its row was needed.
+            split.ordered = split.ready
+        if chunk is None or not chunk.is_ready or key in fetches.under_way:
             break
         split.ready += 1
     return leased

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -141,7 +141,7 @@ class Transfers:
         """Tasks of stores that wait for `catch_up`, with their numbers."""
         self._written: deque[Done] = deque()
         """Ends of chunks of stores, until they are taken in."""
-        self._next_task = 0
+        self._numbers = count(1)
         self._landed: list[Landed] = []
         self._finished: list[JobResult] = []
         self._stored: list[OffloadKey] = []
@@ -188,11 +188,12 @@ class Transfers:
 
     def promote(self, keys: Collection[OffloadKey]) -> None:
         """Make chunks that are being loaded urgent: a request that was scheduled waits for them."""
-        wanted = frozenset(keys)
-        loads = [transfer for transfer in self._transfers.values() if transfer.order.is_promotion]
-        self._attachment.workers.promote(
-            [number for each in loads for number, key in each.tasks.items() if key in wanted]
-        )
+        self._attachment.workers.promote(self._loads_of(keys))
+
+    def give_up(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Read chunks no more that no I/O worker has begun with, and return them; each still lands, see `take_landed`."""
+        tasks = self._loads_of(keys)
+        return [tasks[number] for number in self._attachment.workers.cancel(tasks, Ending.UNNEEDED)]
 
     def store(self, order: TransferJob, *, refusal: str | None, is_retry: bool = False) -> None:
         """Write chunks to the volume soon, see `catch_up`.
@@ -308,13 +309,16 @@ class Transfers:
         self._ordered.clear()
         self._attachment.workers.cancel(tasks)
 
+    def _loads_of(self, keys: Collection[OffloadKey]) -> dict[int, OffloadKey]:
+        wanted = frozenset(keys)
+        loads = [transfer for transfer in self._transfers.values() if transfer.order.is_promotion]
+        return {number: key for each in loads for number, key in each.tasks.items() if key in wanted}
+
     def _open(self, order: TransferJob) -> _Transfer:
         transfer = self._transfers[order.job_id] = _Transfer(order, time.monotonic())
         if not order.is_promotion:
             self._stores_of[order.req_context.req_id] += 1
-        for key in order.keys:
-            self._next_task += 1
-            number = self._next_task
+        for key, number in zip(order.keys, self._numbers, strict=False):
             transfer.tasks[number] = key
             self._tasks[number] = transfer
         if not transfer.tasks:
@@ -335,6 +339,11 @@ class Transfers:
     def _end_load(self, transfer: _Transfer, key: OffloadKey, done: Done) -> None:
         outcome = done.outcome
         self.loading -= 1
+        if outcome is Ending.UNNEEDED:
+            # It is no failure to vLLM.
+            transfer.done.append(key)
+            self._landed.append(Landed(key, outcome.value, done))
+            return
         self._stats.count(metrics.READ_SECONDS, done.seconds)
         name = self._requests.of(transfer.order.req_context).block_key(key)
         self._remember_load(name, outcome)

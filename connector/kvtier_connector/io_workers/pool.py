@@ -247,12 +247,20 @@ class WorkerPool:
         self._finish_recalled()
         self._feed()
 
-    def cancel(self, tasks: Iterable[int]) -> None:
-        """Give tasks up; each still ends, with `Ending.CANCELLED` or its outcome, once its row is safe."""
+    def cancel(self, tasks: Iterable[int], ending: Ending = Ending.CANCELLED) -> list[int]:
+        """Give tasks up and return them; each still ends, with `ending` or its outcome, once its row is safe.
+
+        Tasks that are `UNNEEDED` go on where a worker has begun: otherwise nothing would tell that the volume hangs.
+        """
+        if self._open:
+            self._take_answers()
+        spared = self._working() if ending is Ending.UNNEEDED else ()
         found = [task for number in tasks if (task := self._open.get(number)) is not None and task.ending is None]
-        self._give_up(found, Ending.CANCELLED)
+        found = [task for task in found if task.ticket not in spared]
+        self._give_up(found, ending)
         self._finish_recalled()
         self._feed()
+        return [task.number for task in found]
 
     def collect(self) -> list[Done]:
         """Return the tasks that ended since the last call."""

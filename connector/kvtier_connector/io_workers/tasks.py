@@ -50,6 +50,8 @@ class Ending(enum.Enum):
     """End of a task without an outcome."""
 
     CANCELLED = "cancelled"
+    UNNEEDED = "unneeded"
+    """No request waits for it any more."""
     LATE = "late"
     """The volume did not answer within the deadline."""
 

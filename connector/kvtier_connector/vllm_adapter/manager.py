@@ -54,7 +54,7 @@ class KVTierManager(TieringOffloadingManager):
         super().__init__(primary_tier=primary_tier, secondary_tiers=[tier])
         self.tier = tier
         self._chunks = primary_tier.find
-        self.fetches = Fetches(primary_tier, self.request, self._read)
+        self.fetches = Fetches(primary_tier, self.request, self._read, tier.transfers.give_up)
         """Chunks on their way into the CPU tier."""
         self._loads: dict[str, Load] = {}
         self._copying = 0

@@ -6,12 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rig import ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
+from rig import IO_THREADS, ROW_BYTES, Rig, Rigs, key, keys, note_positions, offloading_config, wait_until
 from store_faults import GatedFs, flip
 from vllm.v1.kv_offload.base import Medium, OffloadKey
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 
 from kvtier_connector.cascade.fetch import Load
+from kvtier_connector.cascade.split import Split
 from kvtier_connector.contract.errors import ConfigInvalid
 
 
@@ -47,6 +48,57 @@ def test_a_load_that_fails_late_leaves_nothing_to_its_namesake(rigs: Rigs, monke
     assert rig.metric("vllm:kvtier_disk_misses", "checksum") == 1
     rigs.make().offload(wanted)
     assert rig.serve(wanted, "same name").hit_blocks == 3
+
+
+class _Busy:
+    """An engine whose I/O workers all read the first chunks of twelve; two requests have found them."""
+
+    def __init__(self, rigs: Rigs, *, rows: int) -> None:
+        self.chunks = keys(12)
+        rigs.write(self.chunks)
+        self.fs = GatedFs(lambda call, path: call == "preadv" and "/blocks/" in path)
+        self.rig = rigs.make(chunks=rows, fs=self.fs)
+        self.fetches = self.rig.manager.fetches
+        self.ahead, self.other = self.rig.request("ahead"), self.rig.request("other")
+        for context in (self.ahead, self.other):
+            wait_until(lambda context=context: self.rig.find(self.chunks, context) == 12, "the chunks are found")
+        assert self.fetches.lease(self.chunks, self.ahead)
+        wait_until(lambda: self.fs.waiting == IO_THREADS, "all workers read")
+
+
+def test_chunks_that_no_request_waits_for_are_not_read(rigs: Rigs) -> None:
+    busy = _Busy(rigs, rows=24)
+    busy.fetches.end_lease(busy.ahead)
+    wait_until(lambda: busy.rig.poll() and busy.rig.tier.transfers.loading == IO_THREADS, "the others end")
+    busy.fs.open_gate()
+    busy.rig.settle()
+    assert busy.rig.metric("vllm:kvtier_disk_read_blocks") == IO_THREADS
+    assert [busy.rig.metric("vllm:kvtier_disk_misses", cause) for cause in ("shutdown", "unneeded")] == [0, 0]
+    assert busy.rig.primary.room == 24
+
+
+@pytest.mark.parametrize("rows", [10, 24])
+def test_a_load_that_comes_just_then_gets_all_of_them(rigs: Rigs, rows: int) -> None:
+    busy = _Busy(rigs, rows=rows)
+    busy.fetches.end_lease(busy.ahead)
+    assert not busy.fetches.lease(busy.chunks, busy.other), "their rows are not free yet"
+    load = busy.rig.begin_load(busy.chunks, busy.other)
+    busy.fs.open_gate()
+    wait_until(lambda: busy.rig.take_piece(load) < 0 or load.is_handed_over, "all of it comes")
+    assert not load.failed
+    busy.rig.manager.release_load("other", is_handed_over=True)
+    busy.rig.settle()
+    assert busy.rig.primary.room == rows
+
+
+def test_a_split_reads_itself_what_another_request_has_given_up(rigs: Rigs) -> None:
+    busy = _Busy(rigs, rows=24)
+    manager, split = busy.rig.manager, Split(busy.other, busy.chunks, 0, 16, 0)
+    manager.splits.begin("other", split)
+    assert split.ordered == 12
+    busy.fetches.end_lease(busy.ahead)
+    busy.fs.open_gate()
+    wait_until(lambda: busy.rig.poll() and (manager.splits.advance() or split.ready == 12), "all of it comes")
 
 
 def test_stored_blocks_are_published_as_events_of_the_storage_medium(rigs: Rigs) -> None:
