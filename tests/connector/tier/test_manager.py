@@ -51,33 +51,33 @@ def test_a_load_that_fails_late_leaves_nothing_to_its_namesake(rigs: Rigs, monke
 
 
 class _Busy:
-    """An engine whose I/O workers all read the first chunks of twelve; two requests have found them."""
+    """An engine whose I/O workers all read the first of 24 chunks; two requests have found them."""
 
     def __init__(self, rigs: Rigs, *, rows: int) -> None:
-        self.chunks = keys(12)
+        self.chunks = keys(24)
         rigs.write(self.chunks)
         self.fs = GatedFs(lambda call, path: call == "preadv" and "/blocks/" in path)
         self.rig = rigs.make(chunks=rows, fs=self.fs)
         self.fetches = self.rig.manager.fetches
         self.ahead, self.other = self.rig.request("ahead"), self.rig.request("other")
         for context in (self.ahead, self.other):
-            wait_until(lambda context=context: self.rig.find(self.chunks, context) == 12, "the chunks are found")
+            wait_until(lambda context=context: self.rig.find(self.chunks, context) == 24, "the chunks are found")
         assert self.fetches.lease(self.chunks, self.ahead)
         wait_until(lambda: self.fs.waiting == IO_THREADS, "all workers read")
 
 
 def test_chunks_that_no_request_waits_for_are_not_read(rigs: Rigs) -> None:
-    busy = _Busy(rigs, rows=24)
+    busy = _Busy(rigs, rows=48)
     busy.fetches.end_lease(busy.ahead)
     wait_until(lambda: busy.rig.poll() and busy.rig.tier.transfers.loading == IO_THREADS, "the others end")
     busy.fs.open_gate()
     busy.rig.settle()
     assert busy.rig.metric("vllm:kvtier_disk_read_blocks") == IO_THREADS
     assert [busy.rig.metric("vllm:kvtier_disk_misses", cause) for cause in ("shutdown", "unneeded")] == [0, 0]
-    assert busy.rig.primary.room == 24
+    assert busy.rig.primary.room == 48
 
 
-@pytest.mark.parametrize("rows", [10, 24])
+@pytest.mark.parametrize("rows", [10, 48])
 def test_a_load_that_comes_just_then_gets_all_of_them(rigs: Rigs, rows: int) -> None:
     busy = _Busy(rigs, rows=rows)
     busy.fetches.end_lease(busy.ahead)
@@ -92,13 +92,13 @@ def test_a_load_that_comes_just_then_gets_all_of_them(rigs: Rigs, rows: int) -> 
 
 
 def test_a_split_reads_itself_what_another_request_has_given_up(rigs: Rigs) -> None:
-    busy = _Busy(rigs, rows=24)
+    busy = _Busy(rigs, rows=48)
     manager, split = busy.rig.manager, Split(busy.other, busy.chunks, 0, 16, 0)
     manager.splits.begin("other", split)
-    assert split.ordered == 12
+    assert split.ordered == 24
     busy.fetches.end_lease(busy.ahead)
     busy.fs.open_gate()
-    wait_until(lambda: busy.rig.poll() and (manager.splits.advance() or split.ready == 12), "all of it comes")
+    wait_until(lambda: busy.rig.poll() and (manager.splits.advance() or split.ready == 24), "all of it comes")
 
 
 def test_stored_blocks_are_published_as_events_of_the_storage_medium(rigs: Rigs) -> None:
