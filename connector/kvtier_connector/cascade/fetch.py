@@ -192,6 +192,11 @@ class Fetches:
         """The chunks on their way."""
         return self._fetches
 
+    @property
+    def unread(self) -> Mapping[OffloadKey, object]:
+        """The chunks that were given up, whose rows are not free yet."""
+        return self._unread
+
     def __len__(self) -> int:
         """Return how many are."""
         return len(self._fetches)

@@ -112,6 +112,8 @@ class _Transfer:
     blocks: dict[OffloadKey, _Deferred] = field(default_factory=dict)
     """Of a store: its chunks."""
     done: list[OffloadKey] = field(default_factory=list)
+    unneeded: set[OffloadKey] = field(default_factory=set)
+    """Of a load: its chunks that were given up."""
     is_retry: bool = False
     """Whether its chunks were not written when vLLM offered them."""
 
@@ -191,7 +193,7 @@ class Transfers:
         self._attachment.workers.promote(self._loads_of(keys))
 
     def give_up(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Read chunks no more that no I/O worker has begun with, and return them; each still lands, see `take_landed`."""
+        """Read chunks no more that no I/O worker has begun with, and return them; `take_landed` tells of each."""
         tasks = self._loads_of(keys)
         return [tasks[number] for number in self._attachment.workers.cancel(tasks, Ending.UNNEEDED)]
 
@@ -340,8 +342,7 @@ class Transfers:
         outcome = done.outcome
         self.loading -= 1
         if outcome is Ending.UNNEEDED:
-            # It is no failure to vLLM.
-            transfer.done.append(key)
+            transfer.unneeded.add(key)
             self._landed.append(Landed(key, outcome.value, done))
             return
         self._stats.count(metrics.READ_SECONDS, done.seconds)
@@ -413,6 +414,9 @@ class Transfers:
             self._stores_of[name] -= 1
             if not self._stores_of[name]:
                 del self._stores_of[name]
+        if transfer.unneeded:
+            # Neither read nor failed; vLLM counts the bytes of all keys of a transfer.
+            order.keys[:] = [key for key in order.keys if key not in transfer.unneeded]
         count, done = len(order.keys), transfer.done
         is_success = len(done) == count
         if transfer.is_retry:

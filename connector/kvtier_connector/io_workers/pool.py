@@ -252,8 +252,9 @@ class WorkerPool:
 
         Tasks that are `UNNEEDED` go on where a worker has begun: otherwise nothing would tell that the volume hangs.
         """
-        if self._open:
-            self._take_answers()
+        if not self._open:
+            return []
+        self._take_answers()
         spared = self._working() if ending is Ending.UNNEEDED else ()
         found = [task for number in tasks if (task := self._open.get(number)) is not None and task.ending is None]
         found = [task for task in found if task.ticket not in spared]

@@ -195,6 +195,8 @@ class KVTierManager(TieringOffloadingManager):
         for first in range(0, len(on_volume), AT_ONCE):
             leased = self.fetches.lease(on_volume[first : first + AT_ONCE], req_context)
             self._note_source(leased, req_context)
+            if len(leased) < AT_ONCE:
+                break
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -374,7 +376,8 @@ class KVTierManager(TieringOffloadingManager):
             return LookupResult.MISS
         if key not in self.fetches.under_way:
             chunk = self._chunks(key)
-            if chunk is not None:
+            # One that was given up is on the volume: a load that asks for it waits for its row.
+            if chunk is not None and key not in self.fetches.unread:
                 return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING
             presence = self.tier.presence(key, request)
             if presence is not Presence.PRESENT:
@@ -404,7 +407,7 @@ class KVTierManager(TieringOffloadingManager):
         is_urgent = is_waited_for or self.tier.transfers.loading < URGENT_AHEAD
         order = TransferJob(
             job_id=self._next_job_id(),
-            keys=keys,
+            keys=list(keys),
             chunk_ids=np.asarray(rows.block_ids, dtype=np.int32),
             is_promotion=True,
             req_context=context,

@@ -505,6 +505,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         keys: Sequence[OffloadKey] = status.group_states[0].offload_keys[first:]
         return keys
 
+    def waits_for_others(self, request: Request) -> bool:
+        """Say whether a request cannot compute yet: its blocks are being loaded or computed, or looked for."""
+        return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self._waits
+
     def _waits_for_others(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> bool:
         """Have a request wait until the blocks are there to share that another one loads; False if there are none."""
         load = next((load for key in keys if (load := self._loading.get(key))), None) if self._loading else None

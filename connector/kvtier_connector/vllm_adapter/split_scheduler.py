@@ -328,7 +328,7 @@ class SyncSplitScheduler(Scheduler):
             if has_room:
                 self._copy_tail(split)
             if has_room and split.has_met and self.pause_state is PauseState.UNPAUSED:
-                if self._tier.is_copied_soon(split) or len(self.running) + len(self.waiting) == 1:
+                if self._tier.is_copied_soon(split) or not self._may_others_compute():
                     self._join(request, split)
                 else:
                     held.append(request.request_id)
@@ -341,6 +341,12 @@ class SyncSplitScheduler(Scheduler):
             self._limits = self._share_out(splits, heads)
         # Others compute while they are copied.
         self._limits.update(dict.fromkeys(held, 0))
+
+    def _may_others_compute(self) -> bool:
+        """Say whether this step may compute anything beside the only request that runs."""
+        assert self._tier is not None
+        waits = self._tier.waits_for_others
+        return len(self.running) > 1 or any(not waits(each) for each in self.waiting)
 
     def _copy_tail(self, split: Split) -> None:
         """Have the chunks that have come copied to the GPU, into blocks that are kept for the prompt anyway."""

@@ -69,10 +69,12 @@ class _Busy:
 def test_chunks_that_no_request_waits_for_are_not_read(rigs: Rigs) -> None:
     busy = _Busy(rigs, rows=48)
     busy.fetches.end_lease(busy.ahead)
+    assert busy.rig.manager.match_prefix(busy.chunks, busy.other) == (24, None), "they are on the volume"
     wait_until(lambda: busy.rig.poll() and busy.rig.tier.transfers.loading == IO_THREADS, "the others end")
     busy.fs.open_gate()
     busy.rig.settle()
     assert busy.rig.metric("vllm:kvtier_disk_read_blocks") == IO_THREADS
+    assert f"{IO_THREADS * ROW_BYTES}" in str(busy.rig.manager._metrics.take_stats()), "as vLLM counts"
     assert [busy.rig.metric("vllm:kvtier_disk_misses", cause) for cause in ("shutdown", "unneeded")] == [0, 0]
     assert busy.rig.primary.room == 48
 

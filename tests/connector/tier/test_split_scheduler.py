@@ -362,6 +362,28 @@ def test_others_compute_while_the_end_of_a_tail_is_copied_and_none_takes_the_sea
     second.assert_nothing_is_left()
 
 
+def test_a_request_joins_before_its_tail_is_copied_where_the_others_wait_for_it_alone(
+    engines: Engines, fs: PacedFs
+) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, SHAPE))
+    second.side.most_wait_seconds, second.side.copying.value = -1e9, 1e18
+    second.copies.lag = 3
+    other = [*PROMPT, *prompt_of(1, seed=4)]
+    second.add("reads", PROMPT)
+    run_paced_until(second, fs, lambda: second.computed["reads"] > 0)
+    second.add("shares", other)
+    second.wait_for_lookup()
+    second.step()
+    fs.give_all()
+    wait_until(lambda: second.take_landed() >= 0 and not second.tier.transfers.loading, "all is read")
+    while "shares" not in second.answers:
+        assert second.step().total_num_scheduled_tokens, "each step computes"
+    assert second.metric("vllm:kvtier_disk_split_joins") == 1
+    second.run()
+    assert second.answers == {"reads": answer_of(PROMPT, 1), "shares": answer_of(other, 1)}
+    second.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize(
     ("prefill", "storing", "chunks"), [(1e-3, 1.0, 1e3), (1e9, 1500.0, 3.0), (1e9, 1e-3, 1.0), (1e9, 0.0, math.inf)]
 )
