@@ -160,12 +160,7 @@ UNTOLD = {"containers": [{"name": name, "image": f"example.org/{name}"} for name
 @pytest.mark.parametrize(
     ("body", "pod", "words"),
     [
-        (external(), without("initContainers:install-connector"), "initContainers[install-connector]"),
-        (external(), without("volumes:kvtier-blocks"), "volumes[kvtier-blocks]"),
-        (external(), without("volumeMounts:/etc/kvtier"), "volumeMounts[/etc/kvtier]"),
-        (external(), without("env:PYTHONHASHSEED"), "env[PYTHONHASHSEED]"),
-        (external(), without("env:PYTHONPATH"), "env[PYTHONPATH]"),
-        (external(), without("args:kv-transfer-config"), "--kv-transfer-config"),
+        *((external(), without(part), words) for part, words in TABLES["parts"].items()),
         (external(), other(attached(POD), "KVTierConnector", "Another"), "it lacks --kv-transfer-config;"),
         (
             external(),

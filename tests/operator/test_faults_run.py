@@ -32,11 +32,8 @@ RATE: Final = 0.05
 LABEL_TIER: Final = "kvtier.dev/tier"
 CHILDREN: Final = (
     ("configmaps", "connector"),
-    ("serviceaccounts", "engine"),
-    ("services", "engine"),
-    ("poddisruptionbudgets.policy", "engine"),
+    *((kind, "engine") for kind in ("serviceaccounts", "services", "poddisruptionbudgets.policy", "deployments.apps")),
     ("persistentvolumeclaims", "blocks"),
-    ("deployments.apps", "engine"),
     ("deployments.apps", "janitor"),
 )
 NEEDED_BY: Final = {"services": frozenset({("deployments.apps", "janitor")})}

@@ -314,9 +314,7 @@ def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
             "from c:1 to c:2: `kubectl annotate kvt llama -n serving --overwrite kvtier.dev/restart=",
         ),
         (spec_view(engine={"image": UNTESTED}), "False", "VllmUnsupported", "is vLLM 0.31"),
-        (spec_view(engine={"image": "mine/vllm@sha256:" + "0" * 64}), "True", "Current", ""),
-        (spec_view(engine={"image": "corp/vllm:1.4.0"}), "True", "Current", ""),  # numbers releases of its own
-        (spec_view(engine={"image": "lmcache/vllm-openai:v0.5.6"}), "True", "Current", ""),
+        *((spec_view(engine={"image": image}), "True", "Current", "") for image in TABLES["untold_images"]),
         (spec_view(engine={"image": UNTESTED}, connector={"type": "VLLMOffloading"}), "True", "Current", ""),
         (with_engines(READY, updated=1), "Unknown", "EnginesReplaced", "1 of 2 engines are to be replaced"),
     ],

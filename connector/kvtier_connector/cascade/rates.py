@@ -77,11 +77,7 @@ class Rates:
     """See the module."""
 
     def __init__(
-        self,
-        *,
-        now: Callable[[], float],
-        min_tokens: int = 0,
-        most_step_tokens: int = 2 * MEASURED_TOKENS,
+        self, *, now: Callable[[], float], min_tokens: int = 0, most_step_tokens: int = 2 * MEASURED_TOKENS
     ) -> None:
         """Start without a measurement.
 

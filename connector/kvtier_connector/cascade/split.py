@@ -30,7 +30,7 @@ HEAD_TOKENS = 2048
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
-"""Chunks are ordered ahead for so long, two steps or two reads. Those behind the join are read for nothing."""
+"""Chunks are ordered ahead for so long, two steps or two reads. Those being read at the join are read for nothing."""
 FIRST_WINDOW_CHUNKS = 64
 """Ordered ahead as long as the volume's rate is not known."""
 LEAST_WINDOW_CHUNKS = 4

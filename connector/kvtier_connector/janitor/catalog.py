@@ -19,19 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_connector.janitor.policy import BlockColumns, Flags, Ints, link
+from kvtier_connector.store import layout
 from kvtier_connector.store.fs import FileSystem, opened, read_into, replacing, write_all
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, MAX_TIME_NS
-from kvtier_connector.store.layout import (
-    MAX_HASH_BYTES,
-    MAX_POSITION,
-    MIN_HASH_BYTES,
-    NO_LINEAGE,
-    BlockKey,
-    Lineage,
-    find_home,
-    is_tenant,
-)
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, find_home, is_tenant
 
 CATALOG_FILE = "janitor.catalog"
 """Name of the saved file, beside the generations of the tier."""
@@ -45,7 +37,7 @@ ROW = np.dtype(
         ("used", "<i8"),  # likewise; of the last use
         ("position", "<u4"),
         ("group", "<u4"),
-        ("hash", f"V{MAX_HASH_BYTES}"),
+        ("hash", f"V{layout.MAX_HASH_BYTES}"),
         ("tenant", "<u4"),
         ("generation", "<u2"),
         ("hash_bytes", "u1"),
@@ -336,7 +328,7 @@ class Catalog:
         each = self._rows[row]
         each["name"], each["size"], each["group"] = name, size, key.group
         each["parent"] = each["position"] = each["created"] = each["used"] = 0
-        each["hash"] = np.void(key.hash.ljust(MAX_HASH_BYTES, b"\0"))
+        each["hash"] = np.void(key.hash.ljust(layout.MAX_HASH_BYTES, b"\0"))
         each["hash_bytes"], each["generation"], each["tenant"] = len(key.hash), generation, self._new_tenant(key.tenant)
         each["is_alive"], each["epoch"] = True, self.epoch
         self._count_in(generation, int(each["tenant"]), 1, size)
@@ -465,8 +457,8 @@ def _are_in_range(rows: Rows, generations: int, tenants: int) -> bool:
         "size": (0, HEADER_BYTES + MAX_PAYLOAD_BYTES),
         "created": (0, MAX_TIME_NS),
         "used": (0, MAX_TIME_NS),
-        "position": (0, MAX_POSITION),
-        "hash_bytes": (MIN_HASH_BYTES, MAX_HASH_BYTES),
+        "position": (0, layout.MAX_POSITION),
+        "hash_bytes": (layout.MIN_HASH_BYTES, layout.MAX_HASH_BYTES),
     }
     return not rows.size or (
         all(low <= int(rows[name].min()) and int(rows[name].max()) <= high for name, (low, high) in bounds.items())

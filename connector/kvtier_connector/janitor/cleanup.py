@@ -21,9 +21,9 @@ from typing import NamedTuple
 from kvtier_connector.contract.errors import IdentityMismatch, StoreUnavailable
 from kvtier_connector.contract.janitor import JanitorConfig
 from kvtier_connector.janitor.catalog import Catalog, Sum
-from kvtier_connector.janitor.walk import find_tenants, list_directory
+from kvtier_connector.janitor.walk import find_tenants
 from kvtier_connector.store import identity, layout
-from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fs import FileSystem, list_directory
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from kvtier_connector.contract.errors import ConfigInvalid, ConnectorError, Stor
 from kvtier_connector.contract.janitor import BLOCKS_LAYOUT, JANITOR_CONFIG_FILE, JanitorConfig, decode
 from kvtier_connector.store import fsck, scan
 from kvtier_connector.store.crypto import Keyring
-from kvtier_connector.store.fs import LOCAL, FileSystem, read_into, reading_from
+from kvtier_connector.store.fs import LOCAL, FileSystem, read_file
 from kvtier_connector.store.header import HEADER_BYTES, Fault, Header, decode_header
 from kvtier_connector.store.identity import find_generations, is_new_tier
 from kvtier_connector.store.journal import JournalWriter, Op, Purge, record_purge
@@ -236,9 +236,7 @@ class _Purging:
         """Return whether the header names the adapter; True for a partial or damaged file that does not tell."""
         path = f"{self.root}/{entry.path}"
         try:
-            with reading_from(self.fs, path) as fd:
-                page = memoryview(bytearray(HEADER_BYTES))
-                header = decode_header(page[: read_into(self.fs, fd, page)])
+            header = decode_header(read_file(self.fs, path, most_bytes=HEADER_BYTES))
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -392,10 +390,7 @@ def gc(
 
 
 COMMANDS: Final[Mapping[str, Callable[..., CommandResult]]] = {
-    "inspect": inspect,
-    "check": check,
-    "purge": purge,
-    "gc": gc,
+    each.__name__: each for each in (inspect, check, purge, gc)
 }
 
 

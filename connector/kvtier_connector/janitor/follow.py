@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier_connector.janitor.walk import list_directory
-from kvtier_connector.store.fs import NO_FILE, FileSystem, reading_from
+from kvtier_connector.store.fs import NO_FILE, FileSystem, list_directory, reading_from
 from kvtier_connector.store.journal import RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from typing import NamedTuple
@@ -210,37 +211,32 @@ class JanitorMetric(NamedTuple):
     is_gauge: bool = True
 
 
-def _counter(name: str, source: str, documentation: str, label: str = "") -> JanitorMetric:
-    return JanitorMetric(name, source, documentation, label, is_gauge=False)
-
+_gauge = JanitorMetric
+_counter = partial(JanitorMetric, is_gauge=False)
 
 METRICS = (
-    JanitorMetric("kvtier_janitor_active", "usage.is_active", "1 while this janitor holds the Lease, else 0."),
-    JanitorMetric("kvtier_janitor_counted", "usage.is_counted", "1 once every block was seen, 0 in the first walk."),
-    JanitorMetric("kvtier_janitor_used_bytes", "used_bytes", "Bytes of the blocks of a generation.", "generation"),
-    JanitorMetric("kvtier_janitor_blocks", "blocks", "Blocks of a generation.", "generation"),
-    JanitorMetric(
+    _gauge("kvtier_janitor_active", "usage.is_active", "1 while this janitor holds the Lease, else 0."),
+    _gauge("kvtier_janitor_counted", "usage.is_counted", "1 once every block was seen, 0 in the first walk."),
+    _gauge("kvtier_janitor_used_bytes", "used_bytes", "Bytes of the blocks of a generation.", "generation"),
+    _gauge("kvtier_janitor_blocks", "blocks", "Blocks of a generation.", "generation"),
+    _gauge(
         "kvtier_janitor_tenant_used_bytes",
         "tenant_used_bytes",
         "Bytes of the blocks of a tenant: one sample for each of the 100 largest, and `(other)`.",
         "tenant",
     ),
-    JanitorMetric(
-        "kvtier_janitor_tenants", "tenants", "Tenants that have blocks; all blocks without a tenant count as one."
-    ),
-    JanitorMetric("kvtier_janitor_max_bytes", "max_bytes", "The budget of the tier; 0 without one."),
-    JanitorMetric(
+    _gauge("kvtier_janitor_tenants", "tenants", "Tenants that have blocks; all blocks without a tenant count as one."),
+    _gauge("kvtier_janitor_max_bytes", "max_bytes", "The budget of the tier; 0 without one."),
+    _gauge(
         "kvtier_janitor_oldest_timestamp_seconds", "usage.oldest", "When the oldest block was stored; 0 without one."
     ),
-    JanitorMetric(
-        "kvtier_janitor_volume_bytes", "usage.volume_bytes", "Size of the file system; 0 where it does not tell."
-    ),
-    JanitorMetric(
+    _gauge("kvtier_janitor_volume_bytes", "usage.volume_bytes", "Size of the file system; 0 where it does not tell."),
+    _gauge(
         "kvtier_janitor_volume_free_bytes", "usage.volume_free_bytes", "Free bytes of it; 0 where it does not tell."
     ),
-    JanitorMetric("kvtier_janitor_stores_paused", "is_paused", "1 while engines may not store, else 0."),
-    JanitorMetric("kvtier_janitor_quarantined_files", "usage.quarantined", "Damaged files kept for people to look at."),
-    JanitorMetric("kvtier_janitor_quarantined_bytes", "quarantined_bytes", "Bytes of these files."),
+    _gauge("kvtier_janitor_stores_paused", "is_paused", "1 while engines may not store, else 0."),
+    _gauge("kvtier_janitor_quarantined_files", "usage.quarantined", "Damaged files kept for people to look at."),
+    _gauge("kvtier_janitor_quarantined_bytes", "quarantined_bytes", "Bytes of these files."),
     _counter(
         "kvtier_janitor_evicted_blocks",
         "tallies.evicted_blocks",
@@ -261,9 +257,9 @@ METRICS = (
     ),
     _counter("kvtier_janitor_damaged_records", "damaged_records", "Records of journals that could not be read."),
     _counter("kvtier_janitor_sweeps", "tallies.sweeps", "Decisions to remove blocks that were carried out."),
-    JanitorMetric("kvtier_janitor_sweep_seconds", "tallies.sweep_seconds", "Duration of the last of them."),
-    JanitorMetric("kvtier_janitor_last_sweep_timestamp_seconds", "tallies.last_sweep", "Its end; 0 before the first."),
-    JanitorMetric("kvtier_janitor_problem", "failing", "1 for each action that fails now.", "what"),
+    _gauge("kvtier_janitor_sweep_seconds", "tallies.sweep_seconds", "Duration of the last of them."),
+    _gauge("kvtier_janitor_last_sweep_timestamp_seconds", "tallies.last_sweep", "Its end; 0 before the first."),
+    _gauge("kvtier_janitor_problem", "failing", "1 for each action that fails now.", "what"),
 )
 
 

@@ -28,8 +28,7 @@ from kvtier_connector.janitor.metrics import JanitorReport
 from kvtier_connector.janitor.permit import TTL_HELD
 from kvtier_connector.janitor.policy import BlockColumns, choose, make_limits
 from kvtier_connector.janitor.sweep import STEP_SECONDS, TierSweeper
-from kvtier_connector.janitor.walk import list_directory
-from kvtier_connector.store.fs import FileSystem
+from kvtier_connector.store.fs import FileSystem, list_directory
 
 _REST = 4
 """The next walk begins after this many times as long as the last one took."""

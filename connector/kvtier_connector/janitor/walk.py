@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
 from kvtier_connector.store import layout
-from kvtier_connector.store.fs import NO_FILE, FileSystem, opened, read_into
+from kvtier_connector.store.fs import NO_FILE, FileSystem, list_directory, opened, read_into
 from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import BLOCKS, NO_LINEAGE, TENANTS, BlockKey, Lineage, block_path, is_tenant
@@ -91,17 +91,6 @@ class BlockFile(NamedTuple):
 
 Looked = BlockFile | OSError | None
 """None: there is no such file. An error: it is not known."""
-
-
-def list_directory(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
-    """List a directory, nothing if there is none; raise OSError if it cannot be read.
-
-    A file system that is rooted at the tier takes a link for none: it could lead the janitor to files of others.
-    """
-    try:
-        return fs.scandir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def find_tenants(fs: FileSystem, root: str) -> list[str]:

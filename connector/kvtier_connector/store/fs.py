@@ -375,6 +375,17 @@ def in_directory(fs: FileSystem, path: str, call: Callable[[str], _T]) -> _T:
     return call(path)
 
 
+def list_directory(fs: FileSystem, path: str) -> list[os.DirEntry[str]]:
+    """List a directory, nothing if there is none; raise OSError if it cannot be read.
+
+    A file system that is `rooted` above it takes a link for none: it could lead to files of others.
+    """
+    try:
+        return fs.scandir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def new_token() -> str:
     """Return 32 hex digits that no other writer on any host has."""
     return uuid.uuid4().hex

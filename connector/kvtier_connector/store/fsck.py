@@ -14,19 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier_connector.contract.engine import BLOCK_FORMAT_VERSION
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.crypto import Keyring, begin_reading
 from kvtier_connector.store.fs import LOCAL, FileSystem, read_into, reading_from
-from kvtier_connector.store.header import (
-    FORMAT_VERSION,
-    HEADER_BYTES,
-    NOT_PACKED,
-    Fault,
-    Header,
-    decode_header,
-    misplaced,
-)
+from kvtier_connector.store.header import HEADER_BYTES, NOT_PACKED, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.identity import find_generations
 from kvtier_connector.store.layout import TIER_FILE, Home, find_home
 from kvtier_connector.store.reading import PIECE_BYTES
@@ -195,8 +188,8 @@ def _identity_problem(fs: FileSystem, root: Path) -> str:
     if document is None:
         return f"none in {root}, nor below: give a directory that holds a tier"
     version = document.get("format")
-    if version != FORMAT_VERSION or not isinstance(document.get("digest"), str):
-        return f"format {version!r} is not {FORMAT_VERSION}, or no digest"
+    if version != BLOCK_FORMAT_VERSION or not isinstance(document.get("digest"), str):
+        return f"format {version!r} is not {BLOCK_FORMAT_VERSION}, or no digest"
     if document["digest"] == root.absolute().name:
         return ""
     return f"it describes generation {document['digest']}: the directory was copied or renamed, and no engine uses it"

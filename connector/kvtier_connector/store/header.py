@@ -20,23 +20,8 @@ from typing import Any, Final, NamedTuple, Self
 from blake3 import blake3
 
 from kvtier_connector.contract.engine import BLOCK_FORMAT_VERSION
-from kvtier_connector.store.layout import (
-    ADAPTER_CHARACTERS,
-    ALIGNMENT,
-    MAX_DIGEST_CHARACTERS,
-    MAX_EPOCH_CHARACTERS,
-    MAX_HASH_BYTES,
-    MAX_KEY_ID_CHARACTERS,
-    MAX_TENANT_CHARACTERS,
-    NO_LINEAGE,
-    BlockKey,
-    Home,
-    Lineage,
-    find_home,
-    is_key_id,
-    is_valid,
-    is_valid_lineage,
-)
+from kvtier_connector.store import layout
+from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Home, Lineage, find_home
 
 try:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -102,7 +87,7 @@ def checksum(payload: memoryview, algorithm: Algorithm = DEFAULT_ALGORITHM) -> b
     return hasher.digest()
 
 
-HEADER_BYTES = ALIGNMENT
+HEADER_BYTES = layout.ALIGNMENT
 MAGIC = b"KVTB"
 FORMAT_VERSION = BLOCK_FORMAT_VERSION
 WIDTHS = (1, 2, 4)
@@ -112,9 +97,9 @@ NONCE_BYTES = 12
 TAG_BYTES = 16
 
 _FIELDS = struct.Struct(
-    f"<4sIIIIIQQII{MAX_HASH_BYTES}sII{MAX_HASH_BYTES}s{MAX_TENANT_CHARACTERS}s{CHECKSUM_BYTES}s"
-    f"{MAX_KEY_ID_CHARACTERS}s{KEY_CHECK_BYTES}s{NONCE_BYTES}s"
-    f"{MAX_DIGEST_CHARACTERS}s{MAX_EPOCH_CHARACTERS}s{ADAPTER_CHARACTERS}sQII"
+    f"<4sIIIIIQQII{layout.MAX_HASH_BYTES}sII{layout.MAX_HASH_BYTES}s{layout.MAX_TENANT_CHARACTERS}s{CHECKSUM_BYTES}s"
+    f"{layout.MAX_KEY_ID_CHARACTERS}s{KEY_CHECK_BYTES}s{NONCE_BYTES}s"
+    f"{layout.MAX_DIGEST_CHARACTERS}s{layout.MAX_EPOCH_CHARACTERS}s{layout.ADAPTER_CHARACTERS}sQII"
 )
 _CRC = struct.Struct("<I")
 CRC_OFFSET = HEADER_BYTES - _CRC.size
@@ -125,6 +110,8 @@ _PADDING = bytes(CRC_OFFSET - _FIELDS.size)
 
 
 _MOVED = "a reader moves it away, and the block is computed again"
+_NO_PACKAGE = "the package cryptography is missing: pip install cryptography"
+_REMEDY = "a later release may serve it" if HAS_AES else _NO_PACKAGE
 
 
 class Fault(enum.Enum):
@@ -143,15 +130,7 @@ class Fault(enum.Enum):
     LENGTH = "length", "its block is of another length than its readers'; they compute it again"
     TRAILING = "trailing", f"it goes on behind its payload; {_MOVED}"
     CHECKSUM = "checksum", f"its bytes are not those that were written; {_MOVED}"
-    ALGORITHM = (
-        "algorithm",
-        "it needs a checksum or an encryption that is not known here; "
-        + (
-            "a later release may serve it"
-            if HAS_AES
-            else "the package cryptography is missing: pip install cryptography"
-        ),
-    )
+    ALGORITHM = "algorithm", f"it needs a checksum or an encryption that is not known here; {_REMEDY}"
     KEY_MISSING = "key_missing", "it is encrypted with a key that is not here"
     KEY_WRONG = "key_wrong", "it is encrypted with another key than the one of this name here"
     CLEAR = "clear", "it is not encrypted, and readers believe encrypted blocks only"
@@ -312,7 +291,7 @@ def _build(fields: tuple[Any, ...]) -> Header | None:
     _, _, header_bytes, flags, algorithm, encryption, payload_bytes, created_ns, group, *rest = fields
     hash_bytes, padded, parent_bytes, position, padded_parent, tenant, checksum, *rest = rest
     key_id, key_check, nonce, *origin, block_bytes, method, width = rest
-    if header_bytes != HEADER_BYTES or payload_bytes < 1 or max(hash_bytes, parent_bytes) > MAX_HASH_BYTES:
+    if header_bytes != HEADER_BYTES or payload_bytes < 1 or max(hash_bytes, parent_bytes) > layout.MAX_HASH_BYTES:
         return None
     texts = [text.rstrip(b"\0") for text in (tenant, key_id, *origin)]
     if any(padded[hash_bytes:]) or any(padded_parent[parent_bytes:]) or not all(text.isascii() for text in texts):
@@ -333,7 +312,7 @@ def _build(fields: tuple[Any, ...]) -> Header | None:
 
 def _is_sound(header: Header) -> bool:
     is_home = find_home(str(header.home)) == header.home
-    is_named_right = is_home and is_valid(header.key) and is_valid_lineage(header.lineage)
+    is_named_right = is_home and layout.is_valid(header.key) and layout.is_valid_lineage(header.lineage)
     return is_named_right and _is_sealed_right(header) and _is_packed_right(header)
 
 
@@ -352,7 +331,7 @@ def _is_sealed_right(header: Header) -> bool:
         return True
     seal = header.seal
     is_long_enough = len(seal.key_check) == KEY_CHECK_BYTES and len(seal.nonce) == NONCE_BYTES
-    return is_long_enough and is_key_id(seal.key_id) and not any(header.checksum[TAG_BYTES:])
+    return is_long_enough and layout.is_key_id(seal.key_id) and not any(header.checksum[TAG_BYTES:])
 
 
 def _is_packed_right(header: Header) -> bool:

@@ -24,6 +24,7 @@ from kvtier_connector.store.fs import (
     LOCAL,
     FileSystem,
     in_directory,
+    list_directory,
     new_token,
     opened,
     read_file,
@@ -48,7 +49,8 @@ def claim(root: Path, identity: Mapping[str, Any], digest: str, *, fs: FileSyste
         IdentityMismatch: the directory belongs to another model or layout, or its file cannot be understood.
         StoreUnavailable: the volume cannot be used now.
     """
-    ours = _document(identity, digest)
+    # A tuple and a list are the same in JSON, and must not differ after a restart.
+    ours = json.loads(json.dumps({"format": FORMAT_VERSION, "digest": digest, "identity": dict(identity)}))
     fs = fs.rooted(str(root))
     try:
         if (text := _read(fs, root)) is None:
@@ -160,13 +162,6 @@ def parse(text: bytes, *, where: str) -> dict[str, Any]:
     return document
 
 
-def _document(identity: Mapping[str, Any], digest: str) -> dict[str, Any]:
-    document = {"format": FORMAT_VERSION, "digest": digest, "identity": dict(identity)}
-    # A tuple and a list are the same in JSON, and must not differ after a restart.
-    normal: dict[str, Any] = json.loads(json.dumps(document))
-    return normal
-
-
 def _compare(root: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise for the first field that differs; a field of the identity says more than the digest over all of them."""
     pairs = [
@@ -260,10 +255,7 @@ def is_new_tier(directory: Path, *, fs: FileSystem = LOCAL) -> bool:
 
 
 def _find(fs: FileSystem, directory: Path, levels: int) -> Iterator[Path]:
-    try:
-        entries = fs.scandir(str(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    entries = list_directory(fs, str(directory))
     names = {entry.name for entry in entries}
     if {TIER_FILE, BLOCKS} & names:
         # A generation holds no other: its thousands of directories need not be looked at.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvtier_connector.contract.errors import StoreUnavailable
 from kvtier_connector.store import layout
-from kvtier_connector.store.fs import LOCAL, FileSystem
+from kvtier_connector.store.fs import LOCAL, FileSystem, list_directory
 
 PARTIAL_AGE_SECONDS = 3600.0
 """A partial file this old has no writer any more: no write of one block takes an hour."""
@@ -134,15 +134,12 @@ def _list(fs: FileSystem, root: str, relative: str) -> tuple[list[str], _Found]:
     """Return the directories in this one, and its files."""
     path = f"{root}/{relative}" if relative else root
     try:
-        try:
-            entries = fs.scandir(path)
-        except OSError as error:
-            # It was removed or replaced on the server while it was read: its name says what is there now.
-            if error.errno != errno.ESTALE:
-                raise
-            entries = fs.scandir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return [], []
+        entries = list_directory(fs, path)
+    except OSError as error:
+        # It was removed or replaced on the server while it was read: its name says what is there now.
+        if error.errno != errno.ESTALE:
+            raise
+        entries = list_directory(fs, path)
     directories, found = [], []
     for entry in entries:
         path = f"{relative}/{entry.name}" if relative else entry.name

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -26,6 +27,8 @@ class Metric(NamedTuple):
     labels: tuple[str, ...] = ()
     is_gauge: bool = False
 
+
+_gauge = partial(Metric, is_gauge=True)
 
 READ_BYTES = Metric("vllm:kvtier_disk_read_bytes", "Bytes read from the shared volume, headers included.")
 LOADED_BLOCK_BYTES = Metric(
@@ -75,56 +78,46 @@ DRAINED_BLOCKS = Metric(
     "says so, too, since Prometheus may not scrape the engine any more.",
     ("outcome",),
 )
-ACTIVE = Metric(
-    "vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.", is_gauge=True
-)
-REFUSED = Metric(
+ACTIVE = _gauge("vllm:kvtier_disk_active", "1 while the engine uses the shared volume, 0 while it serves without.")
+REFUSED = _gauge(
     "vllm:kvtier_disk_refused",
     "1 while the engine serves without the volume because the directory has another identity, by the first field of "
     "tier.json that differs. Or `generation`, or `replaced weights` while the weights are not those of the start.",
     ("field",),
-    is_gauge=True,
 )
-RELEASE = Metric(
+RELEASE = _gauge(
     "vllm:kvtier_disk_release",
     "0: the blocks are of this release of vLLM or agree with it. 1: they are compared, and not used. 2: they differ.",
-    is_gauge=True,
 )
-KEY_MISSING = Metric(
+KEY_MISSING = _gauge(
     "vllm:kvtier_disk_key_missing",
     "1 while blocks are to be encrypted and there is no active key to do it with, so that none is stored.",
-    is_gauge=True,
 )
-STUCK_THREADS = Metric(
-    "vllm:kvtier_disk_stuck_threads",
-    "Processes that the volume holds up for longer than their deadline.",
-    is_gauge=True,
+STUCK_THREADS = _gauge(
+    "vllm:kvtier_disk_stuck_threads", "Processes that the volume holds up for longer than their deadline."
 )
-IO_PROCESSES = Metric(
+IO_PROCESSES = _gauge(
     "vllm:kvtier_disk_io_processes",
     "Processes that read and write blocks. 0 while none could be started or all died again and again: the engine "
     "serves without the volume then, and its log says so once.",
-    is_gauge=True,
 )
-LOAD_BREAKER = Metric(
-    "vllm:kvtier_disk_load_breaker", "0 while loads are let through, 1 on trial, 2 while they are not.", is_gauge=True
+LOAD_BREAKER = _gauge(
+    "vllm:kvtier_disk_load_breaker", "0 while loads are let through, 1 on trial, 2 while they are not."
 )
-STORE_BREAKER = Metric(
-    "vllm:kvtier_disk_store_breaker", "0 while stores are let through, 1 on trial, 2 while they are not.", is_gauge=True
+STORE_BREAKER = _gauge(
+    "vllm:kvtier_disk_store_breaker", "0 while stores are let through, 1 on trial, 2 while they are not."
 )
-MODE = Metric("vllm:kvtier_disk_mode", "0 in mode ReadWrite, 1 in ReadOnly, 2 in Bypass.", is_gauge=True)
-QUEUED_LOAD_BYTES = Metric("vllm:kvtier_disk_queued_load_bytes", "Bytes of loads not finished yet.", is_gauge=True)
-QUEUED_STORE_BYTES = Metric("vllm:kvtier_disk_queued_store_bytes", "Bytes of stores not finished yet.", is_gauge=True)
-QUEUED_JOBS = Metric("vllm:kvtier_disk_queued_jobs", "Loads and stores not finished yet.", is_gauge=True)
-OLDEST_JOB_SECONDS = Metric(
-    "vllm:kvtier_disk_oldest_job_seconds", "Age of the oldest load or store not finished yet.", is_gauge=True
-)
-WAITING_REQUESTS = Metric(
-    "vllm:kvtier_disk_waiting_requests", "Requests that wait for room in the CPU tier to be loaded.", is_gauge=True
+MODE = _gauge("vllm:kvtier_disk_mode", "0 in mode ReadWrite, 1 in ReadOnly, 2 in Bypass.")
+QUEUED_LOAD_BYTES = _gauge("vllm:kvtier_disk_queued_load_bytes", "Bytes of loads not finished yet.")
+QUEUED_STORE_BYTES = _gauge("vllm:kvtier_disk_queued_store_bytes", "Bytes of stores not finished yet.")
+QUEUED_JOBS = _gauge("vllm:kvtier_disk_queued_jobs", "Loads and stores not finished yet.")
+OLDEST_JOB_SECONDS = _gauge("vllm:kvtier_disk_oldest_job_seconds", "Age of the oldest load or store not finished yet.")
+WAITING_REQUESTS = _gauge(
+    "vllm:kvtier_disk_waiting_requests", "Requests that wait for room in the CPU tier to be loaded."
 )
 
-CHUNK_BYTES = Metric("vllm:kvtier_chunk_bytes", "Bytes of a chunk: a row of the CPU tier, and a file.", is_gauge=True)
-TOKEN_BYTES = Metric("vllm:kvtier_token_bytes", "Bytes of a token, over all ranks and KV groups.", is_gauge=True)
+CHUNK_BYTES = _gauge("vllm:kvtier_chunk_bytes", "Bytes of a chunk: a row of the CPU tier, and a file.")
+TOKEN_BYTES = _gauge("vllm:kvtier_token_bytes", "Bytes of a token, over all ranks and KV groups.")
 
 VERDICTS = Metric(
     "vllm:kvtier_disk_verdicts",
@@ -139,16 +132,14 @@ SPLIT_TOKENS = Metric(
     ("cause",),
 )
 SPLIT_JOINS = Metric("vllm:kvtier_disk_split_joins", "Split hits whose head met their tail.")
-VOLUME_RATE = Metric(
+VOLUME_RATE = _gauge(
     "vllm:kvtier_disk_load_tokens_per_second",
     "Tokens a second that the shared volume gave to all requests when it was read last; 0 before that, and when it "
     "hangs.",
-    is_gauge=True,
 )
-PREFILL_RATE = Metric(
+PREFILL_RATE = _gauge(
     "vllm:kvtier_disk_compute_tokens_per_second",
     "Tokens a second at which the engine computed its last large steps; 0 before the first.",
-    is_gauge=True,
 )
 
 FIRST_TOKENS = Metric(

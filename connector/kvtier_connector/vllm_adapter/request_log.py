@@ -78,11 +78,10 @@ class LoggingScheduler(AdmittingScheduler):
         is_joining = request.request_id in self.joined
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         entry = self._entries.get(request.request_id)
-        if entry is None or tokens is None or is_joining:
+        if entry is None or tokens is None or is_joining or entry.looked_up == request.num_preemptions:
             return tokens, is_async
-        if entry.looked_up != request.num_preemptions:
-            entry.looked_up, entry.gpu_tokens = request.num_preemptions, num_computed_tokens
-            self._log_lookup(request, entry, tokens)
+        entry.looked_up, entry.gpu_tokens = request.num_preemptions, num_computed_tokens
+        self._log_lookup(request, entry, tokens)
         return tokens, is_async
 
     @override
@@ -96,10 +95,8 @@ class LoggingScheduler(AdmittingScheduler):
         split, entry = self._splits.get(name), self._entries.get(name)
         if has_joined and split is not None and entry is not None:
             entry.joined = f"{split.computed}@{time.monotonic() - entry.began_at:.3f}"
-            entry.loaded_tokens, entry.load_seconds = (
-                split.end - split.computed,
-                self._splits.rates.now() - split.began_at,
-            )
+            entry.loaded_tokens = split.end - split.computed
+            entry.load_seconds = self._splits.rates.now() - split.began_at
         super().end_split(name, has_joined=has_joined)
 
     def _note_over(self, name: str) -> None:

@@ -345,8 +345,7 @@ class SyncSplitScheduler(Scheduler):
     def _may_others_compute(self) -> bool:
         """Say whether this step may compute anything beside the only request that runs."""
         assert self._tier is not None
-        waits = self._tier.waits_for_others
-        return len(self.running) > 1 or any(not waits(each) for each in self.waiting)
+        return len(self.running) > 1 or not all(map(self._tier.waits_for_others, self.waiting))
 
     def _copy_tail(self, split: Split) -> None:
         """Have the chunks that have come copied to the GPU, into blocks that are kept for the prompt anyway."""

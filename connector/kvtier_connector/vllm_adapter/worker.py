@@ -261,14 +261,12 @@ class KVTierWorker(OffloadingConnectorWorker):
         if made is None and not (weights or reports or replaced or declared):
             return None
         made, rank = made or OffloadingWorkerMetadata(), self.spec.config.parallel.rank
-        adapters = {rank: reports} if reports else {}
-        declarations = {rank: declared} if declared else {}
         return KVTierWorkerMetadata(
             made.completed_jobs,
             made.transfer_stats,
             {rank: weights} if weights else {},
-            adapters,
-            declarations,
+            {rank: reports} if reports else {},
+            {rank: declared} if declared else {},
             replaced,
         )
 

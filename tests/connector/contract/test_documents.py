@@ -106,10 +106,7 @@ USAGES = st.builds(
     tier=st.text(),
     is_active=st.booleans(),
     is_counted=st.booleans(),
-    used_bytes=SIZES,
-    blocks=SIZES,
-    volume_bytes=SIZES,
-    volume_free_bytes=SIZES,
+    **dict.fromkeys(("used_bytes", "blocks", "volume_bytes", "volume_free_bytes"), SIZES),
     oldest=TIMES,
     store_pause=st.text(),
     generations=st.builds(

@@ -25,7 +25,6 @@ from kvtier_connector.io_workers.worker import WorkerFileSystem
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.fs import LOCAL
 from kvtier_connector.store.header import (
-    ALIGNMENT,
     DEFAULT_ALGORITHM,
     HEADER_BYTES,
     NOT_PACKED,
@@ -43,7 +42,7 @@ from kvtier_connector.store.header import (
     new_hasher,
 )
 from kvtier_connector.store.identity import claim
-from kvtier_connector.store.layout import MAX_GROUP, QUARANTINE, BlockKey, Home, Lineage, block_path
+from kvtier_connector.store.layout import ALIGNMENT, MAX_GROUP, QUARANTINE, BlockKey, Home, Lineage, block_path
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 DATA = Path(__file__).parents[1] / "data"

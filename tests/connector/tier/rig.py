@@ -80,15 +80,10 @@ def offloading_config(**changes: Any) -> OffloadingConfig:
         cache=OffloadingCacheConfig(tokens_per_hash=TOKENS_PER_BLOCK, blocks_per_chunk=1),
         parallel=OffloadingParallelConfig(
             rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
             data_parallel_index=0,
-            data_parallel_size=1,
             data_parallel_rank_local=None,
             is_parallelism_agnostic=False,
+            **dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1),
         ),
         kv_cache_layout="NHD",
     )

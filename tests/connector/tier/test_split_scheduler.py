@@ -362,9 +362,7 @@ def test_others_compute_while_the_end_of_a_tail_is_copied_and_none_takes_the_sea
     second.assert_nothing_is_left()
 
 
-def test_a_request_joins_before_its_tail_is_copied_where_the_others_wait_for_it_alone(
-    engines: Engines, fs: PacedFs
-) -> None:
+def test_a_request_joins_at_once_where_all_others_wait_for_it(engines: Engines, fs: PacedFs) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, SHAPE))
     second.side.most_wait_seconds, second.side.copying.value = -1e9, 1e18
     second.copies.lag = 3
