@@ -256,8 +256,8 @@ class WorkerPool:
             return []
         self._take_answers()
         spared = self._working() if ending is Ending.UNNEEDED else ()
-        found = [task for number in tasks if (task := self._open.get(number)) is not None and task.ending is None]
-        found = [task for task in found if task.ticket not in spared]
+        known = (self._open.get(number) for number in tasks)
+        found = [task for task in known if task is not None and task.ending is None and task.ticket not in spared]
         self._give_up(found, ending)
         self._finish_recalled()
         self._feed()
