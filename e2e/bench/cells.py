@@ -303,7 +303,8 @@ def play(player: Player, cell: str) -> None:
         case HeavyCell.BURSTS:
             for _round in range(player.rounds):
                 player.note(f"{cell} first", player.ask(bursts(sizes)))
-                player.note(cell, player.ask(bursts(sizes)))
+                for _again in range(3):
+                    player.note(cell, player.ask(bursts(sizes)))
                 player.forget_all()
         case HeavyCell.PREEMPTION:
             for number in range(player.rounds):

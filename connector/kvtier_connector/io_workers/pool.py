@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 
 from kvtier_connector.contract.engine import MOST_IO_PROCESSES
 from kvtier_connector.io_workers.buffers import OwnRows, Region
+from kvtier_connector.io_workers.reading_limit import ReadingLimit
 from kvtier_connector.io_workers.supervisor import START_SECONDS, Supervisor, WorkerProcess, WorkerThread
 from kvtier_connector.io_workers.task_table import ENTRIES, NO_TICKET, Current, MessagePipe, TaskTable, create_table
 from kvtier_connector.io_workers.tasks import (
@@ -37,7 +38,7 @@ from kvtier_connector.io_workers.tasks import (
     encode_task,
 )
 from kvtier_connector.io_workers.worker import PoolSettings, Worker, WorkerSettings, start_process
-from kvtier_connector.store.blockstore import Outcome, Stored, StoreFault, StoreOutcome
+from kvtier_connector.store.blockstore import Hit, Outcome, Stored, StoreFault, StoreOutcome
 from kvtier_connector.store.crypto import Keyring
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.header import HEADER_BYTES, Fault
@@ -53,6 +54,8 @@ _STORING_SHARE, _YIELDING_SHARE = 0.75, 0.125
 _DIRECTIONS = {Lane.LOAD: Direction.LOAD, Lane.PREFETCH: Direction.LOAD, Lane.STORE: Direction.STORE}
 _LANE_ENTRIES = {Lane.LOAD: ENTRIES // 2, Lane.PREFETCH: ENTRIES // 4, Lane.STORE: ENTRIES // 8}
 """Share of the table that each lane may take, so that no lane blocks another."""
+_SLOW_SECONDS = 1.0
+"""Another worker reads in the place of one whose task takes longer."""
 _LOST_DEADLINES = 10
 """A task that no worker works on for so many deadlines after it was handed over is lost."""
 _LOCK_SECONDS = 1.0
@@ -190,6 +193,9 @@ class WorkerPool:
         self._done: list[Done] = []
         self.storing_share = _STORING_SHARE
         """Largest share of the workers that may store."""
+        self._reading = ReadingLimit()
+        self._slow = 0
+        """Workers whose task takes long, or that are not ready yet; others read in their place."""
         self._reads = self._stores = 0
         """Numbers of open tasks."""
         self._read_at = self._moved_at = 0.0
@@ -321,6 +327,7 @@ class WorkerPool:
         if self._is_closed or not self._supervisor.is_usable:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
+        self._let_read()
         for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
             messages = []
             while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:
@@ -367,6 +374,13 @@ class WorkerPool:
         if storing != self._table.storing:
             self._table.storing = storing
 
+    def _let_read(self) -> None:
+        """Keep the first workers from reading that the volume does not need; they may store."""
+        workers = self._supervisor.count()
+        first = max(0, workers - self._reading.most(workers) - self._slow) if self._reads else 0
+        if first != self._table.reading_from:
+            self._table.reading_from = first
+
     def _take_answers(self) -> None:
         for ticket, code, seconds, ended, number in REPLY.iter_unpack(self._replies.receive()):
             task = self._tickets.pop(ticket, None)
@@ -383,6 +397,9 @@ class WorkerPool:
                 self._undo_admission(task)
             else:
                 self._supervisor.note_work()
+                workers = self._supervisor.count()
+                if isinstance(answer, Hit) and self._reads > self._reading.most(workers):
+                    self._reading.note(seconds, workers, ended)
                 self._record(task, answer)
                 self._end(task, answer, seconds, ended)
 
@@ -510,7 +527,7 @@ class WorkerPool:
             return
         self._grow_at = now + _GROW_SECONDS
         size = wanted = self._supervisor.size
-        if self._reads > size and self._supervisor.wait_share() <= _MOST_WAIT_SHARE:
+        if self._reads > size and self._reading.is_all(size) and self._supervisor.wait_share() <= _MOST_WAIT_SHARE:
             wanted += max(1, size // 2)
         if self.round_trip_seconds:
             slow = workers_for(round_trip_seconds=self.round_trip_seconds, chunk_bytes=self._rows.row_bytes)
@@ -548,9 +565,11 @@ class WorkerPool:
 
     def _end_hanging(self, now: float) -> None:
         """Kill the workers that hang, as far as they can be killed, and end their tasks."""
-        self._stuck = set()
+        self._stuck, self._slow = set(), 0
         for worker in self._supervisor.numbers():
             current = self._table.current(worker)
+            is_away = current.ticket != NO_TICKET or not current.started
+            self._slow += is_away and now - current.started > _SLOW_SECONDS
             if current.ticket == NO_TICKET or now - current.started <= self._settings.deadline_seconds:
                 continue
             # It counts as stuck until it is reaped.

@@ -36,9 +36,9 @@ NO_TICKET = 0
 _STARTS = MOST_IO_PROCESSES * 4
 """Tickets of workers are before it."""
 _TICKETS = _STARTS + MOST_IO_PROCESSES * 8
-_STORING = ENTRIES
-"""Place behind the tickets of all entries."""
-_TABLE_BYTES = _TICKETS + (ENTRIES + 1) * 4
+_STORING, _READING_FROM = ENTRIES, ENTRIES + 1
+"""Places behind the tickets of all entries."""
+_TABLE_BYTES = _TICKETS + (ENTRIES + 2) * 4
 
 _PIPE_BYTES = 1 << 20
 _ATOMIC_BYTES = select.PIPE_BUF
@@ -55,7 +55,7 @@ class Current(NamedTuple):
 
 
 class TaskTable:
-    """A view of the shared memory. The engine writes `storing` and tickets; each worker writes its own record.
+    """A view of the shared memory. The engine writes tickets and who may work; each worker writes its own record.
 
     In the engine, only the scheduler's thread uses it, except for the methods of workers that run on threads.
     """
@@ -84,6 +84,15 @@ class TaskTable:
     @storing.setter
     def storing(self, workers: int) -> None:
         self._tickets[_STORING] = workers
+
+    @property
+    def reading_from(self) -> int:
+        """Workers with this number or a higher one may read."""
+        return self._tickets[_READING_FROM]
+
+    @reading_from.setter
+    def reading_from(self, worker: int) -> None:
+        self._tickets[_READING_FROM] = worker
 
     def ticket(self, entry: int) -> int:
         """Return the ticket that the entry shows."""

@@ -128,12 +128,10 @@ class Worker:
         self._number, self._row_bytes = settings.worker, settings.row_bytes
         self._table, self._rows, self._store = table, rows, store
         self._pipes, self._replies = settings.pipes, settings.replies
-        self._may_store = self._is_preparing = True
-        self._all, self._urgent = select.poll(), select.poll()
-        for lane, pipe in zip(Lane, self._pipes, strict=True):
-            self._all.register(pipe, select.POLLIN)
-            if lane is not Lane.STORE:
-                self._urgent.register(pipe, select.POLLIN)
+        self._is_preparing = True
+        self._lanes: tuple[int, ...] = self._pipes
+        """Pipes from which it may take tasks at present."""
+        self._polls: dict[tuple[int, ...], select.poll] = {}
         self._room = select.poll()
         self._room.register(self._replies, select.POLLOUT)
         staging = mmap.mmap(-1, self._row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -153,12 +151,14 @@ class Worker:
 
     def _next_message(self) -> bytes:
         """Return the most urgent message, empty if none came for a while; raise EOFError at the end."""
-        poll, wait = (self._all, None) if self._may_store else (self._urgent, _BARRED_MILLISECONDS)
-        ready = dict(poll.poll(_PREPARING_MILLISECONDS if self._is_preparing else wait))
+        wait = None if self._lanes == self._pipes else _BARRED_MILLISECONDS
+        ready = dict(self._poll(self._lanes).poll(_PREPARING_MILLISECONDS if self._is_preparing else wait))
         if not ready and self._is_preparing:
             self._is_preparing = self._rows.prepare()
-        self._may_store = self._number < self._table.storing
-        for pipe in self._pipes if self._may_store else self._pipes[: Lane.STORE]:
+        may_read = self._number >= self._table.reading_from
+        may_store = self._number < self._table.storing
+        self._lanes = self._pipes[0 if may_read else Lane.STORE : None if may_store else Lane.STORE]
+        for pipe in self._lanes:
             if pipe in ready:
                 try:
                     message = os.read(pipe, TASK_BYTES)
@@ -169,6 +169,13 @@ class Worker:
                     raise EOFError
                 return message
         return b""
+
+    def _poll(self, pipes: tuple[int, ...]) -> select.poll:
+        if (poll := self._polls.get(pipes)) is None:
+            poll = self._polls[pipes] = select.poll()
+            for pipe in pipes:
+                poll.register(pipe, select.POLLIN)
+        return poll
 
     def _work(self, message: TaskMessage) -> None:
         started, ticket = time.monotonic(), message.ticket

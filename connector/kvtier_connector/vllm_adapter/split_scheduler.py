@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier_connector.cascade.fetch import Piece
 from kvtier_connector.cascade.rates import Rate
@@ -285,10 +285,13 @@ class SyncSplitScheduler(Scheduler):
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
         """Tokens that heads may still compute in this step."""
+        self._loading_needs: dict[Request, int] = {}
+        """Blocks that requests still need whose loads are under way, in this step."""
 
     @override
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Have requests join that may, say how much of each head is computed, and schedule as vLLM does."""
+        self._loading_needs.clear()
         if (splits := self._splits) is not None:
             self._limits, self._room = {}, splits.head_tokens
             if len(splits):
@@ -445,6 +448,15 @@ class SyncSplitScheduler(Scheduler):
         """Return the blocks that prompts in computation still need, without those that were taken for their tails."""
         taken = 0 if self._splits is None else self._splits.count_blocks()
         return max(0, int(super()._inflight_prefill_reserved_blocks()) - taken)
+
+    @override
+    def _request_remaining_blocks(self, request: Request) -> int:
+        """Return the blocks that a prompt still needs; vLLM asks it of all of them for each load that begins."""
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return int(super()._request_remaining_blocks(request))
+        if (needed := self._loading_needs.get(request)) is None:
+            needed = self._loading_needs[request] = int(super()._request_remaining_blocks(request))
+        return needed
 
     @override
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:

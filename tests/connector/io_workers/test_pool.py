@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import signal
@@ -36,6 +37,7 @@ from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers import supervisor as supervisor_module
 from kvtier_connector.io_workers import worker as worker_module
 from kvtier_connector.io_workers.pool import workers_for
+from kvtier_connector.io_workers.reading_limit import FEWEST_READING
 from kvtier_connector.io_workers.supervisor import Supervisor
 from kvtier_connector.io_workers.task_table import ENTRIES
 from kvtier_connector.io_workers.tasks import Ending, Lane
@@ -363,6 +365,24 @@ def test_a_load_finds_a_worker_that_is_free_while_the_volume_holds_up_all_that_s
     assert count_waited(pools) == 3
     gate.unlink()
     pool.wait_for(11)
+
+
+def test_no_more_workers_read_than_the_volume_needs_unless_some_of_them_take_long(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
+    pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
+    pool.write(*range(8))
+    gate = shut(pools)
+    pool.load(0, *range(8))
+    wait_until(lambda: pool.collect() or count_waited(pools) == FEWEST_READING, "workers read")
+    pool.save(8, 100, row=8)
+    wait_until(lambda: pool.collect() or 8 in pool.ended, "another stores meanwhile")
+    assert count_waited(pools) == FEWEST_READING
+    monkeypatch.setattr(pool_module, "_SLOW_SECONDS", 0.0)
+    wait_until(lambda: pool.collect() or count_waited(pools) == 6, "all workers read")
+    gate.unlink()
+    pool.wait_for(9)
 
 
 def test_the_limit_of_the_tier_holds_for_what_workers_write(pools: Pools) -> None:
