@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import random
 import threading
 import time
@@ -73,6 +74,8 @@ class _Inside:
         self._counts = StepCounts()
         began = time.perf_counter()
         self._engine: Any = self._wait(self._start(settings))
+        # As vLLM's server does, or a collection of garbage stops all requests for half a second now and then.
+        gc.freeze()
         blocks = self._engine.vllm_config.cache_config.num_gpu_blocks
         self.facts = {"seconds": time.perf_counter() - began, "gpu_blocks": blocks}
 
