@@ -57,8 +57,8 @@ class KVTierManager(TieringOffloadingManager):
         self.fetches = Fetches(primary_tier, self.request, self._read, tier.transfers.give_up)
         """Chunks on their way into the CPU tier."""
         self._loads: dict[str, Load] = {}
-        self._copying = 0
-        """Chunks that the worker is copying to the GPU."""
+        self.copying = 0
+        """Chunks that were handed to the worker; `complete_load` tells that they are on the GPU."""
         self._retry_context = ReqContext(req_id="kvtier-retry")
         self.splits = Splits(tier.rates, self._order_backwards)
         """The hits whose heads are computed while they are read."""
@@ -149,7 +149,7 @@ class KVTierManager(TieringOffloadingManager):
             self.tier.stats.count(metrics.VERDICTS, cause=request.way.value)
             if not request.way.reads:
                 cause = metrics.SHORT if request.way is Way.SHORT else metrics.SLOWER
-                self.tier.count_computed(cause, len(on_volume))
+                self.tier.stats.count(metrics.MISSES, len(on_volume), cause=cause)
                 self.fetches.end_lease(req_context)
         return request.way
 
@@ -293,17 +293,11 @@ class KVTierManager(TieringOffloadingManager):
         """Return the load of a request, from `prepare_load` to `release_load`."""
         return self._loads[name]
 
-    def note_copying(self, chunks: int) -> None:
-        """Note that so many chunks were handed to the worker; `complete_load` tells that they are on the GPU."""
-        self._copying += chunks
-
-    def release_load(self, name: str, *, is_handed_over: bool = False) -> None:
+    def release_load(self, name: str) -> None:
         """Forget the load of a request: nothing more of it goes to the GPU. Handed-over chunks stay pinned."""
         load = self._loads.pop(name)
-        handed = set(range(len(load.keys))) if is_handed_over else load.handed
+        handed = load.handed
         self.count_saved(load.context, (load.keys[number] for number in handed))
-        if is_handed_over:
-            return
         unpinned = []
         for number, key in enumerate(load.keys):
             if load.rows[number] == NO_ROW:
@@ -315,7 +309,7 @@ class KVTierManager(TieringOffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._copying -= len(keys)
+        self.copying -= len(keys)
         super().complete_load(keys, req_context)
         self._serve()
 
@@ -350,7 +344,7 @@ class KVTierManager(TieringOffloadingManager):
         self.fetches.end_leases()
         super().reset_cache()
         self.fetches.clear()
-        self._copying = 0
+        self.copying = 0
 
     @override
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
@@ -422,13 +416,13 @@ class KVTierManager(TieringOffloadingManager):
         if self.fetches.waiting and not self.fetches.is_held and not self._is_anything_under_way():
             # Every row is pinned by those that wait like the first: it does without, and they go on.
             self._metrics.on_promotion_allocation_failure()
-            self.tier.count_computed(metrics.BUDGET, 1)
+            self.tier.stats.count(metrics.MISSES, cause=metrics.BUDGET)
             self.fetches.give_up_first(metrics.BUDGET)
 
     def _is_anything_under_way(self) -> bool:
         """Say whether rows become free by themselves."""
         is_storing = self.primary_tier.is_storing
-        return bool(self._jobs or self._copying or is_storing or any(load.has_piece for load in self._loads.values()))
+        return bool(self._jobs or self.copying or is_storing or any(load.has_piece for load in self._loads.values()))
 
     def count_saved(self, context: ReqContext, keys: Iterable[OffloadKey]) -> None:
         """Count what those of these chunks that came from the volume would have taken to compute."""
@@ -439,7 +433,7 @@ class KVTierManager(TieringOffloadingManager):
 
     def _retry_stores(self) -> None:
         """Write deferred chunks, as long as nothing is loaded and the CPU tier has them."""
-        if self._loads or self.fetches:
+        if self._loads or self.fetches.under_way:
             return
         deferred = self.tier.peek_deferred(RETRIES)
         if not deferred:
