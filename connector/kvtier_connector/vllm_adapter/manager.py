@@ -31,7 +31,7 @@ from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.cascade.split import Split, Splits, order_backwards
+from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -266,11 +266,30 @@ class KVTierManager(TieringOffloadingManager):
         return self.tier.transfers.loading + self.fetches.waiting
 
     def _order_backwards(self, split: Split) -> None:
-        request, window = self.request(split.context), self.splits.window_chunks(split, self._ordered)
+        """Order the next chunks of a split hit, from its end on, as far as there is room; note which have come."""
+        request, under_way, keys = self.request(split.context), self.fetches.under_way, split.keys
+        window = self.splits.window_chunks(split, self._ordered)
         if window > split.ordered - split.ready:
             split.meeting = self.splits.expect_meeting(split, self._ordered)
-        leased = order_backwards(split, window, fetches=self.fetches, request=request, find=self._chunks)
-        self._note_source(leased, split.context)
+        last = len(keys) - split.ordered
+        # Chunks that the head is about to compute are not worth reading.
+        overtaken = -(-(max(split.meeting, split.computed) - split.begin) // split.chunk_tokens)
+        first = max(last - (window - (split.ordered - split.ready)), overtaken, 0)
+        if first < last and not request.missing:
+            batch = keys[first:last][::-1]
+            wanted = [key for key in batch if key not in under_way and key not in request.leased]
+            leased = self.fetches.lease(wanted, split.context)
+            split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
+            self._note_source(leased, split.context)
+        while split.ready < split.ordered:
+            key = keys[-1 - split.ready]
+            chunk = self._chunks(key)
+            if chunk is None and key not in under_way:
+                # It was read for another request, which has given it up, or its row was needed.
+                split.ordered = split.ready
+            if chunk is None or not chunk.is_ready or key in under_way:
+                break
+            split.ready += 1
 
     def take_tail(self, split: Split) -> tuple[set[OffloadKey], list[int]]:
         """Return the chunks of a split that workers copy to the GPU next, and their rows in the order of the prompt.
