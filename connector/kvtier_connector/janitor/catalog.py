@@ -202,9 +202,9 @@ class Catalog:
         self.touched.append(row)
         self.changes += 1
 
-    def see(self, row: int) -> None:
-        """Record that the walk found the block."""
-        self._rows["epoch"][row] = self.epoch
+    def see(self, rows: list[int]) -> None:
+        """Record that the walk found the blocks."""
+        self._rows["epoch"][rows] = self.epoch
 
     def forget(self, rows: Iterable[int]) -> None:
         """Remove blocks that are not on the volume."""

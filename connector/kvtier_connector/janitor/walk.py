@@ -385,9 +385,7 @@ class Scrub:
         piece = listing.piece
         generation = self._catalog.generation(piece.generation) if listing.keys else -1
         rows = {key: self._catalog.find(generation, key) for key in listing.keys}
-        for row in rows.values():
-            if row >= 0:
-                self._catalog.see(row)
+        self._catalog.see([row for row in rows.values() if row >= 0])
         if listing.error is not None:
             self._fail(piece, listing.error)
         wanted = {(piece.generation, key): None for key, row in rows.items() if row < 0}

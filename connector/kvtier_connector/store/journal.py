@@ -202,7 +202,7 @@ class JournalWriter:
         self._recent: set[BlockKey] = set()
         self._less_recent: set[BlockKey] = set()
         self._turned_at = now()
-        self._flushing = threading.Lock()
+        self._flushing = threading.RLock()
         self._number = 0
         self._offset = 0
         self._shown_at = -math.inf
@@ -239,7 +239,7 @@ class JournalWriter:
                 batch = list(self._pending)
                 self._pending.clear()
             if not batch and self._offset:
-                self._show_life()
+                self.show_life()
                 return 0
             try:
                 self._write(b"".join(batch))
@@ -265,15 +265,10 @@ class JournalWriter:
         The janitor retires old generations by the last writes to their journals. So an empty journal is begun where
         there is none, and later only its time is renewed.
         """
-        with self._flushing:
-            self._show_life()
-
-    def _show_life(self) -> None:
-        """Renew the time of the journal if it is time to; the caller holds `_flushing`."""
-        if self._now() - self._shown_at < self._limits.life_seconds:
-            return
-        self._shown_at = self._now()
-        with contextlib.suppress(OSError):
+        with self._flushing, contextlib.suppress(OSError):
+            if self._now() - self._shown_at < self._limits.life_seconds:
+                return
+            self._shown_at = self._now()
             if self._offset:
                 try:
                     self._fs.touch(self._path(self._number))
