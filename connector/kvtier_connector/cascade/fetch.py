@@ -10,7 +10,7 @@ theirs. The scheduler's thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -177,10 +177,11 @@ class Fetches:
         self._primary = primary
         self._request_of = request_of
         self._start_reading, self._stop_reading = start, stop
-        self._fetches: dict[OffloadKey, _Fetch] = {}
+        self.under_way: dict[OffloadKey, _Fetch] = {}
+        """The chunks on their way."""
         self._line: OrderedDict[OffloadKey, None] = OrderedDict()
         """Those that wait for a row."""
-        self._unread: dict[OffloadKey, ReqContext] = {}
+        self.unread: dict[OffloadKey, ReqContext] = {}
         """Those that were given up, while their rows are not free yet, with the request that asked first."""
         self._lessees: OrderedDict[str, ReqContext] = OrderedDict()
         self.most_leased = int(primary.chunks * LEASED_SHARE)
@@ -188,22 +189,8 @@ class Fetches:
         """Whether no row is given: the worker may still read rows that the CPU tier does not know of any more."""
 
     @property
-    def under_way(self) -> Mapping[OffloadKey, object]:
-        """The chunks on their way."""
-        return self._fetches
-
-    @property
-    def unread(self) -> Mapping[OffloadKey, object]:
-        """The chunks that were given up, whose rows are not free yet."""
-        return self._unread
-
-    def __len__(self) -> int:
-        """Return how many are."""
-        return len(self._fetches)
-
-    @property
     def waiting(self) -> int:
-        """How many of them wait for a row."""
+        """How many chunks wait for a row."""
         return len(self._line)
 
     @property
@@ -216,11 +203,11 @@ class Fetches:
 
     def count_waiting_requests(self) -> int:
         """Return how many requests wait for rows."""
-        return len({self._fetches[key].context.req_id for key in self._line})
+        return len({self.under_way[key].context.req_id for key in self._line})
 
     def ask(self, key: OffloadKey, load: Load, number: int) -> bool:
         """Have a load told when the chunk is there; True if it was being fetched ahead, and is urgent from now on."""
-        fetch = self._fetches.get(key) or self._begin(key, load.context)
+        fetch = self.under_way.get(key) or self._begin(key, load.context)
         was_ahead = fetch.has_row and not fetch.is_urgent
         fetch.is_urgent = True
         fetch.loads.append((load, number))
@@ -228,15 +215,15 @@ class Fetches:
 
     def leave(self, key: OffloadKey, load: Load) -> None:
         """Take a load out of those that wait for a chunk; a chunk that is being read lands for later requests."""
-        fetch = self._fetches.get(key)
+        fetch = self.under_way.get(key)
         if fetch is not None:
             fetch.loads = [waiting for waiting in fetch.loads if waiting[0] is not load]
             self._hand_on(key, fetch)
 
     def lease(self, keys: Iterable[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Fetch chunks ahead, as far as there is room for such; return them."""
-        unknown = (key for key in keys if key not in self._fetches)
-        leased = list(islice(takewhile(lambda key: key not in self._unread, unknown), self.room))
+        unknown = (key for key in keys if key not in self.under_way)
+        leased = list(islice(takewhile(lambda key: key not in self.unread, unknown), self.room))
         for key in leased:
             self._begin(key, context).lessee = context
         if leased:
@@ -248,7 +235,7 @@ class Fetches:
     def end_lease(self, context: ReqContext) -> None:
         """Unpin the chunks that were fetched ahead for a request; do not read those that no other waits for."""
         if coming := self._unpin(context):
-            self._unread.update((key, self._fetches.pop(key).context) for key in self._stop_reading(coming))
+            self.unread.update((key, self.under_way.pop(key).context) for key in self._stop_reading(coming))
 
     def _unpin(self, context: ReqContext) -> list[OffloadKey]:
         """End the lease of a request; return the chunks that are being read, and that no request waits for."""
@@ -257,7 +244,7 @@ class Fetches:
         request = self._request_of(context)
         arrived, coming = [], []
         for key in request.leased:
-            fetch = self._fetches.get(key)
+            fetch = self.under_way.get(key)
             if fetch is None or fetch.lessee is not context:
                 arrived.append(key)
             else:
@@ -280,7 +267,7 @@ class Fetches:
         while not self.is_held:
             room = self._primary.room
             # The row of a chunk that was given up is free in a moment, or has it after all.
-            batch = list(islice((key for key in self._line if key not in self._unread), max(1, room)))
+            batch = list(islice((key for key in self._line if key not in self.unread), max(1, room)))
             if not batch:
                 break
             if room and self._start(batch):
@@ -293,13 +280,13 @@ class Fetches:
     def take(self, landed: Iterable[Landed]) -> None:
         """Take in which chunks were read, and which could not be."""
         for key, cause, _ in landed:
-            if (context := self._unread.pop(key, None)) is not None:
+            if (context := self.unread.pop(key, None)) is not None:
                 self._primary.complete_write([key], context, success=cause is None)
                 continue
-            fetch = self._fetches.get(key)
+            fetch = self.under_way.get(key)
             if fetch is None or not fetch.has_row:
                 continue
-            del self._fetches[key]
+            del self.under_way[key]
             if cause is not None:
                 self._primary.complete_write([key], fetch.context, success=False)
                 self._fail(key, fetch, cause)
@@ -310,16 +297,16 @@ class Fetches:
     def give_up_first(self, cause: str) -> None:
         """Have the first in the line do without its chunk."""
         key, _ = self._line.popitem(last=False)
-        self._fail(key, self._fetches.pop(key), cause)
+        self._fail(key, self.under_way.pop(key), cause)
 
     def clear(self) -> None:
         """Forget everything: the CPU tier was emptied, every load and lease has ended."""
-        self._fetches.clear()
+        self.under_way.clear()
         self._line.clear()
-        self._unread.clear()
+        self.unread.clear()
 
     def _begin(self, key: OffloadKey, context: ReqContext) -> _Fetch:
-        fetch = self._fetches[key] = _Fetch(context)
+        fetch = self.under_way[key] = _Fetch(context)
         self._line[key] = None
         return fetch
 
@@ -327,10 +314,10 @@ class Fetches:
         """Have chunks read that wait for a row; False if none of them got one."""
         by_request: dict[str, list[OffloadKey]] = {}
         for key in batch:
-            by_request.setdefault(self._fetches[key].context.req_id, []).append(key)
+            by_request.setdefault(self.under_way[key].context.req_id, []).append(key)
         is_any = False
         for keys in by_request.values():
-            context = self._fetches[keys[0]].context
+            context = self.under_way[keys[0]].context
             prepared = self._primary.prepare_write(keys, context)
             if prepared is None:
                 break
@@ -340,13 +327,13 @@ class Fetches:
             if wanted:
                 is_any = True
                 for key in wanted:
-                    self._fetches[key].has_row = True
+                    self.under_way[key].has_row = True
                     del self._line[key]
                 spec = prepared.store_spec
                 assert isinstance(spec, CPULoadStoreSpec)
-                is_urgent = self._start_reading(context, wanted, spec, any(self._fetches[key].loads for key in wanted))
+                is_urgent = self._start_reading(context, wanted, spec, any(self.under_way[key].loads for key in wanted))
                 for key in wanted:
-                    self._fetches[key].is_urgent = is_urgent
+                    self.under_way[key].is_urgent = is_urgent
         return is_any
 
     def _take_stored(self, keys: Iterable[OffloadKey]) -> bool:
@@ -357,7 +344,7 @@ class Fetches:
             if chunk is not None and chunk.is_ready:
                 is_any = True
                 del self._line[key]
-                self._arrive(key, self._fetches.pop(key))
+                self._arrive(key, self.under_way.pop(key))
             else:
                 self._line.move_to_end(key)
         return is_any
@@ -390,5 +377,5 @@ class Fetches:
             # vLLM gives no row to a request that has ended.
             fetch.context = fetch.loads[0][0].context
         elif fetch.lessee is None:
-            del self._fetches[key]
+            del self.under_way[key]
             del self._line[key]

@@ -56,11 +56,6 @@ class Lookups:
         self._next = 0
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether no lookup is answered at present."""
-        return self._attachment.lookups.is_stuck
-
-    @property
     def is_open(self) -> bool:
         """Whether an answer is still to come."""
         return bool(self._open or self._wanted)

@@ -46,7 +46,7 @@ from kvtier_connector.io_workers.buffers import shape_of_rows
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import BlockStore, Hit, Miss
 from kvtier_connector.store.crypto import Keyring
-from kvtier_connector.store.fs import FileSystem, read_file
+from kvtier_connector.store.fs import FileSystem, list_directory, read_file
 from kvtier_connector.store.health import Direction
 from kvtier_connector.store.layout import BLOCKS, RELEASES, TENANTS, BlockKey, Home, find_home, home_of
 from kvtier_connector.vllm_adapter import metrics
@@ -169,9 +169,7 @@ class ReleaseGate:
     def _has_blocks(self) -> bool:
         """Return whether there are directories of blocks; raise StoreUnavailable where the volume does not say."""
         try:
-            return not {BLOCKS, TENANTS}.isdisjoint(entry.name for entry in self._fs.scandir(str(self._root)))
-        except FileNotFoundError:
-            return False
+            return not {BLOCKS, TENANTS}.isdisjoint(each.name for each in list_directory(self._fs, str(self._root)))
         except OSError as error:
             raise StoreUnavailable(f"{self._root}: cannot be listed: {error}") from error
 

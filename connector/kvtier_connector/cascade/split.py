@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestGroupState
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
-from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.request import Request
 
-from kvtier_connector.cascade.fetch import Fetches
 from kvtier_connector.cascade.rates import JOIN_SECONDS, LEAST_PATIENCE_SECONDS, STALLED_SECONDS, Rates
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
@@ -134,49 +132,6 @@ def may_be_split(request: Request) -> bool:
         or params is None
         or params.prompt_logprobs is not None
     )
-
-
-def order_backwards(
-    split: Split,
-    window: int,
-    *,
-    fetches: Fetches,
-    request: TierRequest,
-    find: Callable[[OffloadKey], ChunkStatus | None],
-) -> list[OffloadKey]:
-    """Order the next chunks of a split hit, from its end on, as far as there is room; note which have come.
-
-    Args:
-        split: The hit.
-        window: Chunks that may be ordered and not there yet.
-        fetches: Has them read.
-        request: Its request.
-        find: Returns the row of a chunk; None without one.
-
-    Returns:
-        The chunks that were ordered.
-    """
-    keys = split.keys
-    last = len(keys) - split.ordered
-    # Chunks that the head is about to compute are not worth reading.
-    overtaken = -(-(max(split.meeting, split.computed) - split.begin) // split.chunk_tokens)
-    first = max(last - (window - (split.ordered - split.ready)), overtaken, 0)
-    leased: list[OffloadKey] = []
-    if first < last and not request.missing:
-        batch = keys[first:last][::-1]
-        wanted = [key for key in batch if key not in fetches.under_way and key not in request.leased]
-        leased = fetches.lease(wanted, split.context)
-        split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
-    while split.ready < split.ordered:
-        key = keys[-1 - split.ready]
-        chunk = find(key)
-        if chunk is None and key not in fetches.under_way:
-            # It was read for another request, which has given it up, or its row was needed.
-            split.ordered = split.ready
-        if chunk is None or not chunk.is_ready or key in fetches.under_way:
-            break
-        split.ready += 1
-    return leased
 
 
 class Splits:

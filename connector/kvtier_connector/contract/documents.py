@@ -7,7 +7,7 @@ Pure and stdlib only, as the contracts are that use it. ``file`` is what message
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol, TypeVar
@@ -16,7 +16,7 @@ from kvtier_connector.contract.errors import ConfigInvalid
 
 
 class Document(Protocol):
-    """Any dataclass whose fields have the types of `_WORDS`, or such a type or None."""
+    """Any dataclass whose fields have the types of `_KINDS`, or such a type or None."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -26,13 +26,13 @@ AnyDocument = TypeVar("AnyDocument", bound=Document)
 Requirement = tuple[bool, str, str]
 """Whether it holds, the field that it is about, and what that field must be."""
 
-_WORDS = {
-    "bool": "true or false",
-    "str": "a string",
-    "int": "a whole number",
-    "float": "a number",
-    "Mapping[str, int]": "an object of whole numbers",
-    "Mapping[str, Any]": "an object",
+_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
+    "bool": (bool, "true or false"),
+    "str": (str, "a string"),
+    "int": (int, "a whole number"),
+    "float": (int | float, "a number"),
+    "Mapping[str, int]": (dict, "an object of whole numbers"),
+    "Mapping[str, Any]": (dict, "an object"),
 }
 _OR_NONE = " | None"
 
@@ -75,7 +75,7 @@ def decode(kind: type[AnyDocument], text: str, *, file: str, version: int, image
         if name not in types:
             raise ConfigInvalid(f"{file}: unknown field {name!r}")
         if not fits(types[name], value):
-            wanted = _WORDS[types[name].removesuffix(_OR_NONE)]
+            _, wanted = _KINDS[types[name].removesuffix(_OR_NONE)]
             or_null = ", or null" if types[name].endswith(_OR_NONE) else ""
             raise ConfigInvalid(f"{file}: {name}={value!r} must be {wanted}{or_null}")
     try:
@@ -110,14 +110,6 @@ def fits(kind: str, value: Any) -> bool:
     """Return whether a value of a document has the type of a field."""
     if kind.endswith(_OR_NONE):
         return value is None or fits(kind.removesuffix(_OR_NONE), value)
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "str":
-        return isinstance(value, str)
-    if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind == "float":
-        return isinstance(value, float) or fits("int", value)
-    return isinstance(value, dict) and (
-        kind == "Mapping[str, Any]" or all(fits("int", each) for each in value.values())
-    )
+    if not isinstance(value, _KINDS[kind][0]) or (isinstance(value, bool) and kind != "bool"):
+        return False
+    return kind != "Mapping[str, int]" or all(fits("int", each) for each in value.values())

@@ -174,16 +174,13 @@ def vllm_release(version: str) -> str | None:
     return found and found[1]
 
 
-def worker_memory_bytes(
-    cpu_bytes: int, *, workers: int, chunk_bytes: int, has_huge_pages: bool = False, compresses: bool = False
-) -> int:
+def worker_memory_bytes(cpu_bytes: int, *, workers: int, chunk_bytes: int, compresses: bool = False) -> int:
     """Return the most memory that the worker processes of one engine take besides the CPU tier itself.
 
     Each process has a buffer for one row of the CPU tier, a chunk; compressing takes another, and numpy. A page of
-    /dev/shm, of 4 KiB or as a huge one of 2 MiB, takes eight bytes of page tables.
+    /dev/shm, of 4 KiB unless it is a huge one, takes eight bytes of page tables.
     """
-    page_bytes = 2 << 20 if has_huge_pages else 4096
-    tables = -(-min(cpu_bytes, MOST_MAPPED_BYTES) // page_bytes) * 8
+    tables = -(-min(cpu_bytes, MOST_MAPPED_BYTES) // 4096) * 8
     packing = chunk_bytes + _WORKER_CODEC_BYTES if compresses else 0
     return workers * (_WORKER_BASE_BYTES + chunk_bytes + tables + packing)
 

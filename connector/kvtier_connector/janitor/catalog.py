@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvtier_connector.janitor.policy import BlockColumns, Flags, Ints, link
 from kvtier_connector.store import layout
-from kvtier_connector.store.fs import FileSystem, opened, read_into, replacing, write_all
+from kvtier_connector.store.fs import FileSystem, opened, read_bytes, read_into, replacing, write_all
 from kvtier_connector.store.header import HEADER_BYTES
 from kvtier_connector.store.journal import MAX_PAYLOAD_BYTES, MAX_TIME_NS
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage, find_home, is_tenant
@@ -202,9 +202,9 @@ class Catalog:
         self.touched.append(row)
         self.changes += 1
 
-    def see(self, row: int) -> None:
-        """Record that the walk found the block."""
-        self._rows["epoch"][row] = self.epoch
+    def see(self, rows: list[int]) -> None:
+        """Record that the walk found the blocks."""
+        self._rows["epoch"][rows] = self.epoch
 
     def forget(self, rows: Iterable[int]) -> None:
         """Remove blocks that are not on the volume."""
@@ -433,20 +433,17 @@ def load(catalog: Catalog, tier_dir: str, *, fs: FileSystem) -> SavedCatalog | N
 
 def _read_file(fs: FileSystem, fd: int) -> tuple[Any, Rows]:
     """Return document and rows of an open file; raise ValueError if it is damaged."""
-    checksum, document_bytes = _HEAD.unpack(_read(fs, fd, memoryview(bytearray(_HEAD.size)), 0))
+    checksum, document_bytes = _HEAD.unpack(read_bytes(fs, fd, _HEAD.size))
     count, rest = divmod(fs.fstat(fd).st_size - _HEAD.size - document_bytes, ROW.itemsize)
     if rest or count < 0 or document_bytes > _MOST_DOCUMENT_BYTES:
         raise ValueError(document_bytes)
-    text = _read(fs, fd, memoryview(bytearray(document_bytes)), _HEAD.size)
+    text = read_bytes(fs, fd, document_bytes, _HEAD.size)
     rows = np.zeros(count, ROW)
-    body = _read(fs, fd, memoryview(rows.view(np.uint8).data), _HEAD.size + document_bytes)
-    if len(body) != rows.nbytes or zlib.crc32(body, zlib.crc32(text)) != checksum:
+    body = memoryview(rows.view(np.uint8).data)
+    is_cut = read_into(fs, fd, body, _HEAD.size + document_bytes) != rows.nbytes
+    if is_cut or zlib.crc32(body, zlib.crc32(text)) != checksum:
         raise ValueError(checksum)
-    return json.loads(bytes(text)), rows
-
-
-def _read(fs: FileSystem, fd: int, into: memoryview, offset: int) -> memoryview:
-    return into[: read_into(fs, fd, into, offset)]
+    return json.loads(text), rows
 
 
 def _are_in_range(rows: Rows, generations: int, tenants: int) -> bool:

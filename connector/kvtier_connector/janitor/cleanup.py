@@ -143,11 +143,10 @@ class Cleanup:
         for digest in own:
             if is_held or digest in kept or self._active_ns[digest] >= before_ns:
                 continue
-            is_gone = False
             with self._noting():
-                is_gone = remove_generation(self._fs, f"{self._dir}/{digest}", may_go_on)
-                is_all_gone &= is_gone
-            if is_gone:
+                if not remove_generation(self._fs, f"{self._dir}/{digest}", may_go_on):
+                    is_all_gone = False
+                    continue
                 logger.info("removed the generation %s", digest)
                 self._catalog.drop_generation(digest)
                 self.generations = [each for each in self.generations if each.digest != digest]

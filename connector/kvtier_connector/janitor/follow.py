@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier_connector.store.fs import NO_FILE, FileSystem, list_directory, reading_from
+from kvtier_connector.store.fs import NO_FILE, FileSystem, list_directory, opened
 from kvtier_connector.store.journal import RECORD_BYTES, Op, Record, decode_record, is_head
 from kvtier_connector.store.layout import JOURNAL, JournalName, journal_path, parse_journal_path
 
@@ -202,7 +202,7 @@ class JournalFollower:
         is_first, segment.read_at = segment.read_at < 0, self._now()
         buffer = memoryview(bytearray(_READ_BYTES))
         # Opened anew each time: a client of NFS asks the server for the length of a file whenever it opens it.
-        with reading_from(self._fs, f"{self._tier_dir}/{path}") as fd:
+        with opened(self._fs, f"{self._tier_dir}/{path}") as fd:
             count = self._fs.preadv(fd, [buffer], segment.offset)
             if is_first and segment.offset > RECORD_BYTES:
                 # An earlier janitor read its records.

@@ -208,7 +208,8 @@ def choose(blocks: BlockColumns, limits: Limits) -> Choice:
     del used
     picker, stays = _Picker(blocks, order), blocks.age < 0
     if limits.expire_before is not None:
-        picker.take_expired(np.flatnonzero(blocks.created < limits.expire_before))
+        expired = np.flatnonzero(blocks.created < limits.expire_before)
+        picker.take_rows(expired[np.argsort(-blocks.position[expired], kind="stable")], EvictionReason.TTL)
     for tenant, (high, low) in sorted(limits.quotas.items()):
         mine = blocks.tenant == tenant
         have = int(blocks.size[mine & (stays | ~picker.is_taken)].sum())
@@ -233,9 +234,6 @@ class _Picker:
         self.is_taken: Flags = np.zeros(blocks.size.size, np.bool_)
         self.choice: Choice = []
 
-    def take_expired(self, rows: Ints) -> None:
-        self._take(rows[np.argsort(-self._blocks.position[rows], kind="stable")], EvictionReason.TTL)
-
     def take(self, wanted: int, reason: EvictionReason, *, among: Flags | None = None, most: int | None = None) -> None:
         """Take the first blocks that have `wanted` bytes together, never more than `most`."""
         rows = self._order[~self.is_taken[self._order]] if self.choice else self._order
@@ -245,9 +243,9 @@ class _Picker:
         count = int(np.searchsorted(sums, wanted)) + 1
         if most is not None:
             count = min(count, int(np.searchsorted(sums, most, side="right")))
-        self._take(rows[:count], reason)
+        self.take_rows(rows[:count], reason)
 
-    def _take(self, rows: Ints, reason: EvictionReason) -> None:
+    def take_rows(self, rows: Ints, reason: EvictionReason) -> None:
         if rows.size:
             self.is_taken[rows] = True
             self.choice.append((reason, rows))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from kvtier_connector.janitor.catalog import Catalog
 from kvtier_connector.store import layout
-from kvtier_connector.store.fs import NO_FILE, FileSystem, list_directory, opened, read_into
+from kvtier_connector.store.fs import NO_FILE, FileSystem, list_directory, opened, read_bytes
 from kvtier_connector.store.header import HEADER_BYTES, Header, decode_header
 from kvtier_connector.store.journal import Op, Record
 from kvtier_connector.store.layout import BLOCKS, NO_LINEAGE, TENANTS, BlockKey, Lineage, block_path, is_tenant
@@ -139,8 +139,7 @@ def look_at_block(fs: FileSystem, root: str, key: BlockKey, lineage: Lineage | N
             return BlockFile(status.st_size, status.st_mtime_ns, lineage) if stat.S_ISREG(status.st_mode) else None
         with opened(fs, path) as fd:
             status = fs.fstat(fd)
-            page = memoryview(bytearray(HEADER_BYTES))
-            header = decode_header(page[: read_into(fs, fd, page)])
+            header = decode_header(read_bytes(fs, fd, HEADER_BYTES))
     except OSError as error:
         return None if error.errno in _ABSENT else error
     known = header.lineage if isinstance(header, Header) and header.key == key else NO_LINEAGE
@@ -386,9 +385,7 @@ class Scrub:
         piece = listing.piece
         generation = self._catalog.generation(piece.generation) if listing.keys else -1
         rows = {key: self._catalog.find(generation, key) for key in listing.keys}
-        for row in rows.values():
-            if row >= 0:
-                self._catalog.see(row)
+        self._catalog.see([row for row in rows.values() if row >= 0])
         if listing.error is not None:
             self._fail(piece, listing.error)
         wanted = {(piece.generation, key): None for key, row in rows.items() if row < 0}

@@ -25,11 +25,6 @@ class PasswordRedisConnector(RedisConnector):
 
     def __init__(self, *, loop: Any, local_cpu_backend: Any, config: Any) -> None:
         """Connect when first asked."""
-        url = str(config.extra_config[LMCACHE_URL_SETTING])
-        super().__init__(with_password(url, os.environ[REDIS_PASSWORD_VARIABLE]), loop, local_cpu_backend)
-
-
-def with_password(url: str, password: str) -> str:
-    """Return the address with a password in it."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=f":{quote(password, safe='')}@{parts.netloc}"))
+        parts = urlsplit(str(config.extra_config[LMCACHE_URL_SETTING]))
+        password = quote(os.environ[REDIS_PASSWORD_VARIABLE], safe="")
+        super().__init__(urlunsplit(parts._replace(netloc=f":{password}@{parts.netloc}")), loop, local_cpu_backend)

@@ -462,25 +462,17 @@ def abandon(fs: FileSystem, fd: int, path: str) -> None:
 
 @contextlib.contextmanager
 def opened(fs: FileSystem, path: str, flags: int = READ_FLAGS) -> Iterator[int]:
-    """Open a file for the caller, and close it, which may raise: network file systems report failed writes there."""
+    """Open a file for the caller, and close it, which may raise: network file systems report failed writes there.
+
+    For a caller who only reads, an error of the close says nothing of the bytes.
+    """
     fd = fs.open(path, flags)
+    is_telling = False
     try:
         yield fd
-    except BaseException:
-        with contextlib.suppress(OSError):
-            fs.close(fd)
-        raise
-    fs.close(fd)
-
-
-@contextlib.contextmanager
-def reading_from(fs: FileSystem, path: str, flags: int = READ_FLAGS) -> Iterator[int]:
-    """Open a file for a caller who only reads; an error of the close after it says nothing of the bytes."""
-    fd = fs.open(path, flags)
-    try:
-        yield fd
+        is_telling = bool(flags & (os.O_WRONLY | os.O_RDWR))
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*() if is_telling else (OSError,)):
             fs.close(fd)
 
 
@@ -492,11 +484,16 @@ def read_into(fs: FileSystem, fd: int, buffer: memoryview, offset: int = 0) -> i
     return done
 
 
+def read_bytes(fs: FileSystem, fd: int, count: int, offset: int = 0) -> bytes:
+    """Return so many bytes of an open file, fewer if it ends."""
+    buffer = memoryview(bytearray(count))
+    return bytes(buffer[: read_into(fs, fd, buffer, offset)])
+
+
 def read_file(fs: FileSystem, path: str, *, most_bytes: int, flags: int = READ_FLAGS) -> bytes:
     """Return the content of a small file, cut at `most_bytes`; raise OSError where it cannot be read."""
-    buffer = memoryview(bytearray(most_bytes))
-    with reading_from(fs, path, flags) as fd:
-        return bytes(buffer[: read_into(fs, fd, buffer)])
+    with opened(fs, path, flags) as fd:
+        return read_bytes(fs, fd, most_bytes)
 
 
 def write_block(

@@ -18,7 +18,7 @@ from kvtier_connector.contract.engine import BLOCK_FORMAT_VERSION
 from kvtier_connector.contract.errors import ConnectorError
 from kvtier_connector.store import identity
 from kvtier_connector.store.crypto import Keyring, begin_reading
-from kvtier_connector.store.fs import LOCAL, FileSystem, read_into, reading_from
+from kvtier_connector.store.fs import LOCAL, FileSystem, opened, read_into
 from kvtier_connector.store.header import HEADER_BYTES, NOT_PACKED, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.identity import find_generations
 from kvtier_connector.store.layout import TIER_FILE, Home, find_home
@@ -152,7 +152,7 @@ def _verify(fs: FileSystem, root: Path, entry: BlockEntry, keyring: Keyring | No
     A compressed payload is not decompressed: its checksum says that it is the one that was written.
     """
     try:
-        with reading_from(fs, f"{root}/{entry.path}") as fd:
+        with opened(fs, f"{root}/{entry.path}") as fd:
             page = memoryview(bytearray(HEADER_BYTES))
             header = decode_header(page[: read_into(fs, fd, page)])
             if isinstance(header, Fault):

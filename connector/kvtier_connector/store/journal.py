@@ -43,8 +43,8 @@ from kvtier_connector.store.fs import (
     make_directories,
     new_token,
     opened,
+    read_bytes,
     read_file,
-    read_into,
     replacing,
     write_all,
 )
@@ -198,11 +198,11 @@ class JournalWriter:
         self._clock = clock
         self._now = now
         self._lock = threading.Lock()
-        self._pending: deque[bytes] = deque()
+        self._pending: deque[bytes] = deque(maxlen=limits.buffered_records)
         self._recent: set[BlockKey] = set()
         self._less_recent: set[BlockKey] = set()
         self._turned_at = now()
-        self._flushing = threading.Lock()
+        self._flushing = threading.RLock()
         self._number = 0
         self._offset = 0
         self._shown_at = -math.inf
@@ -220,7 +220,6 @@ class JournalWriter:
                 return
             time_ns = self._clock() + int(ahead_seconds * 1e9)
             self._pending.append(encode_record(Record(op, key, payload_bytes, time_ns, lineage)))
-            self._trim()
 
     @property
     def pending(self) -> int:
@@ -240,7 +239,7 @@ class JournalWriter:
                 batch = list(self._pending)
                 self._pending.clear()
             if not batch and self._offset:
-                self._show_life()
+                self.show_life()
                 return 0
             try:
                 self._write(b"".join(batch))
@@ -249,8 +248,7 @@ class JournalWriter:
                     return 0
                 self.refused_at = min(self.refused_at, self._now())
                 with self._lock:
-                    self._pending.extendleft(reversed(batch))
-                    self._trim()
+                    self._pending = deque([*batch, *self._pending], self._pending.maxlen)
                 raise StoreUnavailable(f"{self._root}/{layout.JOURNAL}: cannot be written: {error}") from error
             self.refused_at = math.inf
         return len(batch)
@@ -267,15 +265,10 @@ class JournalWriter:
         The janitor retires old generations by the last writes to their journals. So an empty journal is begun where
         there is none, and later only its time is renewed.
         """
-        with self._flushing:
-            self._show_life()
-
-    def _show_life(self) -> None:
-        """Renew the time of the journal if it is time to; the caller holds `_flushing`."""
-        if self._now() - self._shown_at < self._limits.life_seconds:
-            return
-        self._shown_at = self._now()
-        with contextlib.suppress(OSError):
+        with self._flushing, contextlib.suppress(OSError):
+            if self._now() - self._shown_at < self._limits.life_seconds:
+                return
+            self._shown_at = self._now()
             if self._offset:
                 try:
                     self._fs.touch(self._path(self._number))
@@ -296,10 +289,6 @@ class JournalWriter:
             return True
         self._recent.add(key)
         return False
-
-    def _trim(self) -> None:
-        while len(self._pending) > self._limits.buffered_records:
-            self._pending.popleft()
 
     def _write(self, data: bytes) -> None:
         if self._offset and self._offset + len(data) > self._limits.segment_bytes:
@@ -371,34 +360,25 @@ def record_purge(fs: FileSystem, root: str, purge: Purge) -> None:
     _make(fs, path)
     for _ in range(_TRIES):
         try:
-            fd = fs.open(path, _APPEND_FLAGS)
+            with opened(fs, path, _APPEND_FLAGS) as fd:
+                end = fs.fstat(fd).st_size
+                write_all(fs, fd, memoryview(line), end)
+                fs.fsync(fd)
         except PermissionError:
             _replace(fs, path, line)
             return
-        try:
-            end = fs.fstat(fd).st_size
-            write_all(fs, fd, memoryview(line), end)
-            fs.fsync(fd)
-        finally:
-            fs.close(fd)
         # Another purger may have written at the same place, from another node of NFS.
         with opened(fs, path) as fd:
-            found = memoryview(bytearray(_MOST_READ_BYTES))
-            count = read_into(fs, fd, found, end)
-        if line in bytes(found[:count]):
-            return
+            if line in read_bytes(fs, fd, _MOST_READ_BYTES, end):
+                return
     raise OSError(errno.EIO, "another purge overwrites the purge log again and again; try again", path)
 
 
 def _make(fs: FileSystem, path: str) -> None:
     """Make an empty file. It has to be there before a purge: a node may remember for a while that a name is absent."""
-    try:
-        fd = fs.open(path, CREATE_FLAGS)
-    except FileExistsError:
-        return
-    # Engines and the janitor may run as different users of one group.
-    fs.share(fd)
-    fs.close(fd)
+    with contextlib.suppress(FileExistsError), opened(fs, path, CREATE_FLAGS) as fd:
+        # Engines and the janitor may run as different users of one group.
+        fs.share(fd)
 
 
 def _replace(fs: FileSystem, path: str, line: bytes) -> None:
@@ -461,8 +441,7 @@ class PurgeLog:
         if size <= known or size - start > _MOST_READ_BYTES:
             # The directory was made anew, or this process has not looked for long.
             return [_EVERYTHING]
-        buffer = memoryview(bytearray(size - start))
-        return [_parse(line) for line in bytes(buffer[: read_into(self._fs, fd, buffer, start)]).splitlines()]
+        return [_parse(line) for line in read_bytes(self._fs, fd, size - start, start).splitlines()]
 
 
 def _parse(line: bytes) -> Purge:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from kvtier_connector.contract.engine import LiveSettings, decode_live
 from kvtier_connector.contract.errors import ConfigInvalid
 from kvtier_connector.store.blockstore import StoreFault
-from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, FileSystem, opened, read_file, read_into
+from kvtier_connector.store.fs import FOLLOW_FLAGS, LOCAL, FileSystem, opened, read_bytes, read_file
 
 PERMIT_FILE = "permit.json"
 """Name of the file, beside the generations of the tier."""
@@ -195,10 +195,8 @@ class StorePermit:
         return max(by_clock, by_order)
 
     def _read(self) -> tuple[Permit, int]:
-        buffer = memoryview(bytearray(PERMIT_BYTES))
         with opened(self._fs, self._path) as fd:
-            count = read_into(self._fs, fd, buffer)
-            return decode_permit(bytes(buffer[:count])), self._fs.fstat(fd).st_mtime_ns
+            return decode_permit(read_bytes(self._fs, fd, PERMIT_BYTES)), self._fs.fstat(fd).st_mtime_ns
 
 
 class Mode(enum.Enum):

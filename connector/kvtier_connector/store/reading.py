@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvtier_connector.store.compression import Codec, Take
 from kvtier_connector.store.crypto import Keyring, begin_reading, can_read, can_unpack
-from kvtier_connector.store.fs import READ_FLAGS, FileSystem, make_directories, new_token, read_into, reading_from
+from kvtier_connector.store.fs import READ_FLAGS, FileSystem, make_directories, new_token, opened, read_into
 from kvtier_connector.store.header import HEADER_BYTES, NOT_PACKED, Fault, Header, decode_header, misplaced
 from kvtier_connector.store.layout import ALIGNMENT, BlockKey, Home, block_path, home_of, quarantine_path
 from kvtier_connector.store.mounts import mount_of
@@ -169,7 +169,7 @@ class Access:
     def has_whole(self, key: BlockKey, block_bytes: int, page: memoryview, keyring: Keyring | None) -> bool:
         """Return whether length and header of the file that has the block's name are right."""
         try:
-            with reading_from(self._fs, self.path(key)) as fd:
+            with opened(self._fs, self.path(key)) as fd:
                 size = self._fs.fstat(fd).st_size
                 header = decode_header(page[: read_into(self._fs, fd, page)])
         except OSError:
@@ -185,7 +185,7 @@ class Access:
             self._explain(key)
 
     def _read_once(self, key: BlockKey, direct: int, read: Read) -> int | Fault | None:
-        with reading_from(self._fs, self.path(key), READ_FLAGS | direct) as fd:
+        with opened(self._fs, self.path(key), READ_FLAGS | direct) as fd:
             found = read(fd, bool(direct))
             if isinstance(found, int) and self._fs.fstat(fd).st_size != found:
                 found = Fault.TRAILING

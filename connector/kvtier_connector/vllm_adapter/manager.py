@@ -31,7 +31,7 @@ from kvtier_connector.cascade.fetch import NO_ROW, Fetches, Load
 from kvtier_connector.cascade.memory import Presence
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.cascade.requests import TierRequest
-from kvtier_connector.cascade.split import Split, Splits, order_backwards
+from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 from kvtier_connector.vllm_adapter.secondary_tier import SharedVolumeTier
@@ -57,8 +57,8 @@ class KVTierManager(TieringOffloadingManager):
         self.fetches = Fetches(primary_tier, self.request, self._read, tier.transfers.give_up)
         """Chunks on their way into the CPU tier."""
         self._loads: dict[str, Load] = {}
-        self._copying = 0
-        """Chunks that the worker is copying to the GPU."""
+        self.copying = 0
+        """Chunks that were handed to the worker; `complete_load` tells that they are on the GPU."""
         self._retry_context = ReqContext(req_id="kvtier-retry")
         self.splits = Splits(tier.rates, self._order_backwards)
         """The hits whose heads are computed while they are read."""
@@ -149,7 +149,7 @@ class KVTierManager(TieringOffloadingManager):
             self.tier.stats.count(metrics.VERDICTS, cause=request.way.value)
             if not request.way.reads:
                 cause = metrics.SHORT if request.way is Way.SHORT else metrics.SLOWER
-                self.tier.count_computed(cause, len(on_volume))
+                self.tier.stats.count(metrics.MISSES, len(on_volume), cause=cause)
                 self.fetches.end_lease(req_context)
         return request.way
 
@@ -266,11 +266,30 @@ class KVTierManager(TieringOffloadingManager):
         return self.tier.transfers.loading + self.fetches.waiting
 
     def _order_backwards(self, split: Split) -> None:
-        request, window = self.request(split.context), self.splits.window_chunks(split, self._ordered)
+        """Order the next chunks of a split hit, from its end on, as far as there is room; note which have come."""
+        request, under_way, keys = self.request(split.context), self.fetches.under_way, split.keys
+        window = self.splits.window_chunks(split, self._ordered)
         if window > split.ordered - split.ready:
             split.meeting = self.splits.expect_meeting(split, self._ordered)
-        leased = order_backwards(split, window, fetches=self.fetches, request=request, find=self._chunks)
-        self._note_source(leased, split.context)
+        last = len(keys) - split.ordered
+        # Chunks that the head is about to compute are not worth reading.
+        overtaken = -(-(max(split.meeting, split.computed) - split.begin) // split.chunk_tokens)
+        first = max(last - (window - (split.ordered - split.ready)), overtaken, 0)
+        if first < last and not request.missing:
+            batch = keys[first:last][::-1]
+            wanted = [key for key in batch if key not in under_way and key not in request.leased]
+            leased = self.fetches.lease(wanted, split.context)
+            split.ordered += len(batch) if len(leased) == len(wanted) else batch.index(wanted[len(leased)])
+            self._note_source(leased, split.context)
+        while split.ready < split.ordered:
+            key = keys[-1 - split.ready]
+            chunk = self._chunks(key)
+            if chunk is None and key not in under_way:
+                # It was read for another request, which has given it up, or its row was needed.
+                split.ordered = split.ready
+            if chunk is None or not chunk.is_ready or key in under_way:
+                break
+            split.ready += 1
 
     def take_tail(self, split: Split) -> tuple[set[OffloadKey], list[int]]:
         """Return the chunks of a split that workers copy to the GPU next, and their rows in the order of the prompt.
@@ -293,17 +312,11 @@ class KVTierManager(TieringOffloadingManager):
         """Return the load of a request, from `prepare_load` to `release_load`."""
         return self._loads[name]
 
-    def note_copying(self, chunks: int) -> None:
-        """Note that so many chunks were handed to the worker; `complete_load` tells that they are on the GPU."""
-        self._copying += chunks
-
-    def release_load(self, name: str, *, is_handed_over: bool = False) -> None:
+    def release_load(self, name: str) -> None:
         """Forget the load of a request: nothing more of it goes to the GPU. Handed-over chunks stay pinned."""
         load = self._loads.pop(name)
-        handed = set(range(len(load.keys))) if is_handed_over else load.handed
+        handed = load.handed
         self.count_saved(load.context, (load.keys[number] for number in handed))
-        if is_handed_over:
-            return
         unpinned = []
         for number, key in enumerate(load.keys):
             if load.rows[number] == NO_ROW:
@@ -315,7 +328,7 @@ class KVTierManager(TieringOffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._copying -= len(keys)
+        self.copying -= len(keys)
         super().complete_load(keys, req_context)
         self._serve()
 
@@ -350,7 +363,7 @@ class KVTierManager(TieringOffloadingManager):
         self.fetches.end_leases()
         super().reset_cache()
         self.fetches.clear()
-        self._copying = 0
+        self.copying = 0
 
     @override
     def _process_finished_jobs(self, *args: Any, **kwargs: Any) -> None:
@@ -422,13 +435,13 @@ class KVTierManager(TieringOffloadingManager):
         if self.fetches.waiting and not self.fetches.is_held and not self._is_anything_under_way():
             # Every row is pinned by those that wait like the first: it does without, and they go on.
             self._metrics.on_promotion_allocation_failure()
-            self.tier.count_computed(metrics.BUDGET, 1)
+            self.tier.stats.count(metrics.MISSES, cause=metrics.BUDGET)
             self.fetches.give_up_first(metrics.BUDGET)
 
     def _is_anything_under_way(self) -> bool:
         """Say whether rows become free by themselves."""
         is_storing = self.primary_tier.is_storing
-        return bool(self._jobs or self._copying or is_storing or any(load.has_piece for load in self._loads.values()))
+        return bool(self._jobs or self.copying or is_storing or any(load.has_piece for load in self._loads.values()))
 
     def count_saved(self, context: ReqContext, keys: Iterable[OffloadKey]) -> None:
         """Count what those of these chunks that came from the volume would have taken to compute."""
@@ -439,7 +452,7 @@ class KVTierManager(TieringOffloadingManager):
 
     def _retry_stores(self) -> None:
         """Write deferred chunks, as long as nothing is loaded and the CPU tier has them."""
-        if self._loads or self.fetches:
+        if self._loads or self.fetches.under_way:
             return
         deferred = self.tier.peek_deferred(RETRIES)
         if not deferred:

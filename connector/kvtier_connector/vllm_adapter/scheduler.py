@@ -520,11 +520,11 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             return False
         return True
 
-    def _keys_of(self, status: RequestOffloadState, tokens: int, begin: int | None = None) -> Sequence[OffloadKey]:
+    def _keys_of(self, status: RequestOffloadState, tokens: int) -> Sequence[OffloadKey]:
         """Return the chunks that a load of so many tokens loads, as vLLM chooses them: behind what the GPU has."""
         if not tokens:
             return ()
-        begin = status.num_locally_computed_tokens if begin is None else begin
+        begin = status.num_locally_computed_tokens
         end = begin + tokens
         found: list[OffloadKey] = []
         for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
@@ -549,7 +549,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._jobs[job_id] = TransferJobStatus(
             req_id=name, pending_count=self.config.num_workers, keys=keys, is_store=False
         )
-        self.manager.note_copying(len(keys))
+        self.manager.copying += len(keys)
         return int(job_id)
 
     def _end(self, name: str, *, unwritten: list[int]) -> None:

@@ -206,10 +206,6 @@ class SharedVolumeTier(SecondaryTierManager):
         if not (request.is_pending or self._why_not_loading_now or request.read_refusal):
             self.lookups.ask_prefix(keys, request)
 
-    def count_computed(self, cause: str, chunks: int) -> None:
-        """Count chunks that the volume has and that are computed all the same."""
-        self.stats.count(metrics.MISSES, chunks, cause=cause)
-
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:
         self.transfers.load(job_metadata, is_urgent=True)
@@ -235,7 +231,7 @@ class SharedVolumeTier(SecondaryTierManager):
         attachment = self.attachment
         attachment.look_after()
         self._collect()
-        is_stuck = attachment.workers.is_stuck(Lane.LOAD) or self.lookups.is_stuck
+        is_stuck = attachment.workers.is_stuck(Lane.LOAD) or attachment.lookups.is_stuck
         self._why_not_loading = attachment.why_not(Direction.LOAD, is_stuck=is_stuck)
         self.transfers.drain()
         if attachment.refused_field and self.transfers:

@@ -159,7 +159,6 @@ def test_the_memory_of_workers_counts_their_page_tables_up_to_what_they_keep_map
     base = worker_memory_bytes(0, workers=1, chunk_bytes=0)
     assert small - base == 16 << 20
     assert worker_memory_bytes(1 << 40, workers=1, chunk_bytes=0) - base == MOST_MAPPED_BYTES // 512
-    assert worker_memory_bytes(8 << 30, workers=1, chunk_bytes=0, has_huge_pages=True) - base == 32 << 10
 
 
 def test_nobody_sees_a_task_that_began_before_the_worker_did() -> None:

@@ -412,11 +412,11 @@ class SimulatedEngine:
         primary = self.manager.primary_tier
         free = primary._get_num_free_chunks() + primary._num_evictable_cache_chunks
         assert free == self.shape.cpu_chunks, f"{self.shape.cpu_chunks - free} rows of the CPU tier stay pinned"
-        assert len(self.manager.fetches) == 0
+        assert not self.manager.fetches.under_way
         assert not self.manager.fetches._lessees
         assert not self.manager.fetches._line
         assert not self.manager._loads
-        assert self.manager._copying == 0
+        assert self.manager.copying == 0
         assert not self.tier.has_pending_work()
         assert not self.side._first_tokens._waiting
         side = self.side

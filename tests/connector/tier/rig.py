@@ -257,7 +257,7 @@ class Rig:
         if not load.has_piece:
             return 0
         piece = load.take_piece()
-        self.manager.note_copying(len(piece.keys))
+        self.manager.copying += len(piece.keys)
         for row, number in zip(piece.source.block_ids, piece.target.block_ids, strict=True):
             assert bytes(self.row(int(row))) == payload(load.keys[number]), "the CPU tier holds other bytes"
         self.manager.complete_load(piece.keys, load.context)

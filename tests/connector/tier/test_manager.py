@@ -89,7 +89,7 @@ def test_a_load_that_comes_just_then_gets_all_of_them(rigs: Rigs, rows: int) -> 
     busy.fs.open_gate()
     wait_until(lambda: busy.rig.take_piece(load) < 0 or load.is_handed_over, "all of it comes")
     assert not load.failed
-    busy.rig.manager.release_load("other", is_handed_over=True)
+    busy.rig.manager.release_load("other")
     busy.rig.settle()
     assert busy.rig.primary.room == rows
 

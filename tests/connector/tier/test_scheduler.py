@@ -348,7 +348,7 @@ def test_after_a_reset_no_row_is_written_that_may_still_be_read(engines: Engines
     reader.add("next", LATER)
     for _ in range(20):
         reader.manager.poll()
-    assert len(reader.manager.fetches) == 0
+    assert not reader.manager.fetches.under_way
     assert reader.metric("vllm:kvtier_disk_read_blocks") == read
     # vLLM has the worker end these pieces with the next step.
     reader.copies.lag = 0
@@ -432,7 +432,7 @@ def test_after_a_reset_no_row_is_filled_that_may_still_be_stored(engines: Engine
     reader.add("next", LATER)
     for _ in range(20):
         reader.manager.poll()
-    assert len(reader.manager.fetches) == 0
+    assert not reader.manager.fetches.under_way
     assert reader.metric("vllm:kvtier_disk_read_blocks") == 0
     # vLLM has the worker end this store with the next step.
     reader.copies.lag = 0
