@@ -38,7 +38,7 @@ from kvtier_connector.pod_tools.ready import Phase, StartupReport
 from kvtier_connector.store import identity
 from kvtier_connector.store.blockstore import StoreFault
 from kvtier_connector.store.crypto import Keyring
-from kvtier_connector.store.fs import FileSystem, new_token
+from kvtier_connector.store.fs import FileSystem, measure_round_trip
 from kvtier_connector.store.health import Breaker, CircuitState, Direction
 from kvtier_connector.store.journal import JournalWriter, Op
 from kvtier_connector.store.layout import MAX_EPOCH_CHARACTERS, NO_LINEAGE, BlockKey, Home, Lineage
@@ -61,7 +61,6 @@ GENERATION = "generation"
 """Stands for a field where the settings are not those that the engine was started for."""
 BYPASSED = "the mode is Bypass"
 
-_ROUND_TRIPS = 5
 _WEIGHTS = "engine.weights"
 _STATES = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
 _MODES = {Mode.READ_WRITE: 0, Mode.READ_ONLY: 1, Mode.BYPASS: 2}
@@ -426,7 +425,7 @@ class Attachment:
                 continue
             root, self.refusal = self._config.root, ""
             logger.info("kvtier %s: disk tier at %s", config.tier, root)
-            self.workers.round_trip_seconds = _measure_round_trip(self._fs.rooted(root), root)
+            self.workers.round_trip_seconds = measure_round_trip(self._fs.rooted(root), root)
             self.looked_at, self.is_readable = time.monotonic(), True
             self._tell(lambda: self._report.say(Phase.ATTACHED))
             return True
@@ -479,21 +478,6 @@ class Attachment:
             # The probe goes on waiting, and says for what.
             logger.error("kvtier %s: the startup probe cannot be told: %s", self._config.tier, error)  # noqa: TRY400 - no defect of ours
             return None
-
-
-def _measure_round_trip(fs: FileSystem, root: str) -> float:
-    """Return how soon the volume says that it has no file of a name that no cache knows; 0 where it says nothing."""
-    seconds = []
-    for _ in range(_ROUND_TRIPS):
-        path = f"{root}/.{new_token()}"
-        began = time.monotonic()
-        try:
-            fs.stat(path)
-        except FileNotFoundError:
-            seconds.append(time.monotonic() - began)
-        except OSError:
-            break
-    return min(seconds, default=0.0)
 
 
 def _pool_settings(config: ConnectorConfig) -> PoolSettings:

@@ -66,8 +66,6 @@ FEWEST = 3
 """Fewest workers on any host: two can store and one is free for a load, even where writes hang."""
 _GROW_SECONDS = 0.5
 """Time until added workers have begun to work."""
-_MOST_WAIT_SHARE = 0.2
-"""Workers that wait for a core for a larger share of their time get no company."""
 _TRIPS = 3
 """Round trips for one chunk: open, read, close."""
 _CORE_BYTES_PER_SECOND = 2.5e9
@@ -519,7 +517,7 @@ class WorkerPool:
             self._tick_idle(_TICK_SECONDS)
 
     def _grow(self, now: float) -> None:
-        """Start more workers where the volume leaves processors idle.
+        """Start more workers where all of them were found to read more than fewer would.
 
         Workers never become fewer again: one that waits costs its memory only.
         """
@@ -527,7 +525,7 @@ class WorkerPool:
             return
         self._grow_at = now + _GROW_SECONDS
         size = wanted = self._supervisor.size
-        if self._reads > size and self._reading.is_all(size) and self._supervisor.wait_share() <= _MOST_WAIT_SHARE:
+        if self._reads > size and self._reading.is_all(size):
             wanted += max(1, size // 2)
         if self.round_trip_seconds:
             slow = workers_for(round_trip_seconds=self.round_trip_seconds, chunk_bytes=self._rows.row_bytes)

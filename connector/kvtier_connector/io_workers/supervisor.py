@@ -8,7 +8,6 @@ again, as a circuit breaker does. The cause, such as a limit of the pod or a nod
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import math
@@ -16,7 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 logger = logging.getLogger("vllm.kvtier.io_workers")
 
@@ -92,8 +90,6 @@ class Supervisor:
         self._killed: set[int] = set()
         self._deaths_in_vain = 0
         """Deaths since a worker last finished a task."""
-        self._times: dict[int, list[int]] = {}
-        """Nanoseconds that a process had run and waited at the last measurement."""
         self._state = _State.USABLE
         self._retry_at = math.inf
 
@@ -130,18 +126,6 @@ class Supervisor:
     def count(self) -> int:
         """Return the number of usable workers."""
         return len(self._processes) if self.is_usable else 0
-
-    def wait_share(self) -> float:
-        """Return the share of runnable time that two processes waited for a core since the last call."""
-        ran = waited = 0
-        for worker in {min(self._processes, default=0), max(self._processes, default=0)}:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                schedstat = Path(f"/proc/{self._processes[worker].pid}/schedstat").read_text(encoding="ascii")
-                times = [int(part) for part in schedstat.split()[:2]]
-                before = self._times.get(worker, [0, 0])
-                ran, waited = ran + times[0] - before[0], waited + times[1] - before[1]
-                self._times[worker] = times
-        return max(0, waited) / max(1, ran + waited)
 
     def reap(self) -> list[int]:
         """Return the numbers of dead workers; the caller ends their tasks and calls `replace`."""

@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -35,6 +36,7 @@ from kvtier_connector.store.fs import (
     FileSystem,
     VolumeProfile,
     make_directories,
+    measure_round_trip,
     new_token,
     opened,
     read_file,
@@ -50,7 +52,6 @@ LEAST_FREE_BYTES = 64 << 20
 THREADS = 4
 RENAMES = 50
 STATS = 100
-ROUND_TRIPS = 20
 _CLEARLY = 1.1
 """A rate that is higher by less is the same."""
 _INSTEAD = "use a file system of POSIX semantics (CephFS, NFS, Lustre, EFS), not an object store behind a mount"
@@ -182,9 +183,9 @@ def _try(
         free_bytes=free,
         write_bytes_per_second=write_rate,
         read_bytes_per_second=read_rate if is_direct or not cached_rate else cached_rate,
-        stat_microseconds=sum(_stat_microseconds(fs, paths[0]) for _ in range(STATS)) // STATS,
+        stat_microseconds=round(timeit.timeit(lambda: fs.stat(paths[0]), number=STATS) / STATS * 1e6),
         file_system=mount.name,
-        round_trip_microseconds=min(_stat_microseconds(fs, f"{directory}/{new_token()}") for _ in range(ROUND_TRIPS)),
+        round_trip_microseconds=round(measure_round_trip(fs, directory) * 1e6),
         chosen=_chosen(is_direct=is_direct, direct_rate=read_rate, cached_rate=cached_rate),
         advice="; ".join(advice(mount)),
     )
@@ -339,14 +340,6 @@ _CHECKS: Final[tuple[tuple[Callable[[FileSystem, str], str], str], ...]] = (
     (_tells_times, _NO_TIMES),
 )
 """Each with what it means where the volume refuses a call of it; empty where that is a failure of the volume."""
-
-
-def _stat_microseconds(fs: FileSystem, path: str) -> int:
-    """Return how long one call takes; the file need not exist."""
-    start = time.monotonic()
-    with contextlib.suppress(FileNotFoundError):
-        fs.stat(path)
-    return round((time.monotonic() - start) * 1e6)
 
 
 def _remove(fs: FileSystem, directory: str) -> None:

@@ -496,6 +496,20 @@ def read_file(fs: FileSystem, path: str, *, most_bytes: int, flags: int = READ_F
         return read_bytes(fs, fd, most_bytes)
 
 
+def measure_round_trip(fs: FileSystem, directory: str) -> float:
+    """Return how soon the volume says that it has no file of a name that no cache knows; 0 where it says nothing."""
+    seconds = []
+    for _ in range(5):
+        began = time.monotonic()
+        try:
+            fs.stat(f"{directory}/.{new_token()}")
+        except FileNotFoundError:
+            seconds.append(time.monotonic() - began)
+        except OSError:
+            break
+    return min(seconds, default=0.0)
+
+
 def write_block(
     fs: FileSystem, fd: int, buffers: tuple[memoryview, memoryview], *, is_direct: bool, end_first: bool = False
 ) -> None:

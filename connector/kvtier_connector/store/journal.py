@@ -417,6 +417,9 @@ class PurgeLog:
             fd = self._fs.open(self._path, READ_FLAGS)
         try:
             status = self._fs.fstat(fd)
+            if status.st_size == known[0] and status.st_mtime_ns != known[1]:
+                # The time of a file changes a moment before its length.
+                status = self._fs.fstat(fd)
             if (state := (status.st_size, status.st_mtime_ns)) == known:
                 return
             found = self._read(fd, known[0], state[0])

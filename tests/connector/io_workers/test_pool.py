@@ -38,7 +38,6 @@ from kvtier_connector.io_workers import supervisor as supervisor_module
 from kvtier_connector.io_workers import worker as worker_module
 from kvtier_connector.io_workers.pool import workers_for
 from kvtier_connector.io_workers.reading_limit import FEWEST_READING
-from kvtier_connector.io_workers.supervisor import Supervisor
 from kvtier_connector.io_workers.task_table import ENTRIES
 from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
@@ -319,19 +318,15 @@ def test_a_volume_that_was_found_to_answer_slowly_gets_workers_before_the_first_
     wait_until(lambda: pool.step() or pool.workers.counts().processes == 4, "there are more")
 
 
-@pytest.mark.parametrize(("wait_share", "is_growing"), [(0.1, True), (0.5, False)])
-def test_workers_get_company_while_more_is_to_be_read_than_they_do_and_no_core_is_short(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch, wait_share: float, is_growing: bool
-) -> None:
-    monkeypatch.setattr(Supervisor, "wait_share", lambda _: wait_share)
+def test_workers_get_company_while_more_is_to_be_read_than_they_do_and_all_of_them_are_needed(pools: Pools) -> None:
     pool = pools.make(workers=3, first=1, file_system="worker_fs:SlowFs")
     pool.write(*range(16))
     # A worker that starts late leaves the first ones to the others.
-    for batch in range(100 if is_growing else 2):
+    for batch in range(100):
         if pool.workers.counts().processes < 3:
             pool.load(16 * batch, *range(16))
             pool.wait_for(16 * batch + 16)
-    assert pool.workers.counts().processes == (3 if is_growing else 1)
+    assert pool.workers.counts().processes == 3
     assert all(type(done.outcome).__name__ == "Hit" for done in pool.ended.values())
 
 

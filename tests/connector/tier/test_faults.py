@@ -317,7 +317,7 @@ def open_descriptors() -> set[int]:
 def test_on_one_processor_a_worker_loads_while_others_store(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     # On a volume that answers at once nothing asks for more of them.
-    monkeypatch.setattr("kvtier_connector.cascade.attach._measure_round_trip", lambda *_: 0.0)
+    monkeypatch.setattr("kvtier_connector.cascade.attach.measure_round_trip", lambda *_: 0.0)
     rig = rigs.make(io_processes=None)
     rig.offload(keys(4))
     assert rig.serve(keys(4)).hit_blocks == 4
