@@ -613,6 +613,8 @@ class WorkerPool:
         deadline = time.monotonic() + timeout_seconds
         while any(not self._is_passed(fence) for fence in self._fences) and time.monotonic() < deadline:
             time.sleep(0.001)
+        # A worker that may do nothing would not see the end.
+        self._table.reading_from = 0
         for pipe in self._pipes:
             os.close(pipe.writer)
         is_ended = self._supervisor.close(max(0.0, deadline - time.monotonic()))

@@ -131,7 +131,6 @@ class Worker:
         self._is_preparing = True
         self._lanes: tuple[int, ...] = self._pipes
         """Pipes from which it may take tasks at present."""
-        self._polls: dict[tuple[int, ...], select.poll] = {}
         self._room = select.poll()
         self._room.register(self._replies, select.POLLOUT)
         staging = mmap.mmap(-1, self._row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -151,8 +150,11 @@ class Worker:
 
     def _next_message(self) -> bytes:
         """Return the most urgent message, empty if none came for a while; raise EOFError at the end."""
+        poll = select.poll()
+        for pipe in self._lanes:
+            poll.register(pipe, select.POLLIN)
         wait = None if self._lanes == self._pipes else _BARRED_MILLISECONDS
-        ready = dict(self._poll(self._lanes).poll(_PREPARING_MILLISECONDS if self._is_preparing else wait))
+        ready = dict(poll.poll(_PREPARING_MILLISECONDS if self._is_preparing else wait))
         if not ready and self._is_preparing:
             self._is_preparing = self._rows.prepare()
         may_read = self._number >= self._table.reading_from
@@ -169,13 +171,6 @@ class Worker:
                     raise EOFError
                 return message
         return b""
-
-    def _poll(self, pipes: tuple[int, ...]) -> select.poll:
-        if (poll := self._polls.get(pipes)) is None:
-            poll = self._polls[pipes] = select.poll()
-            for pipe in pipes:
-                poll.register(pipe, select.POLLIN)
-        return poll
 
     def _work(self, message: TaskMessage) -> None:
         started, ticket = time.monotonic(), message.ticket

@@ -380,6 +380,20 @@ def test_no_more_workers_read_than_the_volume_needs_unless_some_of_them_take_lon
     pool.wait_for(9)
 
 
+def test_a_worker_that_may_do_nothing_ends_with_the_others(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
+    pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
+    pool.write(*range(8))
+    gate = shut(pools)
+    pool.load(0, *range(8))
+    wait_until(lambda: pool.collect() or count_waited(pools) == FEWEST_READING, "workers read")
+    pool.set_row(8, payload(100))
+    pool.save(8, 100, row=8)
+    wait_until(lambda: bool(pool.blocks.look_up(key(100))), "the only worker that may store has stored")
+    gate.unlink()
+    assert pool.workers.close(PATIENCE_SECONDS)
+
+
 def test_the_limit_of_the_tier_holds_for_what_workers_write(pools: Pools) -> None:
     pool = pools.make(max_bytes=5 * (ROW_BYTES + HEADER_BYTES))
     for task in range(9):
