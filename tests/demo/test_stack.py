@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from waiting import is_alive, until
 
 from kvtier_demo import __main__ as demo
@@ -28,15 +29,7 @@ from kvtier_localcluster.datadir import DataDirectory
 from kvtier_operator.api.reasons import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTED_AND_WAITING = """
-import sys
-from pathlib import Path
-from kvtier_demo.progress import Progress
-from kvtier_demo.stack import running_stack
-with running_stack(Path(sys.argv[1]), Path(sys.argv[2]), Progress()) as stack:
-    print("pids", *(process.pid for process in stack.processes.values()), flush=True)
-    sys.stdin.read()
-"""
+STARTED_AND_WAITING = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["STARTED_AND_WAITING"]
 
 
 class Usage(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 
 import ci_tools
 import waiting
+import yaml
 
 NAMESPACE = "default"
 SECONDS = float(os.environ.get("E2E_SECONDS", "120"))
@@ -88,17 +89,4 @@ class Cluster:
         return float(self.kubectl("exec", pod, "-c", "engine", "--", "python3", "-c", program))
 
 
-_ASK = """
-import json, re, urllib.request as u
-opener = u.build_opener(u.ProxyHandler({{}}))
-def get(path, data=None):
-    request = u.Request("{base}" + path, data, {{"Content-Type": "application/json"}})
-    return opener.open(request, timeout=600).read().decode()
-def disk():
-    found = re.findall(r"^vllm:prompt_tokens_cached_by_source_total\\{{(.*)\\}} (\\S+)$", get("/metrics"), re.M)
-    return sum(float(value) for labels, value in found if 'source="disk"' in labels)
-before = disk()
-model = json.loads(get("/v1/models"))["data"][0]["id"]
-get("/v1/completions", json.dumps(dict(model=model, prompt="{prompt}", max_tokens=1)).encode())
-print(disk() - before)
-"""
+_ASK = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["ASK"]

@@ -8,20 +8,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 
-_PRELUDE = """
-import sys
-from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
-class Locked:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] not in BLOCKED and not name.startswith(ABSENT):
-            return PathFinder.find_spec(name, path, target)
-BLOCKED, ABSENT = {blocked!r}, {absent!r}
-sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Locked]
-sys.path[:0] = {paths!r}
-"""
+_PRELUDE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["PRELUDE"]
 
 
 def blocked_modules(image: str) -> set[str]:

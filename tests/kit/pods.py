@@ -7,7 +7,10 @@ import builtins
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvtier_localcluster import kinds
 from kvtier_localcluster.cluster import ClusterThread
@@ -16,26 +19,7 @@ from kvtier_localcluster.kinds import Json, Kind
 NAMESPACE = Kind("v1", "Namespace", "namespaces", is_namespaced=False)
 
 # Answers GET /env with its environment, /file/<path> with a file, /healthz by the presence of ./sick in its directory.
-SERVER = """
-import http.server, json, os, sys, urllib.request
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        code, text = 200, ""
-        if self.path == "/env": text = json.dumps(dict(os.environ))
-        elif self.path == "/argv": text = json.dumps(sys.argv[1:])
-        elif self.path == "/name": text = os.environ["HOSTNAME"]
-        elif self.path == "/sick": open("sick", "w").close()
-        elif self.path == "/well": os.remove("sick")
-        elif self.path == "/healthz": code = 503 if os.path.exists("sick") else 200
-        elif self.path == "/exit": os._exit(3)
-        else:
-            path = self.path.removeprefix("/file")
-            try: text = open(path).read()
-            except OSError as problem: code, text = 404, str(problem)
-        self.send_response(code); self.end_headers(); self.wfile.write(text.encode())
-    def log_message(self, *args): print(self.path, flush=True)
-http.server.ThreadingHTTPServer(("0.0.0.0", 8000), Handler).serve_forever()
-"""
+SERVER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["SERVER"]
 
 
 def server(name: str = "main", **fields: Any) -> Json:

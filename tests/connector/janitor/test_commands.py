@@ -155,19 +155,8 @@ def test_a_tier_without_blocks_is_healthy(
     assert sorted(path.name for path in tmp_path.iterdir()) == list(files)
 
 
-BLOCKED = """
-import sys
-sys.modules.update(dict.fromkeys({blocked!r}))
-sys.path[:0] = {paths!r}
-import kvtier_connector
-from kvtier_cli import app
-from kvtier_cli.app import main
-sys.exit(main({words!r}))
-"""
-
-
 def kvtier(*words: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    script = BLOCKED.format(blocked=set(blocked), paths=[str(CONNECTOR), str(OPERATOR)], words=list(words))
+    script = TABLES["BLOCKED"].format(blocked=set(blocked), paths=[str(CONNECTOR), str(OPERATOR)], words=list(words))
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 import zmq
 from e2e.bench.stress import FULL_SHARE, stress
 from locked_image import blocked_modules, prelude
@@ -28,17 +29,7 @@ from kvtier_localcluster.ports import free_port
 CONNECTOR = Path(kvtier_connector.__file__).parents[1]
 DEADLINE_SECONDS = 120.0
 
-RUN = """
-import kvtier_connector.janitor.commands
-from kvtier_connector.janitor import loop
-from kvtier_connector.contract.lease import LeaseSettings
-try:
-    loop.lease_api(LeaseSettings(namespace="ns", name="x", identity="i"))
-except Exception as error:
-    assert type(error).__name__ == "LeaseUnavailable", error
-from kvtier_connector.janitor.__main__ import main
-sys.exit(main(["--config", {config!r}, "--host", "127.0.0.1"]))
-"""
+RUN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["RUN"]
 
 
 def stored_events(port: int) -> int:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from nodes import PATIENCE_SECONDS, Nodes
 from plain_engine import PlainEngine
 from store_contract import BLOCK_BYTES, PAYLOAD_BYTES, key, pages, payload, read, remove
@@ -28,21 +29,7 @@ from kvtier_connector.store.journal import JournalWriter, Op
 
 PATHS = [str(Path(blockstore.__file__ or "").parents[2]), str(Path(__file__).parents[1] / "store")]
 
-CLAIMS = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[3:]
-from kvtier_connector.contract.errors import IdentityMismatch
-from kvtier_connector.store.identity import claim
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    claim(Path(sys.argv[1]), {"model": sys.argv[2]}, "aa")
-except IdentityMismatch:
-    print("refused")
-else:
-    print(sys.argv[2])
-"""
+CLAIMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["CLAIMS"]
 
 
 def test_what_one_node_stores_the_other_knows_and_reads(nodes: Nodes) -> None:

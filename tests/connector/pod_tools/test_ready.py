@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kvtier_connector
 from kvtier_connector.pod_tools import ready, redis_check
@@ -28,15 +29,7 @@ from kvtier_connector.pod_tools.shm import clear_stale_regions
 
 PACKAGES = Path(kvtier_connector.__path__[0]).parent
 
-SAYS_AND_DIES = """
-import os, sys
-from kvtier_connector.pod_tools.ready import Phase, StartupReport
-report = StartupReport(sys.argv[1], "ns/tier")
-report.begin("the volume has not answered yet")
-if sys.argv[2] == "attach":
-    report.say(Phase.ATTACHED)
-os._exit(9)
-"""
+SCRIPTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 class Engine:
@@ -117,7 +110,7 @@ def test_who_gives_up_waiting_takes_back_no_decision(probe: Probe, state: Path) 
 @pytest.mark.parametrize("last", ["attach", "begin"])
 def test_what_the_container_before_left_counts_for_nothing(probe: Probe, state: Path, last: str) -> None:
     environment = {"PYTHONPATH": str(PACKAGES)}
-    subprocess.run([sys.executable, "-c", SAYS_AND_DIES, str(state), last], check=False, env=environment)
+    subprocess.run([sys.executable, "-c", SCRIPTS["SAYS_AND_DIES"], str(state), last], check=False, env=environment)
     (left,) = state.iterdir()
     assert probe() == (1, "no disk tier has begun to open its volume")
     # The next container counts its processes from 1 again: the same number, another birth.
@@ -232,26 +225,11 @@ def test_one_that_is_not_there_or_cannot_be_is_told_and_stops_no_pod(address: st
 
 USER, OTHER_USER = 12345, 12346
 
-HOLDER = """
-import mmap, os, sys
-how, path = sys.argv[1:]
-fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-if how != "open":
-    os.ftruncate(fd, 4096)
-    mapping = mmap.mmap(os.dup(fd), 4096)
-    if how == "mapped":
-        os.close(fd)
-        os.closerange(3, 64)  # mmap keeps a duplicate: the mapping alone must be enough
-print("holding", flush=True)
-sys.stdin.read()
-"""
-
 
 @contextmanager
 def holding(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, how, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", SCRIPTS["HOLDER"], how, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "holding\n"
         yield process
@@ -294,17 +272,10 @@ def test_a_new_file_under_the_name_of_one_that_is_held_is_removed(directory: Pat
         assert clear_stale_regions(directory) == [str(path)]
 
 
-CLEARING = (
-    "import sys; sys.path.insert(0, sys.argv[2]); "
-    "from kvtier_connector.pod_tools.shm import clear_stale_regions; "
-    "print(*clear_stale_regions(sys.argv[1]), sep='\\n')"
-)
-
-
 def clear_in_another_container(directory: Path) -> list[str]:
     """Clear in a container that shares the memory and none of the processes."""
     container = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    command = [*container, sys.executable, "-c", CLEARING, str(directory), str(PACKAGES)]
+    command = [*container, sys.executable, "-c", SCRIPTS["CLEARING"], str(directory), str(PACKAGES)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
@@ -330,23 +301,9 @@ def test_a_region_that_a_process_holds_stays_until_the_process_ends(
 
 
 def test_who_opens_a_region_while_it_is_removed_ends_nobody() -> None:
-    program = """
-import os, sys, threading
-sys.path.insert(0, sys.argv[2])
-from kvtier_connector.pod_tools import shm
-unlink = shm.Path.unlink
-def unlink_while_somebody_opens(path):
-    opener = threading.Thread(target=lambda: os.close(os.open(path, os.O_RDWR)))
-    opener.start()
-    opener.join(0.2)
-    assert opener.is_alive()
-    unlink(path)
-shm.Path.unlink = unlink_while_somebody_opens
-print(*shm.clear_stale_regions(sys.argv[1]), sep="\\n")
-"""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         path = region(Path(made))
-        command = [sys.executable, "-c", program, made, str(PACKAGES)]
+        command = [sys.executable, "-c", SCRIPTS["OPENS_MEANWHILE"], made, str(PACKAGES)]
         completed = subprocess.run(command, check=True, capture_output=True, text=True)
     assert completed.stdout.split() == [str(path)]
 
@@ -388,7 +345,7 @@ def test_without_privileges_an_own_region_goes_and_another_users_stays(mode: int
         os.chown(own, USER, USER)
         os.chown(others, OTHER_USER, OTHER_USER)
         others.chmod(mode)
-        command = [anyones_python(), "-c", CLEARING, made, str(PACKAGES)]
+        command = [anyones_python(), "-c", SCRIPTS["CLEARING"], made, str(PACKAGES)]
         done = subprocess.run(command, user=USER, check=True, capture_output=True, text=True)
         assert done.stdout.split() == [str(own)]
         assert others.exists()

@@ -85,16 +85,11 @@ class TestStoreWhoseTransfersStopAnywhere(TestStoreThroughThePageCache):
         return BlockStore(root, fs=ShortFs(3001), direct=direct, clock=lambda: NOW_NS)
 
 
-REFUSALS = {
-    "NO_SPACE": ["ENOSPC", "EDQUOT"],
-    "READ_ONLY": ["EROFS"],
-    "DENIED": ["EACCES", "EPERM"],
-    "RESOURCES": ["EMFILE", "ENOMEM"],
-    "IO": ["EIO", "ESTALE"],
-}
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+REFUSALS = [(name, fault) for fault, names in TABLES["refusals"].items() for name in names]
 
 
-@pytest.mark.parametrize(("name", "fault"), [(each, fault) for fault, found in REFUSALS.items() for each in found])
+@pytest.mark.parametrize(("name", "fault"), REFUSALS)
 @pytest.mark.parametrize("call", ["mkdir", "open", "pwritev", "close", "rename"])
 def test_a_refused_write_is_a_value_and_leaves_nothing(root: Path, call: str, name: str, fault: str) -> None:
     number = getattr(errno, name)
@@ -253,16 +248,10 @@ def test_a_partial_file_that_was_cleaned_away_is_written_again(root: Path) -> No
     assert store.get(key(1), pages()) == Hit(BLOCK_BYTES)
 
 
-WRITER = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["WRITER"]
-
-
 def start_writer(root: Path, turns: int) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(root), str(turns), str(CONNECTOR), str(Path(__file__).parent), str(KIT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    paths = [str(CONNECTOR), str(Path(__file__).parent), str(KIT)]
+    command = [sys.executable, "-c", TABLES["WRITER"], str(root), str(turns), *paths]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -276,14 +265,7 @@ def test_processes_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only
 
 @pytest.mark.parametrize("umask", ["000", "022", "077", "777"])
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: str) -> None:
-    script = (
-        "import os, pathlib, sys; os.umask(int(sys.argv[2], 8))\n"
-        "from kvtier_connector.store.blockstore import BlockStore\n"
-        "from kvtier_connector.store.layout import BlockKey\n"
-        "of = BlockKey(b'a hash of some length', 0, 'acme')\n"
-        "BlockStore(pathlib.Path(sys.argv[1]), direct=False).put(of, memoryview(b'payload'))\n"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "root"), umask], check=True)
+    subprocess.run([sys.executable, "-c", TABLES["PUTS"], str(tmp_path / "root"), umask], check=True)
     paths = [path for path in (tmp_path / "root").rglob("*") if path.name != PURGES_FILE]
     assert len(paths) == 5
     assert stat.S_IMODE((tmp_path / "root" / PURGES_FILE).stat().st_mode) == 0o660
@@ -384,21 +366,9 @@ def test_a_directory_that_another_client_is_making_is_waited_for_but_not_for_eve
         claim(tmp_path / "b" / "d1gest", IDENTITY, "d1gest", fs=HalfMadeFs(1000, call))
 
 
-@pytest.mark.parametrize(
-    ("identity", "digest", "expected"),
-    [
-        ({**IDENTITY, "dtype": "float16"}, "other", "identity.dtype is 'bfloat16' there and 'float16' here"),
-        ({**IDENTITY, "model": "x", "dtype": "float16"}, "d1gest", "identity.dtype is"),
-        (
-            {"model": "llama", "dtype": "bfloat16"},
-            "d1gest",
-            r"identity.groups is \[\[1, 2\], \[3\]\] there and '\(absent\)",
-        ),
-        ({**IDENTITY, "rope": {"theta": 1}}, "d1gest", r"identity.rope is '\(absent\)' there and {'theta': 1} here"),
-        (IDENTITY, "other", "digest is 'd1gest' there and 'other' here"),
-    ],
-)
-def test_strangers_are_refused_by_reason(tmp_path: Path, identity: dict[str, Any], digest: str, expected: str) -> None:
+@pytest.mark.parametrize(("changes", "digest", "expected"), TABLES["strangers"])
+def test_strangers_are_refused_by_reason(tmp_path: Path, changes: dict[str, Any], digest: str, expected: str) -> None:
+    identity = {name: value for name, value in {**IDENTITY, **changes}.items() if value is not None}
     claim(tmp_path, IDENTITY, "d1gest")
     before = (tmp_path / TIER_FILE).read_bytes()
     with pytest.raises(
