@@ -74,8 +74,7 @@ class _Inside:
         self._counts = StepCounts()
         began = time.perf_counter()
         self._engine: Any = self._wait(self._start(settings))
-        # As vLLM's server does, or a collection of garbage stops all requests for half a second now and then.
-        gc.freeze()
+        gc.freeze()  # as vLLM's server does, so that no collection stops requests for half a second
         blocks = self._engine.vllm_config.cache_config.num_gpu_blocks
         self.facts = {"seconds": time.perf_counter() - began, "gpu_blocks": blocks}
 

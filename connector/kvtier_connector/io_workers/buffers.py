@@ -104,7 +104,12 @@ class MappedRows:
         address = window.address + (row - window.first_row) * self._row_bytes
         if row not in window.touched:
             window.touched.add(row)
-            self._populate(window, address)
+            # Its pages are entered into the page table at once: cheaper than one fault for each page.
+            start = address - window.address
+            begin = start - start % mmap.PAGESIZE
+            # An older kernel does it fault by fault.
+            with contextlib.suppress(OSError, ValueError):
+                window.memory.madvise(_MADV_POPULATE_READ, begin, start + self._row_bytes - begin)
         return address
 
     def prepare(self) -> bool:
@@ -126,14 +131,6 @@ class MappedRows:
         slack = start % mmap.ALLOCATIONGRANULARITY
         memory = mmap.mmap(region.fd, count * self._row_bytes + slack, offset=start - slack)
         return _Window(memory, region.first_row + first, address_of(memoryview(memory)) + slack, set())
-
-    def _populate(self, window: _Window, address: int) -> None:
-        """Enter the row's pages into the page table at once: cheaper than one fault for each page."""
-        start = address - window.address
-        begin = start - start % mmap.PAGESIZE
-        # An older kernel does it fault by fault.
-        with contextlib.suppress(OSError, ValueError):
-            window.memory.madvise(_MADV_POPULATE_READ, begin, start + self._row_bytes - begin)
 
 
 RowBuffers = OwnRows | MappedRows

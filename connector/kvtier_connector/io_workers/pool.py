@@ -325,7 +325,10 @@ class WorkerPool:
         if self._is_closed or not self._supervisor.is_usable:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
-        self._let_read()
+        # The first workers do not read if the volume does not need them; they may store.
+        workers = self._supervisor.count()
+        unneeded = workers - self._reading.most(workers) - self._slow
+        self._table.reading_from = max(0, unneeded) if self._reads else 0
         for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
             messages = []
             while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:
@@ -371,13 +374,6 @@ class WorkerPool:
         storing = max(1, int(share * self._supervisor.size))
         if storing != self._table.storing:
             self._table.storing = storing
-
-    def _let_read(self) -> None:
-        """Keep the first workers from reading that the volume does not need; they may store."""
-        workers = self._supervisor.count()
-        first = max(0, workers - self._reading.most(workers) - self._slow) if self._reads else 0
-        if first != self._table.reading_from:
-            self._table.reading_from = first
 
     def _take_answers(self) -> None:
         for ticket, code, seconds, ended, number in REPLY.iter_unpack(self._replies.receive()):

@@ -90,7 +90,7 @@ class ReadingLimit:
         is_taken = gain >= (_BETTER if is_more else _ENOUGH)
         if is_taken:
             used = tried
-        # What helped is tried again at once, and the opposite after a pause.
+        # The direction that helped is tried again at once, and the opposite one after a pause.
         is_more = is_more is is_taken
         is_possible = used < workers if is_more else used > FEWEST_READING
         self._mean_seconds = self._seconds[is_taken] / (ROUNDS * ROUND_READS)

@@ -359,9 +359,8 @@ class Catalog:
         self._tenant_numbers = {name: number for number, name in enumerate(self.tenants)}
 
     def _new_tenant(self, name: str) -> int:
-        number = self._tenant_numbers.get(name)
-        if number is None:
-            number = self._tenant_numbers[name] = len(self.tenants)
+        number = self._tenant_numbers.setdefault(name, len(self.tenants))
+        if number == len(self.tenants):
             self.tenants.append(name)
         return number
 

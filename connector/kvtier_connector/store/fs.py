@@ -247,7 +247,9 @@ class FileSystem:
             error.filename = path
             if error.errno not in {errno.ELOOP, errno.ENOTDIR}:
                 raise
-            link = _find_link(real)
+            # The shortest part of the path that is a link.
+            ends = [place for place, letter in enumerate(real) if letter == "/" and place] + [len(real)]
+            link = next((real[:end] for end in ends if os.path.islink(real[:end])), "")  # noqa: PTH114 - text in, text out
             if any(f"{given}/".startswith(f"{link}/") for given in self._given) and link:
                 message = f"{link} is a link; nothing is done through a link: name what it names"
                 raise OSError(errno.ELOOP, message, path) from error
@@ -304,12 +306,6 @@ def _open(real: str, flags: int) -> int:
         if number not in {errno.EINTR, errno.EAGAIN}:
             raise OSError(number, os.strerror(number), real)
     return int(fd)
-
-
-def _find_link(real: str) -> str:
-    """Return the shortest part of a path that is a link, for a message; empty if none is."""
-    ends = [place for place, letter in enumerate(real) if letter == "/" and place] + [len(real)]
-    return next((real[:end] for end in ends if os.path.islink(real[:end])), "")  # noqa: PTH114 - text in, text out
 
 
 def _open_step_by_step(real: str, flags: int) -> int:

@@ -432,16 +432,14 @@ class KVTierManager(TieringOffloadingManager):
 
     def _serve(self) -> None:
         self.fetches.serve()
-        if self.fetches.waiting and not self.fetches.is_held and not self._is_anything_under_way():
+        # By these, rows become free by themselves.
+        is_under_way = self._jobs or self.copying or self.primary_tier.is_storing
+        is_under_way = is_under_way or any(load.has_piece for load in self._loads.values())
+        if self.fetches.waiting and not self.fetches.is_held and not is_under_way:
             # Every row is pinned by those that wait like the first: it does without, and they go on.
             self._metrics.on_promotion_allocation_failure()
             self.tier.stats.count(metrics.MISSES, cause=metrics.BUDGET)
             self.fetches.give_up_first(metrics.BUDGET)
-
-    def _is_anything_under_way(self) -> bool:
-        """Say whether rows become free by themselves."""
-        is_storing = self.primary_tier.is_storing
-        return bool(self._jobs or self.copying or is_storing or any(load.has_piece for load in self._loads.values()))
 
     def count_saved(self, context: ReqContext, keys: Iterable[OffloadKey]) -> None:
         """Count what those of these chunks that came from the volume would have taken to compute."""
