@@ -192,7 +192,7 @@ class WorkerPool:
         self.storing_share = _STORING_SHARE
         """Largest share of the workers that may store."""
         self._reading = ReadingLimit()
-        self._slow = 0
+        self._slow: set[int] = set()
         """Workers whose task takes long, or that are not ready yet; others read in their place."""
         self._reads = self._stores = 0
         """Numbers of open tasks."""
@@ -326,9 +326,9 @@ class WorkerPool:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
         # The first workers do not read if the volume does not need them; they may store.
-        workers = self._supervisor.count()
-        unneeded = workers - self._reading.most(workers) - self._slow
-        self._table.reading_from = max(0, unneeded) if self._reads else 0
+        able = sorted({*self._supervisor.numbers()} - self._slow)
+        most = self._reading.most(self._supervisor.count())
+        self._table.reading_from = able[-most] if self._reads and most < len(able) else 0
         for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
             messages = []
             while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:
@@ -391,9 +391,9 @@ class WorkerPool:
                 self._undo_admission(task)
             else:
                 self._supervisor.note_work()
-                workers = self._supervisor.count()
-                if isinstance(answer, Hit) and self._reads > self._reading.most(workers):
-                    self._reading.note(seconds, workers, ended)
+                if isinstance(answer, Hit):
+                    workers = self._supervisor.count()
+                    self._reading.note(seconds, ended, reads=self._reads, workers=workers, now=self._moved_at)
                 self._record(task, answer)
                 self._end(task, answer, seconds, ended)
 
@@ -559,11 +559,12 @@ class WorkerPool:
 
     def _end_hanging(self, now: float) -> None:
         """Kill the workers that hang, as far as they can be killed, and end their tasks."""
-        self._stuck, self._slow = set(), 0
+        self._stuck, self._slow = set(), set()
         for worker in self._supervisor.numbers():
             current = self._table.current(worker)
             is_away = current.ticket != NO_TICKET or not current.started
-            self._slow += is_away and now - current.started > _SLOW_SECONDS
+            if is_away and now - current.started > _SLOW_SECONDS:
+                self._slow.add(worker)
             if current.ticket == NO_TICKET or now - current.started <= self._settings.deadline_seconds:
                 continue
             # It counts as stuck until it is reaped.
@@ -606,11 +607,11 @@ class WorkerPool:
     def _end_workers(self, timeout_seconds: float) -> bool:
         """End the workers; False if some hang even now, which touch no row."""
         self._recall(self._on_table())
+        # Only a worker that may take tasks sees the end of a pipe.
+        self._table.reading_from = 0
         deadline = time.monotonic() + timeout_seconds
         while any(not self._is_passed(fence) for fence in self._fences) and time.monotonic() < deadline:
             time.sleep(0.001)
-        # A worker that may do nothing would not see the end.
-        self._table.reading_from = 0
         for pipe in self._pipes:
             os.close(pipe.writer)
         is_ended = self._supervisor.close(max(0.0, deadline - time.monotonic()))

@@ -285,7 +285,7 @@ class SyncSplitScheduler(Scheduler):
         """By request whose head is computed, the tokens that it may compute in this step."""
         self._room = 0
         """Tokens that heads may still compute in this step."""
-        self._loading_needs: dict[Request, int] = {}
+        self._loading_needs: dict[tuple[str, int], int] = {}
         """Blocks that requests still need whose loads are under way, in this step."""
 
     @override
@@ -454,8 +454,10 @@ class SyncSplitScheduler(Scheduler):
         """Return the blocks that a prompt still needs; vLLM asks it of all of them for each load that begins."""
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             return int(super()._request_remaining_blocks(request))
-        if (needed := self._loading_needs.get(request)) is None:
-            needed = self._loading_needs[request] = int(super()._request_remaining_blocks(request))
+        # A load that failed may begin again in the same step, with other blocks.
+        load = request.request_id, request.num_computed_tokens
+        if (needed := self._loading_needs.get(load)) is None:
+            needed = self._loading_needs[load] = int(super()._request_remaining_blocks(request))
         return needed
 
     @override

@@ -10,7 +10,8 @@ import pytest
 
 from kvtier_connector.io_workers.reading_limit import FEWEST_READING, PAUSE_SECONDS, ROUND_READS, ReadingLimit
 
-ENOUGH_READS = 1_000
+ENOUGH_READS = 2_000
+MANY = 1_000
 
 
 def disk(workers: int) -> float:
@@ -48,9 +49,12 @@ class _Volume:
         for _ in range(count):
             reading = self.limit.most(workers)
             seen.add(reading)
-            self.now += 1 / speed(reading)
-            self.limit.note(reading / speed(reading) * self._random.lognormvariate(0, 0.3), workers, self.now)
+            self.now += self._random.lognormvariate(0, 0.2) / speed(reading)
+            self.end(reading / speed(reading), workers, left=MANY)
         return seen
+
+    def end(self, seconds: float, workers: int, *, left: int) -> None:
+        self.limit.note(seconds, self.now, reads=left, workers=workers, now=self.now)
 
 
 @pytest.mark.parametrize(("speed", "most"), [(disk, 4), (network, 8), (distant, 16), (memory, 16), (quick, 16)])
@@ -89,3 +93,27 @@ def test_workers_that_are_added_are_compared_at_once() -> None:
     assert not volume.limit.is_all(16)
     volume.read(distant, workers=16)
     assert volume.limit.is_all(16)
+
+
+def test_reads_that_ended_before_the_engine_looked_belong_to_no_other_number_of_workers() -> None:
+    limit = ReadingLimit()
+    reading, now, late = limit.most(16), 0.0, []
+    for count in range(ENOUGH_READS):
+        now += 1 / disk(reading)
+        late.append((reading / disk(reading), now))
+        if count % 100 == 99:
+            for seconds, ended in late:
+                limit.note(seconds, ended, reads=MANY, workers=16, now=now)
+            reading, late = limit.most(16), []
+    assert not limit.is_all(8)
+
+
+def test_a_comparison_ends_with_bursts_that_are_shorter_than_its_larger_number() -> None:
+    volume = _Volume()
+    volume.read(quick)
+    assert volume.limit.is_all(16)
+    for _ in range(ENOUGH_READS // 10):
+        for left in range(10, 0, -1):
+            volume.now += 1 / 180.0
+            volume.end(min(left, volume.limit.most(16)) / 180.0, 16, left=left)
+    assert not volume.limit.is_all(8)
