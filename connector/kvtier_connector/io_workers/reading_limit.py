@@ -18,7 +18,7 @@ _BETTER, _ENOUGH = 1.1, 0.95
 PAUSE_SECONDS = 60.0
 """Numbers are compared again after so long, or as soon as a chunk takes another time than it did."""
 _CHANGED = 1.5
-SETTLE_SECONDS = 0.025
+NOTICE_SECONDS = 0.025
 """After so long, workers that could not read before know that they may, see `worker`."""
 _QUICK_SECONDS = 0.00025
 """Chunks that come within less are not worth a comparison, and all workers read."""
@@ -35,8 +35,8 @@ class ReadingLimit:
         self._is_comparing = self._is_burst = False
         self._round_seconds, self._seconds = 0.0, [0.0, 0.0]
         """In which chunks were read, in this round, and in earlier ones by turn."""
-        self._ended = self._settled_at = self._compare_at = 0.0
-        """When the last read ended, workers know of the last turn, and numbers are compared again."""
+        self._ended = self._valid_from = self._compare_at = 0.0
+        """When the last read ended, from when on reads count for this turn, and when numbers are compared again."""
         self._chunk_seconds = 0.0
         """For one chunk, when numbers were last compared."""
 
@@ -60,11 +60,11 @@ class ReadingLimit:
         if workers > self._workers:
             if self.is_all(self._workers):
                 self._compare(self._numbers[0], 2 * self._numbers[0])
-                self._settle(workers, now)
+                self._discard(workers, now)
             self._workers = workers
         is_burst = self._is_burst or reads > min(self._numbers)
         self._is_burst = is_burst and reads > 1
-        if not is_burst or ended < self._settled_at:
+        if not is_burst or ended < self._valid_from:
             return
         if self._skipped:
             # It began in the turn before, or beside reads that did.
@@ -81,7 +81,7 @@ class ReadingLimit:
         elif self._is_comparing:
             self._seconds[self._turn] += self._round_seconds
             self._round_seconds, self._turn = 0.0, 1 - self._turn
-            self._settle(workers, now)
+            self._discard(workers, now)
             if self._reads == 2 * ROUNDS * ROUND_READS:
                 self._decide(workers)
                 self._compare_at = now + PAUSE_SECONDS
@@ -89,8 +89,8 @@ class ReadingLimit:
             is_same = 1 / _CHANGED < chunk_seconds / self._chunk_seconds < _CHANGED
             self._compare(*self._numbers, is_comparing=now >= self._compare_at or not is_same)
 
-    def _settle(self, workers: int, now: float) -> None:
-        self._settled_at = now + SETTLE_SECONDS
+    def _discard(self, workers: int, now: float) -> None:
+        self._valid_from = now + NOTICE_SECONDS
         self._skipped = sum(min(workers, number) for number in self._numbers)
 
     def _compare(self, used: int, tried: int, *, is_comparing: bool = True) -> None:
