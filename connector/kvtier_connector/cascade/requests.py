@@ -17,7 +17,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
@@ -31,9 +30,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import Request
 
+from kvtier_connector.cascade.attach import Attachment
 from kvtier_connector.cascade.hints import NO_HINTS, HintProblem, Hints
 from kvtier_connector.cascade.media import KnownMedia, Media
-from kvtier_connector.cascade.memory import BlockMemory
 from kvtier_connector.cascade.rates import Way
 from kvtier_connector.contract.engine import TENANT_PARAMETER
 from kvtier_connector.store.journal import Op
@@ -49,15 +48,6 @@ _LATE_CHUNKS = 8
 """At the end of a prompt, that are asked about one by one."""
 _MOST_LOGGED = 64
 """Hints that are logged because they are not understood: each once, since clients may invent many."""
-
-
-class Tell(Protocol):
-    """Notes for the janitor what was done with a block."""
-
-    def __call__(
-        self, op: Op, key: BlockKey, payload_bytes: int, lineage: Lineage = ..., *, ahead_seconds: float = ...
-    ) -> None:
-        """Take a note; only memory is touched."""
 
 
 def find_tenant(context: ReqContext, source: str) -> str | None:
@@ -215,22 +205,23 @@ class TierRequest:
                 found.append(last)
         return found
 
-    def note_used(self, memory: BlockMemory, tell: Tell, payload_bytes: int) -> None:
+    def note_used(self, attachment: Attachment, payload_bytes: int) -> None:
         """Tell the janitor what the request used, also where it came from the GPU or the CPU tier."""
         if self.refusal or not self.hints.may_store:
             return
-        for key in self.last_present(lambda key: memory.has(self.block_key(key))):
-            tell(Op.USED, self.block_key(key), payload_bytes, self.lineage(key))
+        for key in self.last_present(lambda key: attachment.memory.has(self.block_key(key))):
+            attachment.tell_janitor(Op.USED, self.block_key(key), payload_bytes, self.lineage(key))
 
-    def note_hints(self, memory: BlockMemory, tell: Tell, payload_bytes: int) -> None:
+    def note_hints(self, attachment: Attachment, payload_bytes: int) -> None:
         """Tell the janitor what its client asks for, once all of its chunks are stored that are to be."""
         # A private prompt leaves no name of a block behind, also none that another request stored.
         if self.refusal or not self.hints.may_store:
             return
         if (retained := self.hints.retained) is not None:
             limit = math.inf if retained.tokens is None else retained.tokens
+            memory, seconds = attachment.memory, retained.seconds
             for key in self.last_present(lambda key: self._ends[key] <= limit and memory.has(self.block_key(key))):
-                tell(Op.RETAINED, self.block_key(key), payload_bytes, ahead_seconds=retained.seconds)
+                attachment.tell_janitor(Op.RETAINED, self.block_key(key), payload_bytes, ahead_seconds=seconds)
 
     @property
     def _identity(self) -> AdapterIdentity | None:
@@ -329,13 +320,11 @@ class TierRequests:
         if hints.may_store and hints.retained is not None:
             self._ended.append(context)
 
-    def tell(
-        self, memory: BlockMemory, tell: Tell, payload_bytes: int, *, is_storing: Callable[[ReqContext], bool]
-    ) -> None:
+    def tell(self, attachment: Attachment, payload_bytes: int, *, is_storing: Callable[[ReqContext], bool]) -> None:
         """Tell of those whose blocks have been written; call it when this step's orders to write are given."""
         ended, self._ended = self._ended, []
         for context in ended:
             if is_storing(context):
                 self._ended.append(context)
             else:
-                self.of(context).note_hints(memory, tell, payload_bytes)
+                self.of(context).note_hints(attachment, payload_bytes)

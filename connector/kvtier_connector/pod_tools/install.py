@@ -8,12 +8,11 @@ another version is replaced. A reader of the target sees one whole version or, f
 from __future__ import annotations
 
 import argparse
-import hashlib
 import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier_connector import __version__
@@ -32,7 +31,7 @@ def install(target: Path, *, source: Path | None = None) -> str:
     label = f"{PACKAGE} {__version__}"
     target.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
-    if final.is_dir() and _digest(final) == _digest(source):
+    if final.is_dir() and _contents(final) == _contents(source):
         return f"{label} is in {final} already"
     token = uuid.uuid4().hex
     fresh, old = target / f".{PACKAGE}.{token}.partial", target / f".{PACKAGE}.{token}.old"
@@ -52,22 +51,14 @@ def _copy(source: Path, fresh: Path) -> int:
     shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile)
     for path in [fresh, *fresh.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-    return len(list(_files(fresh)))
+    return len(_contents(fresh))
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """Yield the package's files in a fixed order, without what Python makes of them by itself."""
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.relative_to(directory).parts:
-            yield path
-
-
-def _digest(directory: Path) -> str:
-    hasher = hashlib.sha256()
-    for path in _files(directory):
-        content = path.read_bytes()
-        hasher.update(f"{path.relative_to(directory)}\0{len(content)}\0".encode() + content)
-    return hasher.hexdigest()
+def _contents(directory: Path) -> dict[Path, bytes]:
+    """Return the package's files, without what Python makes of them by itself."""
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    names = {path: path.relative_to(directory) for path in paths}
+    return {name: path.read_bytes() for path, name in names.items() if "__pycache__" not in name.parts}
 
 
 def _remove_abandoned(target: Path) -> None:

@@ -247,14 +247,12 @@ class SharedVolumeTier(SecondaryTierManager):
         is_urgent = is_full or self.drain.is_begun or not self.tokens_under_way
         chunks = sum(self.tokens_under_way // tokens for tokens in self.requests.tokens.values()) + LEAST_CHUNKS
         self.transfers.catch_up(sys.maxsize if is_urgent else chunks)
-        self.requests.tell(
-            self.attachment.memory, self.attachment.tell_janitor, self.row_bytes, is_storing=self.transfers.is_storing
-        )
+        self.requests.tell(self.attachment, self.row_bytes, is_storing=self.transfers.is_storing)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self.requests.of(req_context)
-        request.note_used(self.attachment.memory, self.attachment.tell_janitor, self.row_bytes)
+        request.note_used(self.attachment, self.row_bytes)
         request.forget_lookups()
         self.requests.end(req_context)
 
