@@ -15,7 +15,7 @@ from kvtier_connector.contract.errors import ConnectorError
 from kvtier_connector.contract.janitor import JANITOR_CONFIG_FILE, decode
 from kvtier_connector.janitor.events import EventFeed, Publisher
 from kvtier_connector.janitor.loop import Loop, make_elector
-from kvtier_connector.janitor.metrics import Server, exposition, make_pages
+from kvtier_connector.janitor.metrics import Server, make_pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         is_leader = elector.is_leader if elector else lambda: True
         loop = Loop(config, is_leader=is_leader, config_file=options.config, feed=feed)
-        pages = make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health)
-        server = Server(options.host, config.http_port, pages)
+        server = Server(options.host, config.http_port, make_pages(loop.report, health=loop.health))
     except (ConnectorError, OSError, ValueError) as error:
         print(f"kvtier janitor: {error}", file=sys.stderr)
         return 1

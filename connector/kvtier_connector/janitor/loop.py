@@ -22,7 +22,7 @@ from typing import Any
 from kvtier_connector.contract.errors import ConfigInvalid, LeaseConflict, LeaseUnavailable
 from kvtier_connector.contract.janitor import FIXED_FIELDS, VLLM_FS_LAYOUT, JanitorConfig, decode
 from kvtier_connector.contract.lease import Elector, LeaseApi, LeaseObject, LeaseSettings
-from kvtier_connector.contract.usage import Usage, encode
+from kvtier_connector.contract.usage import Usage
 from kvtier_connector.janitor.events import EventFeed
 from kvtier_connector.janitor.metrics import JanitorReport
 from kvtier_connector.janitor.sweep import Sweeper
@@ -177,10 +177,6 @@ class Loop:
             problems["settings"] = self._config_problem
         usage = replace(report.usage, is_active=self._is_leader(), problems=tuple(problems.values()))
         return replace(report, usage=usage, problems=problems)
-
-    def usage(self) -> str:
-        """Return the document of /usage."""
-        return encode(self.report().usage)
 
     def health(self) -> str:
         """Return why this process should be restarted, empty if it should not."""

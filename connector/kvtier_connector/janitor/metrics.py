@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvtier_connector.contract.errors import ConnectorError
-from kvtier_connector.contract.usage import MOST_ENTRIES, USAGE_PATH, TenantUsage, Usage
+from kvtier_connector.contract.usage import MOST_ENTRIES, USAGE_PATH, TenantUsage, Usage, encode
 from kvtier_connector.janitor.catalog import Catalog, Sum
 from kvtier_connector.janitor.policy import EvictionReason
 
@@ -297,8 +297,9 @@ Pages = Mapping[str, Callable[[], tuple[int, str, bytes]]]
 """Status, content type and body at each path."""
 
 
-def make_pages(*, metrics: Callable[[], bytes], usage: Callable[[], str], health: Callable[[], str]) -> Pages:
+def make_pages(report: Callable[[], JanitorReport], *, health: Callable[[], str]) -> Pages:
     """Return the served pages; `health` returns why this process should be restarted, empty if it should not."""
+    metrics = exposition(report)
 
     def show_health() -> tuple[int, str, bytes]:
         sickness = health()
@@ -306,7 +307,7 @@ def make_pages(*, metrics: Callable[[], bytes], usage: Callable[[], str], health
 
     return {
         METRICS_PATH: lambda: (200, "text/plain; version=0.0.4; charset=utf-8", metrics()),
-        USAGE_PATH: lambda: (200, "application/json", usage().encode()),
+        USAGE_PATH: lambda: (200, "application/json", encode(report().usage).encode()),
         HEALTH_PATH: show_health,
     }
 

@@ -20,9 +20,9 @@ from waiting import until, until_the_next_tick
 
 from kvtier_connector.contract.errors import LeaseUnavailable
 from kvtier_connector.contract.janitor import encode
-from kvtier_connector.contract.usage import decode
+from kvtier_connector.contract.usage import Usage, decode
 from kvtier_connector.janitor.loop import Loop, make_elector
-from kvtier_connector.janitor.metrics import METRICS, Server, exposition, make_pages
+from kvtier_connector.janitor.metrics import METRICS, JanitorReport, Server, make_pages
 from kvtier_connector.janitor.sweep import Sweeper
 from kvtier_connector.store.fs import new_token
 from kvtier_connector.store.journal import Op
@@ -118,7 +118,7 @@ def test_a_janitor_that_fails_unexpectedly_begins_anew_and_a_volume_that_hangs_i
 def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
     rig.engine().put(1, 2, tenant="alice")
     loop = Loop(rig.config, tick_seconds=0.05)
-    server = Server("127.0.0.1", 0, make_pages(metrics=exposition(loop.report), usage=loop.usage, health=loop.health))
+    server = Server("127.0.0.1", 0, make_pages(loop.report, health=loop.health))
     server.start()
     try:
         with running(loop):
@@ -141,7 +141,7 @@ def test_it_serves_metrics_usage_and_health(rig: Rig) -> None:
     [("", True, False), ("0.0.0.0", True, False), ("::", True, True), ("::1", False, True)],
 )
 def test_it_serves_the_addresses_that_it_is_told(host: str, over_4: bool, over_6: bool) -> None:
-    server = Server(host, 0, make_pages(metrics=bytes, usage=str, health=str))
+    server = Server(host, 0, make_pages(lambda: JanitorReport(usage=Usage(tier="ns/llama")), health=str))
     server.start()
     try:
         assert is_answered(f"http://127.0.0.1:{server.port}/healthz") is over_4
