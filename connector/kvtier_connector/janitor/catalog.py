@@ -168,10 +168,8 @@ class Catalog:
         """Return the generation of a row's block."""
         return self.generations[int(self._rows["generation"][row])]
 
-    def add(  # noqa: PLR0913 - keywords
-        self, generation: int, key: BlockKey, *, size: int, created_ns: int, used_ns: int, lineage: Lineage = NO_LINEAGE
-    ) -> int:
-        """Take in a block whose file was looked at; return its row."""
+    def add(self, generation: int, key: BlockKey, *, size: int, created_ns: int, lineage: Lineage = NO_LINEAGE) -> int:
+        """Take in a block whose file was looked at, and that was used when it was made or later; return its row."""
         name = self._name(generation, key, key.hash)
         row = self.find_name(name)
         if row < 0:
@@ -181,7 +179,7 @@ class Catalog:
         if lineage != NO_LINEAGE:
             each["position"] = lineage.position
             each["parent"] = self._name(generation, key, lineage.parent) if lineage.parent else 0
-        each["used"] = max(int(each["used"]), used_ns)
+        each["used"] = max(int(each["used"]), created_ns)
         each["epoch"] = self.epoch
         return row
 

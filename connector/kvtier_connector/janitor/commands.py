@@ -373,15 +373,13 @@ def gc(
     sweeper.open()
     sweeper.finish(tell)
     report = sweeper.report
-    if yes:
-        evicted = dict(report.tallies.evicted_blocks)
-    else:
-        evicted = Counter()
+    evicted = report.tallies.evicted_blocks.copy()
+    if not yes:
         for reason, rows in sweeper.plan():
             evicted[reason.value] += rows.size
     document |= {
-        "evicted": {name: count for name, count in evicted.items() if count},
-        "removedLeftovers": {name: count for name, count in report.tallies.removed_leftovers.items() if count},
+        "evicted": dict(+evicted),
+        "removedLeftovers": dict(+report.tallies.removed_leftovers),
         "blocks": report.usage.blocks,
         "bytes": report.usage.used_bytes,
         "problems": list(report.problems.values()),

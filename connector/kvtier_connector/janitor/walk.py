@@ -460,8 +460,5 @@ class Scrub:
     def _add(self, place: Place, found: BlockFile) -> int:
         """Take in a block that was looked at; return its row. A file from the future must not stay for ever."""
         digest, key = place
-        written_ns, lineage = min(found.mtime_ns, self._clock()), found.lineage
-        generation = self._catalog.generation(digest)
-        return self._catalog.add(
-            generation, key, size=found.size, created_ns=written_ns, used_ns=written_ns, lineage=lineage
-        )
+        written_ns, generation = min(found.mtime_ns, self._clock()), self._catalog.generation(digest)
+        return self._catalog.add(generation, key, size=found.size, created_ns=written_ns, lineage=found.lineage)

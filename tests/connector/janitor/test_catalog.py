@@ -31,7 +31,7 @@ def add(  # noqa: PLR0913 - keywords
 ) -> int:
     lineage = NO_LINEAGE if parent is None else Lineage(key(parent).hash, parent + 1)
     generation = catalog.generation(digest)
-    return catalog.add(generation, key(number, tenant), size=SIZE, created_ns=used_ns, used_ns=used_ns, lineage=lineage)
+    return catalog.add(generation, key(number, tenant), size=SIZE, created_ns=used_ns, lineage=lineage)
 
 
 changes = st.lists(
@@ -211,7 +211,7 @@ def report_on(count: int) -> JanitorReport:
     generation = catalog.generation("aa")
     for number in range(count):
         key = BlockKey(number.to_bytes(8, "big"), 0, f"t{number}")
-        catalog.add(generation, key, size=4096 + number, created_ns=1, used_ns=1)
+        catalog.add(generation, key, size=4096 + number, created_ns=1)
     base = JanitorReport(usage=Usage(tier="ns/llama", generations=(GenerationUsage(digest="aa", created=1.0),)))
     return report_of(catalog, Tallies(), base, last_used_ns={})
 
