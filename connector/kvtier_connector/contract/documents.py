@@ -10,18 +10,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvtier_connector.contract.errors import ConfigInvalid
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-class Document(Protocol):
-    """Any dataclass whose fields have the types of `_KINDS`, or such a type or None."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-AnyDocument = TypeVar("AnyDocument", bound=Document)
+AnyDocument = TypeVar("AnyDocument", bound="DataclassInstance")
+"""A dataclass whose fields have the types of `_KINDS`, or such a type or None."""
 
 Requirement = tuple[bool, str, str]
 """Whether it holds, the field that it is about, and what that field must be."""
@@ -43,7 +40,7 @@ A pod of an earlier release refuses a field that it does not know, and behaves a
 """
 
 
-def encode(record: Document, *, version: int) -> str:
+def encode(record: DataclassInstance, *, version: int) -> str:
     """Return the document as canonical JSON: the same record gives the same bytes; see `ADDED`."""
     said = {
         each.name: value
@@ -99,7 +96,7 @@ def decode_object(text: str, *, file: str) -> dict[str, Any]:
     return document
 
 
-def refuse_unusable(record: Document, claims: Iterable[Requirement], *, file: str) -> None:
+def refuse_unusable(record: DataclassInstance, claims: Iterable[Requirement], *, file: str) -> None:
     """Raise ConfigInvalid for the first claim about a field that does not hold."""
     for is_valid, name, remedy in claims:
         if not is_valid:

@@ -119,8 +119,7 @@ class JanitorConfig:
                 f"must be below high_watermark={self.high_watermark!r}",
             ),
             (0 <= self.min_free_fraction < 1, "min_free_fraction", "must be 0 or more and below 1"),
-            (self.min_free_bytes >= 0, "min_free_bytes", "must be 0 or more"),
-            (self.min_bytes >= 0, "min_bytes", "must be 0 or more"),
+            *((getattr(self, name) >= 0, name, "must be 0 or more") for name in _ZERO_OR_MORE),
             (
                 self.max_bytes == 0 or self.min_bytes <= self.max_bytes,
                 "min_bytes",
@@ -131,7 +130,6 @@ class JanitorConfig:
                 "ttl_seconds",
                 "must be more than 0; leave it out to keep blocks until room is needed",
             ),
-            (self.keep_previous >= 0, "keep_previous", "must be 0 or more"),
             (all(quota > 0 for quota in self.quotas.values()), "quotas", "must all be more than 0"),
             (self.default_quota_bytes >= 0, "default_quota_bytes", "must be 0 (no limit) or more"),
             *((getattr(self, name) > 0, name, "must be more than 0") for name in _DURATIONS),
@@ -142,13 +140,13 @@ class JanitorConfig:
             (self.lease_name == "" or self.lease_namespace != "", "lease_namespace", "must be set where lease_name is"),
             (0 <= self.http_port <= _MOST_PORT, "http_port", f"must be between 0 and {_MOST_PORT}"),
             (-1 <= self.events_port <= _MOST_PORT, "events_port", f"must be between -1 and {_MOST_PORT}"),
-            (self.block_tokens >= 0, "block_tokens", "must be 0 or more"),
             (self.layout in {BLOCKS_LAYOUT, VLLM_FS_LAYOUT}, "layout", f"must be {BLOCKS_LAYOUT} or {VLLM_FS_LAYOUT}"),
             (1 <= self.threads <= _MOST_THREADS, "threads", f"must be between 1 and {_MOST_THREADS}"),
         )
         documents.refuse_unusable(self, claims, file=JANITOR_CONFIG_FILE)
 
 
+_ZERO_OR_MORE = ("min_free_bytes", "min_bytes", "keep_previous", "block_tokens")
 _DURATIONS = (
     "partial_age_seconds",
     "quarantine_age_seconds",
