@@ -87,10 +87,6 @@ class PreflightReport:
     advice: str = ""
     """Recommended changes of the mount, for people."""
 
-    def encode(self) -> str:
-        """Return the result as one line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 class _UnusableError(Exception):
     """The volume fails a test; the message says which, and what to do."""
@@ -371,9 +367,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, help="also write the result to this file")
     options = parser.parse_args(arguments)
     report = try_volume(options.root, most_bytes=options.bytes, most_seconds=options.seconds)
-    sys.stdout.write(report.encode() + "\n")
+    text = json.dumps(asdict(report), sort_keys=True)
+    sys.stdout.write(text + "\n")
     if options.result is not None:
-        options.result.write_text(report.encode(), encoding="utf-8")
+        options.result.write_text(text, encoding="utf-8")
     return 1 if report.problem else 0
 
 

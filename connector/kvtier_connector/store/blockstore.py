@@ -192,7 +192,7 @@ class BlockStore:
 
         try:
             found = self._access.read(key, self._direct.flag(view), read)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return Miss()
         return Hit(found) if isinstance(found, int) else found
 

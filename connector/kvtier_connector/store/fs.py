@@ -600,11 +600,9 @@ def read_profile(fs: FileSystem, tier_dir: str) -> VolumeProfile:
     """Return the measurements in the file; an empty profile if there is no file, or its content cannot be used."""
     try:
         document = json.loads(read_file(fs, f"{tier_dir}/{PROFILE_FILE}", most_bytes=_MOST_PROFILE_BYTES))
-    except (OSError, ValueError, RecursionError):
+        found = document.get("direct_io")
+    except (OSError, ValueError, RecursionError, AttributeError):
         return VolumeProfile()
-    if not isinstance(document, dict):
-        return VolumeProfile()
-    found = document.get("direct_io")
     return VolumeProfile(
         direct_io=found if isinstance(found, bool) else None,
         read_bytes_per_second=_rate(document.get("read_bytes_per_second")),

@@ -150,7 +150,7 @@ class Access:
         answers from a cache. `direct` is O_DIRECT or 0.
 
         Raises:
-            FileNotFoundError: the volume does not have the block.
+            FileNotFoundError: the volume does not have the block; or NotADirectoryError, likewise.
         """
         try:
             try:
@@ -159,10 +159,8 @@ class Access:
                 if not self._ask_anew(key, error.errno):
                     raise
             return self._read_once(key, direct, read)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise
-        except NotADirectoryError as error:
-            raise FileNotFoundError(error.errno, error.strerror) from error
         except OSError:
             return self._explain(key)
 
