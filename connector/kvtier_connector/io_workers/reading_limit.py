@@ -9,6 +9,8 @@ than the smaller number. Pure; the scheduler's thread only.
 
 from __future__ import annotations
 
+from kvtier_connector.contract.engine import MOST_IO_PROCESSES
+
 FEWEST_READING = 4
 """Readers of any volume: one of them may have to wait for long."""
 ROUND_READS, ROUNDS = 32, 2
@@ -20,16 +22,16 @@ PAUSE_SECONDS = 60.0
 _CHANGED = 1.5
 NOTICE_SECONDS = 0.025
 """After so long, workers that could not read before know that they may, see `worker`."""
-_QUICK_SECONDS = 0.00025
-"""Chunks that come within less are not worth a comparison, and all workers read."""
+_QUICK_SECONDS = 0.0008
+"""Where a chunk comes within less, fewer readers would save some milliseconds at most, and all workers read."""
 
 
 class ReadingLimit:
     """See the module."""
 
     def __init__(self) -> None:
-        """Begin with few: where more are better, that is known after a few hundred reads."""
-        self._numbers = (FEWEST_READING, FEWEST_READING)
+        """Begin with all workers; where fewer are enough, that is known after a few hundred reads."""
+        self._numbers = (MOST_IO_PROCESSES, MOST_IO_PROCESSES)
         """Of workers that read at a time: in use, and compared with it."""
         self._workers = self._turn = self._reads = self._skipped = 0
         self._is_comparing = self._is_burst = False
@@ -55,13 +57,10 @@ class ReadingLimit:
         """
         spent = max(0.0, min(seconds, ended - self._ended))
         self._ended = max(self._ended, ended)
+        if workers > self._workers:
+            self._take_in(workers, now)
         if workers <= FEWEST_READING:
             return
-        if workers > self._workers:
-            if self.is_all(self._workers):
-                self._compare(self._numbers[0], 2 * self._numbers[0])
-                self._discard(workers, now)
-            self._workers = workers
         is_burst = self._is_burst or reads > min(self._numbers)
         self._is_burst = is_burst and reads > 1
         if not is_burst or ended < self._valid_from:
@@ -77,11 +76,11 @@ class ReadingLimit:
         chunk_seconds = max(1e-9, self._round_seconds / ROUND_READS)
         if chunk_seconds < _QUICK_SECONDS:
             self._chunk_seconds = chunk_seconds
-            self._compare(workers, max(FEWEST_READING, workers // 2), is_comparing=False)
+            self._compare(workers, workers // 2, is_comparing=False)
         elif self._is_comparing:
             self._seconds[self._turn] += self._round_seconds
             self._round_seconds, self._turn = 0.0, 1 - self._turn
-            self._discard(workers, now)
+            self._discard(now)
             if self._reads == 2 * ROUNDS * ROUND_READS:
                 self._decide(workers)
                 self._compare_at = now + PAUSE_SECONDS
@@ -89,12 +88,21 @@ class ReadingLimit:
             is_same = 1 / _CHANGED < chunk_seconds / self._chunk_seconds < _CHANGED
             self._compare(*self._numbers, is_comparing=now >= self._compare_at or not is_same)
 
-    def _discard(self, workers: int, now: float) -> None:
+    def _take_in(self, workers: int, now: float) -> None:
+        """Compare all workers with half of them, or with more where all were needed."""
+        if not self._workers:
+            self._compare(workers, workers // 2)
+        elif self.is_all(self._workers):
+            self._compare(self._workers, 2 * self._workers)
+        self._workers = workers
+        self._discard(now)
+
+    def _discard(self, now: float) -> None:
         self._valid_from = now + NOTICE_SECONDS
-        self._skipped = sum(min(workers, number) for number in self._numbers)
+        self._skipped = sum(min(self._workers, number) for number in self._numbers)
 
     def _compare(self, used: int, tried: int, *, is_comparing: bool = True) -> None:
-        self._numbers, self._is_comparing = (used, tried), is_comparing
+        self._numbers, self._is_comparing = (max(FEWEST_READING, used), max(FEWEST_READING, tried)), is_comparing
         self._turn = self._reads = 0
         self._round_seconds, self._seconds = 0.0, [0.0, 0.0]
 
@@ -109,5 +117,5 @@ class ReadingLimit:
         is_more = is_more is is_taken
         is_possible = used < workers if is_more else used > FEWEST_READING
         self._chunk_seconds = self._seconds[is_taken] / (ROUNDS * ROUND_READS)
-        tried = 2 * used if is_more is is_possible else max(FEWEST_READING, used // 2)
+        tried = 2 * used if is_more is is_possible else used // 2
         self._compare(used, tried, is_comparing=is_taken and is_possible)

@@ -37,7 +37,7 @@ from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers import supervisor as supervisor_module
 from kvtier_connector.io_workers import worker as worker_module
 from kvtier_connector.io_workers.pool import workers_for
-from kvtier_connector.io_workers.reading_limit import FEWEST_READING
+from kvtier_connector.io_workers.reading_limit import FEWEST_READING, ReadingLimit
 from kvtier_connector.io_workers.task_table import ENTRIES
 from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
@@ -366,6 +366,7 @@ def test_no_more_workers_read_than_the_volume_needs_unless_some_of_them_take_lon
     pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
+    monkeypatch.setattr(ReadingLimit, "most", lambda _, workers: min(workers, FEWEST_READING))
     pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
     pool.write(*range(8))
     gate = shut(pools)
@@ -382,6 +383,7 @@ def test_no_more_workers_read_than_the_volume_needs_unless_some_of_them_take_lon
 
 def test_a_worker_that_may_do_nothing_ends_with_the_others(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
+    monkeypatch.setattr(ReadingLimit, "most", lambda _, workers: min(workers, FEWEST_READING))
     pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
     pool.write(*range(8))
     gate = shut(pools)

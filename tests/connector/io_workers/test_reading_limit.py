@@ -68,9 +68,9 @@ def test_as_few_workers_read_as_the_volume_needs(speed: Callable[[int], float], 
 
 def test_a_comparison_that_was_wrong_is_made_again() -> None:
     volume = _Volume()
-    volume.read(memory)
+    volume.read(distant)
     volume.now += PAUSE_SECONDS
-    assert volume.read(memory, count=ENOUGH_READS) == {8, 16}
+    assert volume.read(distant, count=ENOUGH_READS) == {8, 16}
     assert volume.limit.is_all(16)
 
 
