@@ -458,6 +458,8 @@ class WorkerPool:
 
     def _is_passed(self, fence: _Fence) -> bool:
         """Return whether no worker copies for the tasks of a fence any more."""
+        if self._table.is_unlocked(0, max(fence.remaining, default=0) + 1):
+            fence.remaining.clear()
         fence.remaining = {worker for worker in fence.remaining if not self._table.is_unlocked(worker)}
         if time.monotonic() - fence.began > _LOCK_SECONDS:
             for worker in fence.remaining:

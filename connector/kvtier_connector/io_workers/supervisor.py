@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import os
 import subprocess
 import threading
 import time
@@ -34,6 +35,7 @@ class WorkerThread(threading.Thread):
     """
 
     pid = 0
+    returncode = property(lambda self: self.poll())
 
     def __init__(self, run: Callable[[], None]) -> None:
         """Start the thread."""
@@ -129,7 +131,16 @@ class Supervisor:
 
     def reap(self) -> list[int]:
         """Return the numbers of dead workers; the caller ends their tasks and calls `replace`."""
-        return [worker for worker, process in self._processes.items() if process.poll() is not None]
+        # One call for all: after each, this thread may wait 5 ms for others of a busy engine.
+        try:
+            has_ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            has_ended = True
+        return [
+            worker
+            for worker, process in self._processes.items()
+            if process.returncode is not None or (has_ended and process.poll() is not None)
+        ]
 
     def replace(self, worker: int) -> None:
         """Start a worker in the place of a dead one, unless too many have died."""

@@ -129,18 +129,19 @@ class TaskTable:
         else:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, worker)
 
-    def is_unlocked(self, worker: int) -> bool:
-        """Take and release a worker's lock; False if the worker holds it. Called by the engine."""
+    def is_unlocked(self, worker: int, count: int = 1) -> bool:
+        """Take and release the locks of so many workers; False if one of them holds its own. Called by the engine."""
+        for mutex in self._mutexes[worker : worker + count]:
+            if not mutex.acquire(blocking=False):
+                return False
+            mutex.release()
         if self._mutexes:
-            is_free = self._mutexes[worker].acquire(blocking=False)
-            if is_free:
-                self._mutexes[worker].release()
-            return is_free
+            return True
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, worker)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, worker)
         except (BlockingIOError, PermissionError):
             return False
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, worker)
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, count, worker)
         return True
 
 
