@@ -515,7 +515,7 @@ class WorkerPool:
             self._tick_idle(_TICK_SECONDS)
 
     def _grow(self, now: float) -> None:
-        """Start more workers where all of them were found to read more than fewer would.
+        """Start more workers where all of them read more than fewer would, and chunks do not come quickly.
 
         Workers never become fewer again: one that waits costs its memory only.
         """
@@ -523,7 +523,7 @@ class WorkerPool:
             return
         self._grow_at = now + _GROW_SECONDS
         size = wanted = self._supervisor.size
-        if self._reads > size and self._reading.is_all(size):
+        if self._reads > size and self._reading.may_need_more(size):
             wanted += max(1, size // 2)
         if self.round_trip_seconds:
             slow = workers_for(round_trip_seconds=self.round_trip_seconds, chunk_bytes=self._rows.row_bytes)

@@ -50,6 +50,10 @@ class ReadingLimit:
         """Return whether fewer than so many workers were found to read less."""
         return self._numbers[0] >= workers
 
+    def may_need_more(self, workers: int) -> bool:
+        """Return whether more than so many workers may be worth their memory."""
+        return self.is_all(workers) and not 0 < self._chunk_seconds < _QUICK_SECONDS
+
     def note(self, seconds: float, ended: float, *, reads: int, workers: int, now: float) -> None:
         """Take in how long a read took and when it ended, one of so many that were open until then.
 

@@ -62,6 +62,7 @@ def test_as_few_workers_read_as_the_volume_needs(speed: Callable[[int], float], 
     volume = _Volume()
     volume.read(speed)
     assert [workers for workers in (4, 8, 16) if volume.limit.is_all(workers)][-1] == most
+    assert volume.limit.may_need_more(16) is (speed is distant)
     # The next comparison is far away.
     assert volume.read(speed, count=ROUND_READS) == {most}
 
