@@ -30,6 +30,8 @@ STALLED_SECONDS = 0.5
 """A volume that gives nothing for so long, while it is read, counts as one that hangs."""
 LEAST_WINDOW_SECONDS = 0.03
 """Shortest time over which the volume's rate is measured."""
+SURE_WINDOW_SECONDS, SURE_TOKENS = 0.1, 2048
+"""A measurement of so much that is less than half of the rate is believed at once: loads would take too long."""
 MEASURED_TOKENS = 1024
 """A step of fewer tokens, and of fewer than half of what a step may compute, says little about the rate of prefill."""
 FIRST_MEASURED_TOKENS = 256
@@ -153,6 +155,9 @@ class Rates:
             is_whole = seconds >= 2 * self._window_longest if is_reading else seconds >= 0.99 * self._window_longest
             is_more = not is_reading and self._window_landed > self.volume.value * seconds
             if self._window_began and is_whole and (seconds >= LEAST_WINDOW_SECONDS or is_more):
+                is_sure = seconds >= SURE_WINDOW_SECONDS and self._window_landed >= SURE_TOKENS
+                if is_sure and 2 * self._window_landed < self.volume.value * seconds:
+                    self.volume.value = 0.0
                 self.volume.observe(self._window_landed, max(seconds, 1e-3))
                 self._window_began, self._window_landed, self._window_longest = ended, 0, 0.0
                 self._measured_at, self.has_hung = now, False

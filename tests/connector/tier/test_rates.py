@@ -144,14 +144,14 @@ def test_the_first_measurement_may_be_of_a_small_step(clock: Clock) -> None:
         clock.seconds += seconds
 
 
-@pytest.mark.parametrize(
-    ("first", "later"),
-    [
-        pytest.param([0.05, 0.1, 0.15, 0.2], [], id="all of it came during one long step"),
-        pytest.param([0.05, 0.1], [0.15, 0.2], id="a late call leaves some to the next"),
-        pytest.param([0.05], [0.1, 0.15, 0.2], id="what comes last has waited for the rest"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "seconds", "is_believed"), TABLES["drops"].values(), ids=TABLES["drops"])
+def test_a_volume_that_became_slow_is_believed(tokens: int, seconds: float, is_believed: bool, clock: Clock) -> None:
+    rates = measured(clock, 10_000)
+    read(rates, clock, tokens, seconds=seconds)
+    assert (rates.volume.value == pytest.approx(tokens / seconds)) is is_believed
+
+
+@pytest.mark.parametrize(("first", "later"), TABLES["ends"].values(), ids=TABLES["ends"])
 def test_a_volume_is_measured_by_when_its_reads_ended(first: list[float], later: list[float], clock: Clock) -> None:
     rates, ordered = Rates(now=clock), clock.seconds
     rates.note_ordered()
