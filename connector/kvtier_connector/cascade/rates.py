@@ -157,8 +157,9 @@ class Rates:
             if self._window_began and is_whole and (seconds >= LEAST_WINDOW_SECONDS or is_more):
                 is_sure = seconds >= SURE_WINDOW_SECONDS and self._window_landed >= SURE_TOKENS
                 if is_sure and 2 * self._window_landed < self.volume.value * seconds:
-                    self.volume.value = 0.0
-                self.volume.observe(self._window_landed, max(seconds, 1e-3))
+                    self.volume.value = self._window_landed / seconds
+                else:
+                    self.volume.observe(self._window_landed, max(seconds, 1e-3))
                 self._window_began, self._window_landed, self._window_longest = ended, 0, 0.0
                 self._measured_at, self.has_hung = now, False
         if not is_reading:

@@ -326,9 +326,10 @@ class WorkerPool:
             return
         active_key = "" if self._keyring is None else self._keyring.active_name
         # The first workers do not read if the volume does not need them; they may store.
-        able = sorted({*self._supervisor.numbers()} - self._slow)
-        most = self._reading.most(self._supervisor.count())
-        self._table.reading_from = able[-most] if self._reads and most < len(able) else 0
+        first, most = 0, self._reading.most(self._supervisor.count())
+        if self._reads and most < self._supervisor.count() - len(self._slow):
+            first = sorted({*self._supervisor.numbers()} - self._slow)[-most]
+        self._table.reading_from = first
         for (lane, queue), pipe in zip(self._queues.items(), self._pipes, strict=True):
             messages = []
             while queue and self._free and self._taken[lane] < _LANE_ENTRIES[lane]:

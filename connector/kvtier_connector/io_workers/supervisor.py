@@ -136,11 +136,9 @@ class Supervisor:
             has_ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
             has_ended = True
-        return [
-            worker
-            for worker, process in self._processes.items()
-            if process.returncode is not None or (has_ended and process.poll() is not None)
-        ]
+        found = self._processes.items()
+        statuses = ((worker, each.poll() if has_ended else each.returncode) for worker, each in found)
+        return [worker for worker, status in statuses if status is not None]
 
     def replace(self, worker: int) -> None:
         """Start a worker in the place of a dead one, unless too many have died."""

@@ -51,7 +51,7 @@ def _copy(source: Path, fresh: Path) -> int:
     shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile)
     for path in [fresh, *fresh.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-    return len(_contents(fresh))
+    return sum(path.is_file() for path in fresh.rglob("*"))
 
 
 def _contents(directory: Path) -> dict[Path, bytes]:

@@ -468,8 +468,11 @@ def opened(fs: FileSystem, path: str, flags: int = READ_FLAGS) -> Iterator[int]:
         yield fd
         is_telling = bool(flags & (os.O_WRONLY | os.O_RDWR))
     finally:
-        with contextlib.suppress(*() if is_telling else (OSError,)):
+        try:
             fs.close(fd)
+        except OSError:
+            if is_telling:
+                raise
 
 
 def read_into(fs: FileSystem, fd: int, buffer: memoryview, offset: int = 0) -> int:

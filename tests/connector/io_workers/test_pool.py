@@ -58,6 +58,18 @@ def reading(
     return pool, gate
 
 
+def reading_with_few(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> tuple[PoolUnderTest, Path]:
+    """Return a pool of six workers of which as few as possible read until a file is removed, and this file."""
+    monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
+    monkeypatch.setattr(ReadingLimit, "most", lambda _, workers: min(workers, FEWEST_READING))
+    gate = shut(pools)
+    pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
+    pool.write(*range(8))
+    pool.load(0, *range(8))
+    wait_until(lambda: pool.collect() or count_waited(pools) == FEWEST_READING, "workers read")
+    return pool, gate
+
+
 @pytest.mark.parametrize("compression", ["Off", "Always"])
 @pytest.mark.parametrize("on_threads", [False, True])
 def test_blocks_are_loaded_into_rows_and_saved_from_them(pools: Pools, on_threads: bool, compression: str) -> None:
@@ -365,13 +377,7 @@ def test_a_load_finds_a_worker_that_is_free_while_the_volume_holds_up_all_that_s
 def test_no_more_workers_read_than_the_volume_needs_unless_some_of_them_take_long(
     pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
-    monkeypatch.setattr(ReadingLimit, "most", lambda _, workers: min(workers, FEWEST_READING))
-    pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
-    pool.write(*range(8))
-    gate = shut(pools)
-    pool.load(0, *range(8))
-    wait_until(lambda: pool.collect() or count_waited(pools) == FEWEST_READING, "workers read")
+    pool, gate = reading_with_few(pools, monkeypatch)
     pool.save(8, 100, row=8)
     wait_until(lambda: pool.collect() or 8 in pool.ended, "another stores meanwhile")
     assert count_waited(pools) == FEWEST_READING
@@ -382,13 +388,7 @@ def test_no_more_workers_read_than_the_volume_needs_unless_some_of_them_take_lon
 
 
 def test_a_worker_that_may_do_nothing_ends_with_the_others(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
-    monkeypatch.setattr(ReadingLimit, "most", lambda _, workers: min(workers, FEWEST_READING))
-    pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
-    pool.write(*range(8))
-    gate = shut(pools)
-    pool.load(0, *range(8))
-    wait_until(lambda: pool.collect() or count_waited(pools) == FEWEST_READING, "workers read")
+    pool, gate = reading_with_few(pools, monkeypatch)
     pool.set_row(8, payload(100))
     pool.save(8, 100, row=8)
     wait_until(lambda: bool(pool.blocks.look_up(key(100))), "the only worker that may store has stored")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many I/O workers read, of volumes of which some need all of them."""
+"""How many I/O workers may read at a time, on volumes of several kinds."""
 
 from __future__ import annotations
 
