@@ -72,8 +72,8 @@ def scan(  # noqa: PLR0913 - keywords with defaults
 
     A partial file younger than `partial_age_seconds` belongs to a writer at work and is not yielded.
 
-    With several `threads`, as many directories are read at once: a network volume answers each only after a while. They
-    end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
+    As many directories as there are `threads` are read at once: a network volume answers each only after a while. The
+    threads end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
     With `unread`, a directory that cannot be read does not end the walk: its error is added to the list.
 
     `on_share` is told how much of the walk is done, from 0 to 1: hashes spread blocks evenly over directories.
@@ -164,7 +164,7 @@ def _walk(
     wanted: queue.SimpleQueue[_Directory | None] = queue.SimpleQueue()
     answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
     work = functools.partial(_list_wanted, list_one, wanted, answers)
-    for number in range(threads if threads > 1 else 0):
+    for number in range(threads):
         threading.Thread(target=work, name=f"kvtier-walk-{number}", daemon=True).start()
     under_way = 0
     try:
@@ -172,9 +172,6 @@ def _walk(
             while pending and under_way < 2 * threads - 1:
                 wanted.put(pending.pop())
                 under_way += 1
-            if threads <= 1:
-                wanted.put(None)
-                work()
             (_, share), answer = answers.get()
             under_way -= 1
             if isinstance(answer, OSError):
