@@ -176,8 +176,6 @@ def link(name: NDArray[np.uint64], parent: NDArray[np.uint64], position: Ints) -
 
     A parent that does not precede its block in the prefix is left out, so there is no circle.
     """
-    if name.size == 0:
-        return np.zeros(0, np.int32)
     # Narrow types, and no array kept longer than needed: a million blocks must fit into little memory.
     order = np.argsort(name, kind="stable").astype(np.int32)
     rows = np.searchsorted(name, parent, sorter=order).astype(np.int32)
