@@ -163,7 +163,15 @@ def _walk(
     pending: list[_Directory] = [("", 1.0)]
     wanted: queue.SimpleQueue[_Directory | None] = queue.SimpleQueue()
     answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-    work = functools.partial(_list_wanted, list_one, wanted, answers)
+
+    def work() -> None:
+        """List directories until there is a None."""
+        while (directory := wanted.get()) is not None:
+            try:
+                answers.put((directory, list_one(directory[0])))
+            except OSError as error:
+                answers.put((directory, error))
+
     for number in range(threads):
         threading.Thread(target=work, name=f"kvtier-walk-{number}", daemon=True).start()
     under_way = 0
@@ -187,19 +195,6 @@ def _walk(
     finally:
         for _ in range(threads):
             wanted.put(None)
-
-
-def _list_wanted(
-    list_one: Callable[[str], tuple[list[str], _Found]],
-    wanted: queue.SimpleQueue[_Directory | None],
-    answers: queue.SimpleQueue[_Answer],
-) -> None:
-    """List directories until there is a None."""
-    while (directory := wanted.get()) is not None:
-        try:
-            answers.put((directory, list_one(directory[0])))
-        except OSError as error:
-            answers.put((directory, error))
 
 
 Tell = Callable[[float, int, int], None]
