@@ -105,7 +105,7 @@ class _SimulatedNodeThread(LoopThread):
         await self._client.start()
         self._addresses = PodAddresses()
         node = SimulatedNode(self._client, self._informers, self._addresses)
-        await registration.register(self._client, registration.simulated_resources())
+        await registration.register(self._client, registration.SIMULATED)
         await self._informers.start()
         self._tasks = [asyncio.create_task(node.run())]
 

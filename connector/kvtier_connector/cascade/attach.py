@@ -211,11 +211,10 @@ class Attachment:
     def close(self) -> None:
         """Stop within seconds, whatever the volume does: a worker that hangs is left behind and touches nothing."""
         deadline = time.monotonic() + CLOSE_WAIT_SECONDS
-        if not self._closed.is_set():
-            self._closed.set()
-            self._has_work.set()
-            self._patience.cancel()
-            self._tell(self._report.end)
+        self._closed.set()
+        self._has_work.set()
+        self._patience.cancel()
+        self._tell(self._report.end)
         self.lookups.close()
         if not self.workers.close(CLOSE_WAIT_SECONDS):
             logger.warning("Some I/O workers still wait for the volume and are left behind")

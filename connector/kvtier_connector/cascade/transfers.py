@@ -283,8 +283,6 @@ class Transfers:
     def drain(self) -> None:
         """If the engine was told to end, write what can be written before it does, and then nothing more."""
         drain = self._drain
-        if not drain.is_begun:
-            return
         if drain.announce(self.storing):
             # Deferred chunks are tried again at once: there is no later.
             self._retry_at = 0.0

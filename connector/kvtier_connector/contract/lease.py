@@ -142,16 +142,12 @@ class Election:
 
     def _renewed(self, wall: datetime) -> LeaseObject:
         settings, stamp = self._settings, wall.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        lease: LeaseObject
-        if self._lease is None:
-            lease = {
-                "apiVersion": "coordination.k8s.io/v1",
-                "kind": "Lease",
-                "metadata": {"name": settings.name, "namespace": settings.namespace},
-                "spec": {},
-            }
-        else:
-            lease = copy.deepcopy(self._lease)
+        new: LeaseObject = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": settings.name, "namespace": settings.namespace},
+        }
+        lease = new if self._lease is None else copy.deepcopy(self._lease)
         before = lease.get("spec") or {}
         is_ours = before.get("holderIdentity") == settings.identity
         transitions = before.get("leaseTransitions") or 0

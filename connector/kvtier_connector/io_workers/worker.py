@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import logging
 import mmap
 import os
+import pkgutil
 import select
 import signal
 import subprocess
@@ -339,10 +339,7 @@ def main(settings: WorkerSettings) -> None:
 
 def file_system(name: str) -> FileSystem:
     """Return the file system of a worker process: ``module:class``, or empty for the real one."""
-    if not name:
-        return WorkerFileSystem()
-    module, _, attribute = name.partition(":")
-    made: FileSystem = getattr(importlib.import_module(module), attribute)()
+    made: FileSystem = pkgutil.resolve_name(name)() if name else WorkerFileSystem()
     return made
 
 

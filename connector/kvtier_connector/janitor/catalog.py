@@ -327,9 +327,12 @@ class Catalog:
         each["name"], each["size"], each["group"] = name, size, key.group
         each["parent"] = each["position"] = each["created"] = each["used"] = 0
         each["hash"] = np.void(key.hash.ljust(layout.MAX_HASH_BYTES, b"\0"))
-        each["hash_bytes"], each["generation"], each["tenant"] = len(key.hash), generation, self._new_tenant(key.tenant)
+        tenant = self._tenant_numbers.setdefault(key.tenant, len(self.tenants))
+        if tenant == len(self.tenants):
+            self.tenants.append(key.tenant)
+        each["hash_bytes"], each["generation"], each["tenant"] = len(key.hash), generation, tenant
         each["is_alive"], each["epoch"] = True, self.epoch
-        self._count_in(generation, int(each["tenant"]), 1, size)
+        self._count_in(generation, tenant, 1, size)
         self._new[name] = row
         self.on_new(row)
         if len(self._new) >= _MOST_NEW:
@@ -355,12 +358,6 @@ class Catalog:
         self._sums = {(generation, int(new[tenant])): each for (generation, tenant), each in self._sums.items()}
         self.tenants = [self.tenants[tenant] for tenant in old]
         self._tenant_numbers = {name: number for number, name in enumerate(self.tenants)}
-
-    def _new_tenant(self, name: str) -> int:
-        number = self._tenant_numbers.setdefault(name, len(self.tenants))
-        if number == len(self.tenants):
-            self.tenants.append(name)
-        return number
 
     def _sort(self) -> None:
         alive = np.flatnonzero(self.rows["is_alive"]).astype(np.int32)

@@ -179,9 +179,7 @@ class JournalFollower:
         for path in [path for path in self._unread if path.startswith(f"{digest}/{JOURNAL}/")]:
             if parse_journal_path(path.removeprefix(f"{digest}/")) not in names:
                 del self._unread[path]
-        last: dict[str, int] = {}
-        for name in names:
-            last[name.writer] = max(name.number, last.get(name.writer, 0))
+        last = {name.writer: name.number for name in sorted(names)}
         now, known, places = self._now(), self._segments.setdefault(digest, {}), self._places.get(digest, {})
         for name in names:
             if name not in known:

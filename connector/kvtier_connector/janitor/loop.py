@@ -196,8 +196,6 @@ class Loop:
             self._config_problem = f"{self._config_file}: {error}; staying with the settings before"
             return
         self._config_problem = ""
-        if config == self._config:
-            return
         changed = [name for name in FIXED_FIELDS if getattr(config, name) != getattr(self._config, name)]
         if changed:
             logger.warning("%s changed, which takes a new process: this one ends", ", ".join(changed))

@@ -285,28 +285,22 @@ class ReportCollector:
             yield family
 
 
-def exposition(report: Callable[[], JanitorReport]) -> Callable[[], bytes]:
-    """Return a function that renders the metrics in the text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(ReportCollector(report))
-    ProcessCollector(registry=registry)
-    return lambda: generate_latest(registry)
-
-
 Pages = Mapping[str, Callable[[], tuple[int, str, bytes]]]
 """Status, content type and body at each path."""
 
 
 def make_pages(report: Callable[[], JanitorReport], *, health: Callable[[], str]) -> Pages:
     """Return the served pages; `health` returns why this process should be restarted, empty if it should not."""
-    metrics = exposition(report)
+    registry = CollectorRegistry()
+    registry.register(ReportCollector(report))
+    ProcessCollector(registry=registry)
 
     def show_health() -> tuple[int, str, bytes]:
         sickness = health()
         return 503 if sickness else 200, "text/plain; charset=utf-8", f"{sickness or 'ok'}\n".encode()
 
     return {
-        METRICS_PATH: lambda: (200, "text/plain; version=0.0.4; charset=utf-8", metrics()),
+        METRICS_PATH: lambda: (200, "text/plain; version=0.0.4; charset=utf-8", generate_latest(registry)),
         USAGE_PATH: lambda: (200, "application/json", encode(report().usage).encode()),
         HEALTH_PATH: show_health,
     }

@@ -22,7 +22,7 @@ from kvtier_connector.contract.janitor import JanitorConfig
 Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
 
-_UNBELIEVABLE_BYTES = 1 << 59
+UNBELIEVABLE_BYTES = 1 << 59
 """A file system that claims more than half an exbibyte hides its quota, as Amazon EFS does."""
 _FREE_MORE = 1.25
 """Once too little is free, this multiple of the wanted free bytes is made free, so that evictions are rare."""
@@ -48,11 +48,6 @@ class Space(NamedTuple):
 
     total_bytes: int = 0
     free_bytes: int = 0
-
-
-def make_space(total_bytes: int, free_bytes: int) -> Space:
-    """Return the usable part of a file system's answer."""
-    return Space(total_bytes, max(0, free_bytes)) if 0 < total_bytes < _UNBELIEVABLE_BYTES else Space()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +171,6 @@ def link(name: NDArray[np.uint64], parent: NDArray[np.uint64], position: Ints) -
 
     A parent that does not precede its block in the prefix is left out, so there is no circle.
     """
-    if name.size == 0:
-        return np.zeros(0, np.int32)
     # Narrow types, and no array kept longer than needed: a million blocks must fit into little memory.
     order = np.argsort(name, kind="stable").astype(np.int32)
     rows = np.searchsorted(name, parent, sorter=order).astype(np.int32)

@@ -100,7 +100,9 @@ class TierSweeper:
 
     def _look_at_space(self) -> None:
         answer = self._fs.statvfs(self._dir)
-        self._space = policy.make_space(answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize)
+        total_bytes, free_bytes = answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize
+        is_known = 0 < total_bytes < policy.UNBELIEVABLE_BYTES
+        self._space = policy.Space(total_bytes, max(0, free_bytes)) if is_known else policy.Space()
 
 
 class Sweeper(TierSweeper):

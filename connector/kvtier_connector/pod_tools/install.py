@@ -36,7 +36,11 @@ def install(target: Path, *, source: Path | None = None) -> str:
     token = uuid.uuid4().hex
     fresh, old = target / f".{PACKAGE}.{token}.partial", target / f".{PACKAGE}.{token}.old"
     try:
-        count = _copy(source, fresh)
+        shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile)
+        # Any user can read the files: the engine's user need not be the init container's.
+        for path in [fresh, *fresh.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        count = sum(path.is_file() for path in fresh.rglob("*"))
         if final.exists():
             final.rename(old)
         fresh.rename(final)
@@ -44,14 +48,6 @@ def install(target: Path, *, source: Path | None = None) -> str:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
     return f"{label}: {count} files installed in {final}"
-
-
-def _copy(source: Path, fresh: Path) -> int:
-    """Copy files with modes that any user can read: the engine's user need not be the init container's."""
-    shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile)
-    for path in [fresh, *fresh.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    return sum(path.is_file() for path in fresh.rglob("*"))
 
 
 def _contents(directory: Path) -> dict[Path, bytes]:

@@ -8,7 +8,6 @@ generation, a tier or the root of a volume. No thread lives here.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
 import json
@@ -23,6 +22,7 @@ from kvtier_connector.store.fs import (
     CREATE_FLAGS,
     LOCAL,
     FileSystem,
+    abandon,
     in_directory,
     list_directory,
     new_token,
@@ -216,8 +216,7 @@ def _write_once(fs: FileSystem, path: str, text: str, *, is_replacing: bool) -> 
         return not is_replacing
     finally:
         if not is_renamed:
-            with contextlib.suppress(OSError):
-                fs.unlink(partial)
+            abandon(fs, -1, partial)
 
 
 MOST_LEVELS = 6

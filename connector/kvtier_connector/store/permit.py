@@ -134,7 +134,9 @@ class StorePermit:
         """Read the file, and find out until when its permit lasts."""
         began = self._now()
         try:
-            permit, modified_ns = self._read()
+            with opened(self._fs, self._path) as fd:
+                permit = decode_permit(read_bytes(self._fs, fd, PERMIT_BYTES))
+                modified_ns = self._fs.fstat(fd).st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             self.problem = f"{self._path}: the janitor has not written a permit"
             return
@@ -193,10 +195,6 @@ class StorePermit:
         by_clock = 0.0 if age is None or age < -_AHEAD_SECONDS else permit.seconds - max(0.0, age)
         by_order = permit.seconds - (self._now() - self._read_at) if is_renewed else 0.0
         return max(by_clock, by_order)
-
-    def _read(self) -> tuple[Permit, int]:
-        with opened(self._fs, self._path) as fd:
-            return decode_permit(read_bytes(self._fs, fd, PERMIT_BYTES)), self._fs.fstat(fd).st_mtime_ns
 
 
 class Mode(enum.Enum):

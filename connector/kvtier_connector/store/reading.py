@@ -244,8 +244,7 @@ class Access:
         """Have the node ask the server past its caches; return whether that may change the answer."""
         if reason == errno.ESTALE:
             # Some nodes open what they have in mind for another second.
-            with contextlib.suppress(OSError):
-                self._fs.look_again(self.path(key))
+            self._fs.look_again(self.path(key))
             return True
         return reason == errno.ENOENT and self.ask_for_names(key)
 

@@ -72,8 +72,8 @@ def scan(  # noqa: PLR0913 - keywords with defaults
 
     A partial file younger than `partial_age_seconds` belongs to a writer at work and is not yielded.
 
-    With several `threads`, as many directories are read at once: a network volume answers each only after a while. They
-    end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
+    As many directories as there are `threads` are read at once: a network volume answers each only after a while. The
+    threads end when the caller stops asking. One that hangs in the volume is left behind: it is a daemon.
     With `unread`, a directory that cannot be read does not end the walk: its error is added to the list.
 
     `on_share` is told how much of the walk is done, from 0 to 1: hashes spread blocks evenly over directories.
@@ -163,8 +163,16 @@ def _walk(
     pending: list[_Directory] = [("", 1.0)]
     wanted: queue.SimpleQueue[_Directory | None] = queue.SimpleQueue()
     answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-    work = functools.partial(_list_wanted, list_one, wanted, answers)
-    for number in range(threads if threads > 1 else 0):
+
+    def work() -> None:
+        """List directories until there is a None."""
+        while (directory := wanted.get()) is not None:
+            try:
+                answers.put((directory, list_one(directory[0])))
+            except OSError as error:
+                answers.put((directory, error))
+
+    for number in range(threads):
         threading.Thread(target=work, name=f"kvtier-walk-{number}", daemon=True).start()
     under_way = 0
     try:
@@ -172,9 +180,6 @@ def _walk(
             while pending and under_way < 2 * threads - 1:
                 wanted.put(pending.pop())
                 under_way += 1
-            if threads <= 1:
-                wanted.put(None)
-                work()
             (_, share), answer = answers.get()
             under_way -= 1
             if isinstance(answer, OSError):
@@ -190,19 +195,6 @@ def _walk(
     finally:
         for _ in range(threads):
             wanted.put(None)
-
-
-def _list_wanted(
-    list_one: Callable[[str], tuple[list[str], _Found]],
-    wanted: queue.SimpleQueue[_Directory | None],
-    answers: queue.SimpleQueue[_Answer],
-) -> None:
-    """List directories until there is a None."""
-    while (directory := wanted.get()) is not None:
-        try:
-            answers.put((directory, list_one(directory[0])))
-        except OSError as error:
-            answers.put((directory, error))
 
 
 Tell = Callable[[float, int, int], None]

@@ -195,17 +195,14 @@ def describe_layout(config: VllmConfig, kv_caches: Mapping[str, Any], blocks: in
         blocks: How many blocks the tensors have.
     """
     layers = config.compilation_config.static_forward_context
-    backends: set[str] = set()
     found = []
     for name in sorted(kv_caches):
-        layer, held = layers.get(name), kv_caches[name]
+        held = kv_caches[name]
         tensors = [held] if isinstance(held, torch.Tensor) else list(held)
-        backend = _backend(layer)
         shapes = [_shape(tensor, blocks) for tensor in tensors]
-        backends.add(backend)
-        found.append([name, backend, shapes])
+        found.append((name, _backend(layers.get(name)), shapes))
     text = json.dumps(found, separators=(",", ":"))
-    return tuple(sorted(backends)), hashlib.sha256(text.encode()).hexdigest()[:32]
+    return tuple(sorted({backend for _, backend, _ in found})), hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _backend(layer: Any) -> str:

@@ -18,7 +18,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import aiohttp
@@ -90,7 +89,7 @@ class LocalCluster:
     def __init__(self, settings: ClusterSettings) -> None:
         """Store; nothing runs before `start`."""
         self._settings = settings
-        self._data = DataDirectory(settings.data.resolve())
+        self.data = DataDirectory(settings.data.resolve())
         self._lock: IO[str] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._controllers: Sequence[Controller] = ()
@@ -110,12 +109,7 @@ class LocalCluster:
     @property
     def kubeconfig(self) -> Path:
         """Return the path of the kubeconfig."""
-        return (self._settings.kubeconfig or self._data.kubeconfig).absolute()
-
-    @property
-    def data(self) -> DataDirectory:
-        """Return the data directory."""
-        return self._data
+        return (self._settings.kubeconfig or self.data.kubeconfig).absolute()
 
     async def start(self) -> None:
         """Start everything; return when pods can be created.
@@ -123,7 +117,7 @@ class LocalCluster:
         Raises:
             ClusterUnavailable: the data directory or the port is in use.
         """
-        self._lock = await _take_lock(self._data)
+        self._lock = await _take_lock(self.data)
         try:
             await asyncio.to_thread(self._clean_up)
             self._addresses = PodAddresses()
@@ -152,7 +146,7 @@ class LocalCluster:
         if self._addresses is not None:
             self._addresses.close()
         if self._lock is not None:
-            self._data.release()
+            self.data.release()
             self._lock.close()
 
     async def __aenter__(self) -> Self:
@@ -160,17 +154,15 @@ class LocalCluster:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop."""
         await self.stop()
 
     def _clean_up(self) -> None:
-        if ended := end_leftovers(self._data.pods):
+        if ended := end_leftovers(self.data.pods):
             _LOG.warning("ended %d processes that an earlier run of this cluster left behind", ended)
-        self._data.discard_pods()
-        self._data.prepare()
+        self.data.discard_pods()
+        self.data.prepare()
 
     async def _start_server(self, addresses: PodAddresses) -> None:
         self.server.pod_logs = self._read_log
@@ -191,14 +183,14 @@ class LocalCluster:
         informers = self.informers = Informers(client)
         await client.start()
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-        machine = registration.machine_resources(self._data.root)
-        offered = registration.simulated_resources() if self._settings.simulate else machine
+        machine = registration.machine_resources(self.data.root)
+        offered = registration.SIMULATED if self._settings.simulate else machine
         self._controllers = [
             Scheduler(client, informers),
             ReplicaSetController(client, informers),
             DeploymentController(client, informers),
             JobController(client, informers),
-            ClaimController(client, informers, self._data),
+            ClaimController(client, informers, self.data),
             EndpointsController(client, informers),
             ServiceProxy(client, informers),
         ]
@@ -210,7 +202,7 @@ class LocalCluster:
                 client=client,
                 informers=informers,
                 recorder=recorder,
-                data=self._data,
+                data=self.data,
                 addresses=addresses,
                 session=self._session,
                 settings=self._settings.node,
@@ -227,7 +219,7 @@ class LocalCluster:
         self, namespace: str, pod: str, container: str, tail: int | None, is_previous: bool
     ) -> bytes | None:
         key = (namespace, pod)
-        path = self._data.previous_log(key, container) if is_previous else self._data.log(key, container)
+        path = self.data.previous_log(key, container) if is_previous else self.data.log(key, container)
         return None if is_previous and not path.exists() else await asyncio.to_thread(read_log, path, tail)
 
 

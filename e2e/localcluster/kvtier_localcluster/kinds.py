@@ -81,10 +81,8 @@ def is_deleting(manifest: Mapping[str, Any]) -> bool:
 
 def controller_uid(manifest: Mapping[str, Any]) -> str | None:
     """Return the uid of the object that controls this one."""
-    for reference in manifest["metadata"].get("ownerReferences") or []:
-        if reference.get("controller"):
-            return str(reference["uid"])
-    return None
+    references = manifest["metadata"].get("ownerReferences") or []
+    return next((str(each["uid"]) for each in references if each.get("controller")), None)
 
 
 def controlled_by(kind: Kind, owner: Mapping[str, Any]) -> Json:

@@ -7,7 +7,6 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 Result = TypeVar("Result")
@@ -56,9 +55,7 @@ class LoopThread(ABC):
         """Start."""
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop."""
         self.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from pathlib import Path
 from typing import ClassVar
 
 from kvtier_netfs.volume import ADDRESS, SharedVolume, UnavailableError, wait_for
@@ -97,14 +96,11 @@ class CephFs(SharedVolume):
         self._tell("fs", "new", "kv", "names", "bytes")
         self._start("metadata", "ceph-mds", "a")
         wait_for(lambda: "up:active" in self._tell("mds", "stat"), "names are served", seconds=_START_SECONDS)
-        for directory in self.mounts:
-            self._mount_at(directory)
-        wait_for(lambda: os.statvfs(self.a).f_bavail > 0, "there is room", seconds=_START_SECONDS)
-
-    def _mount_at(self, directory: Path) -> None:
         options = [f"--{option}" for option in self.options.split(",") if option]
-        command = ["ceph-fuse", "-f", *self._conf, "-n", "client.admin", *options, str(directory)]
-        self._mount(f"client-{directory.name}", directory, command)
+        for directory in self.mounts:
+            command = ["ceph-fuse", "-f", *self._conf, "-n", "client.admin", *options, str(directory)]
+            self._mount(f"client-{directory.name}", directory, command)
+        wait_for(lambda: os.statvfs(self.a).f_bavail > 0, "there is room", seconds=_START_SECONDS)
 
     def _start(self, name: str, program: str, number: str) -> None:
         self._serve(name, [program, "-f", *self._conf, "-i", number])

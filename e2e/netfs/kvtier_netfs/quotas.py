@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier_netfs.volume import SharedVolume, UnavailableError, run
+from kvtier_netfs.volume import SharedVolume, UnavailableError, run, unmount
 
 _PROJECT = 42
 
@@ -32,4 +32,5 @@ class XfsQuota(SharedVolume):
         except UnavailableError as error:
             raise UnavailableError("this kernel has no quotas of xfs (CONFIG_XFS_QUOTA)") from error
         for directory in self.mounts:
-            self._bind(disk, directory)
+            run("mount", "--bind", str(disk), str(directory))
+            self._undo.callback(unmount, directory)

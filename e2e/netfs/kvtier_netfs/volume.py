@@ -173,11 +173,6 @@ class SharedVolume(ABC):
         self._undo.callback(unmount, directory)
         return directory
 
-    def _bind(self, source: Path, directory: Path) -> None:
-        """Let a directory be seen at another place."""
-        run("mount", "--bind", str(source), str(directory))
-        self._undo.callback(unmount, directory)
-
     def _serve(self, name: str, command: Sequence[str]) -> None:
         self.servers.add(name, command)
         self._undo.callback(self.servers.stop, name)

@@ -15,7 +15,7 @@ from tier_dir import BLOCK_BYTES, Engine, Rig
 from kvtier_connector.contract.usage import GenerationUsage, Usage, encode
 from kvtier_connector.janitor import policy
 from kvtier_connector.janitor.catalog import Catalog, Sum
-from kvtier_connector.janitor.metrics import MOST_TENANTS, OTHER, JanitorReport, Tallies, exposition, report_of
+from kvtier_connector.janitor.metrics import MOST_TENANTS, OTHER, JanitorReport, Tallies, make_pages, report_of
 from kvtier_connector.janitor.policy import BlockColumns, Limits, choose
 from kvtier_connector.store.layout import NO_LINEAGE, BlockKey, Lineage
 
@@ -217,7 +217,7 @@ def report_on(count: int) -> JanitorReport:
 
 
 def samples_of(report: JanitorReport, name: str) -> dict[str, float]:
-    text = exposition(lambda: report)().decode()
+    text = make_pages(lambda: report, health=lambda: "")["/metrics"]()[2].decode()
     return {
         sample.labels.get("tenant", ""): sample.value
         for family in text_string_to_metric_families(text)

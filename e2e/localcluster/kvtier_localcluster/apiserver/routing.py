@@ -203,14 +203,14 @@ async def _write(call: _Call, body: Any) -> Answer:
             return await _delete(call, body)
         case "POST" if call.target.name is None:
             _check_object(body)
-            created = await call.api.writer.create(call.resource, body, namespace=call.namespace, options=call.options)
+            created = call.api.writer.create(call.resource, body, namespace=call.namespace, options=call.options)
             return call.resource.view(created), 201
         case "PUT" | "PATCH" if call.target.subresource == "scale":
-            return await _write_scale(call, body)
+            return _write_scale(call, body)
         case "PUT":
-            return await _put(call, body)
+            return _put(call, body)
         case "PATCH":
-            return await _patch(call, body)
+            return _patch(call, body)
     raise ApiError(405, "MethodNotAllowed", f"the server does not allow {call.request.method} here")
 
 
@@ -252,31 +252,31 @@ async def _get(call: _Call) -> Answer:
     return call.table([found], version) or resource.view(found), 200
 
 
-async def _put(call: _Call, body: Any) -> Answer:
+def _put(call: _Call, body: Any) -> Answer:
     _check_object(body)
     current = call.found()
     if call.resource.is_custom and not (body.get("metadata") or {}).get("resourceVersion"):
         problem = "metadata.resourceVersion: Invalid value: 0: must be specified for an update"
         raise ApiError(422, "Invalid", f'{call.resource.kind} "{call.name}" is invalid: {problem}')
-    replaced = await call.api.writer.replace(call.resource, body, current=current, options=call.options)
+    replaced = call.api.writer.replace(call.resource, body, current=current, options=call.options)
     return call.resource.view(replaced), 200
 
 
-async def _patch(call: _Call, body: Any) -> Answer:
+def _patch(call: _Call, body: Any) -> Answer:
     media_type = call.request.content_type
     if media_type == APPLY and not call.request.query.get("fieldManager"):
         problem = "fieldManager: Required value: is required for apply patch"
         raise invalid("PatchOptions", "meta.k8s.io", "", [problem])
     patch = Patch(media_type=media_type, body=body)
-    patched, is_created = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
+    patched, is_created = call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
     return call.resource.view(patched), 201 if is_created else 200
 
 
-async def _write_scale(call: _Call, body: Any) -> Answer:
+def _write_scale(call: _Call, body: Any) -> Answer:
     if not isinstance(body, dict):
         raise ApiError(415, "UnsupportedMediaType", "a scale takes objects and merge patches")
     patch = Patch(media_type=MERGE, body=_scale_patch(call.resource, body))
-    scaled, _ = await call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
+    scaled, _ = call.api.writer.patch(call.resource, call.key, patch=patch, options=call.options)
     return _scale_view(call.resource, scaled), 200
 
 

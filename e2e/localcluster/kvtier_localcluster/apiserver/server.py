@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import importlib.resources
 from collections.abc import Callable
 from pathlib import Path
@@ -83,15 +84,12 @@ class ApiServer(routing.Api):
             await self.create(manifest)
         self._collecting = asyncio.create_task(self._collector.run())
         app = web.Application(client_max_size=_BODY_LIMIT_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", functools.partial(routing.handle, self))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
         await web.TCPSite(self._runner, _HOST, port).start()
         self.url = f"http://{_HOST}:{self._runner.addresses[0][1]}"
         return self.url
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        return await routing.handle(self, request)
 
     async def stop(self) -> None:
         """End all watches and stop listening; the objects stay readable through `get` and `list`."""
@@ -121,7 +119,7 @@ class ApiServer(routing.Api):
     async def create(self, manifest: Json) -> Json:
         """Create an object as a client would, without HTTP; validation and defaults apply."""
         resource = self.registry.for_manifest(manifest)
-        created = await self.writer.create(resource, manifest, options=WriteOptions(manager="local"))
+        created = self.writer.create(resource, manifest, options=WriteOptions(manager="local"))
         return copy.deepcopy(resource.view(created))
 
     def get(self, resource: str, namespace: str | None, name: str) -> Json | None:

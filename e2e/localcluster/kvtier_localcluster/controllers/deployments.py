@@ -179,7 +179,7 @@ def _deadline_seconds(deployment: Json) -> int:
 
 
 def _total(sets: Sequence[Json], field: str) -> int:
-    return sum(int((each.get("status") or {}).get(field) or 0) for each in sets)
+    return sum(_count(each, field) for each in sets)
 
 
 def _wanted(sets: Sequence[Json]) -> int:
@@ -309,10 +309,7 @@ class DeploymentController(Controller):
 def _set_for(deployment: Json, sets: Sequence[Json]) -> Json | None:
     """Return the ReplicaSet of the present template, whichever label value it got when it was made."""
     wanted = template_hash(deployment["spec"]["template"])
-    for each in sets:
-        if each["metadata"].get("labels", {}).get(HASH_LABEL) == wanted:
-            return each
-    return None
+    return next((each for each in sets if each["metadata"].get("labels", {}).get(HASH_LABEL) == wanted), None)
 
 
 def _generation(replica_set: Json | None, name: str) -> Generation:

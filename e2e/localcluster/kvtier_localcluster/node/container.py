@@ -84,15 +84,13 @@ class ContainerRunner:
     def _prepare(self) -> Launch | None:
         state = self.state
         try:
-            launch = make_launch(self.container, self._services)
+            return make_launch(self.container, self._services)
         except (ConfigMissing, VolumeMissing, OSError) as problem:
             state.waiting_reason = (
                 "CreateContainerError" if isinstance(problem, OSError) else "CreateContainerConfigError"
             )
             state.waiting_message = str(problem)
             self._tell("Failed", f"Error: {problem}", is_warning=True)
-        else:
-            return launch
         self._services.report()
         return None
 

@@ -122,13 +122,9 @@ def _become_container(order: dict[str, Any]) -> None:
         os.chdir(order["directory"])
         os.execve(order["program"], order["command"], order["environment"])  # noqa: S606 - a program, no shell
     except OSError as problem:
-        _complain(f"cannot start {order['program']}: {problem}")
+        sys.stderr.write(f"kvtier-localcluster: cannot start {order['program']}: {problem}\n")
+        sys.stderr.flush()
         os._exit(_CANNOT_START)
-
-
-def _complain(message: str) -> None:
-    sys.stderr.write(f"kvtier-localcluster: {message}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from kvtier_localcluster.kinds import NODE, Json, timestamp
 from kvtier_localcluster.node.services import NODE_NAME
 
 _PODS = "250"
-_SIMULATED = {"cpu": "1000", "memory": "16Ti", "ephemeral-storage": "16Ti", "pods": "4000"}
+SIMULATED = {"cpu": "1000", "memory": "16Ti", "ephemeral-storage": "16Ti", "pods": "4000"}
+"""More than any test asks for, but no devices."""
 
 
 def machine_resources(data: Path) -> dict[str, str]:
@@ -28,11 +29,6 @@ def machine_resources(data: Path) -> dict[str, str]:
         "ephemeral-storage": f"{disk.f_blocks * disk.f_frsize >> 10}Ki",
         "pods": _PODS,
     }
-
-
-def simulated_resources() -> dict[str, str]:
-    """Return more than any test asks for, but no devices."""
-    return dict(_SIMULATED)
 
 
 def node_manifest(allocatable: Mapping[str, str], now: str) -> Json:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtier_localcluster.datadir import DataDirectory
 from kvtier_localcluster.errors import ConfigMissing, VolumeMissing
-from kvtier_localcluster.kinds import Json, Key
+from kvtier_localcluster.kinds import Json
 from kvtier_localcluster.node.environment import PathMap, Sources, texts_of
 
 _CURRENT = "..data"
@@ -108,8 +108,7 @@ class PodVolumes:
             raise VolumeMissing(f'persistentvolumeclaim "{name}" not found')
         if (claim.get("status") or {}).get("phase") != "Bound":
             raise VolumeMissing(f'persistentvolumeclaim "{name}" is not bound')
-        key: Key = (self._namespace, name)
-        return self._made(self._data.claim(key))
+        return self._made(self._data.claim((self._namespace, name)))
 
     def _read(self, volume: Json) -> dict[str, bytes]:
         """Return the files that come from a ConfigMap or a Secret."""

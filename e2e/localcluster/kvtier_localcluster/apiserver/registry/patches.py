@@ -28,11 +28,6 @@ class Patch:
     media_type: str
     body: Any
 
-    @property
-    def names_version(self) -> bool:
-        """Tell whether the client wants the patch on one resourceVersion only."""
-        return isinstance(self.body, dict) and bool((self.body.get("metadata") or {}).get("resourceVersion"))
-
 
 def json_patch(target: Json, operations: Any) -> Json:
     """Apply an RFC 6902 patch.

@@ -168,8 +168,6 @@ def patched_object(resource: Resource, current: Json, patch: Patch) -> Json:
 
 _SUFFIX_LETTERS: Final = "bcdfghjklmnpqrstvwxz2456789"
 _SUFFIX_LENGTH: Final = 5
-_PATCH_ATTEMPTS: Final = 5
-_CONFLICT: Final = 409
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +224,7 @@ class ClusterIps:
 
 
 class Writer:
-    """Writes objects. Used from the server's event loop only."""
+    """Writes objects. Used from the server's event loop only, where nothing comes between two steps of a write."""
 
     def __init__(self, storage: Storage, deleter: Deleter, cluster_ips: ClusterIps, *, protects_claims: bool) -> None:
         """Write into one storage."""
@@ -243,7 +241,7 @@ class Writer:
             raise api_errors.not_found(resource.plural, resource.group, name)
         return found
 
-    async def create(
+    def create(
         self,
         resource: Resource,
         manifest: Json,
@@ -279,13 +277,11 @@ class Writer:
         if not is_apply:
             metadata.pop("managedFields", None)
             metadata["managedFields"] = apply.record_update(new, None, resource.schema, _manager(resource, options))
-        if self._storage.get(resource.key, object_key(new)) is not None:
-            raise api_errors.already_exists(resource.plural, resource.group, metadata["name"])
         if options.is_dry_run:
             return new
         return self._storage.commit(EventType.ADDED, resource.key, new)
 
-    async def replace(
+    def replace(
         self, resource: Resource, manifest: Json, *, current: Json, options: WriteOptions, is_apply: bool = False
     ) -> Json:
         """Store a changed object and return it; a write that changes nothing leaves the resourceVersion alone.
@@ -306,39 +302,24 @@ class Writer:
             manager = _manager(resource, options)
             metadata["managedFields"] = apply.record_update(new, current, resource.schema, manager)
         metadata["resourceVersion"] = current["metadata"]["resourceVersion"]
-        if self._storage.get(resource.key, object_key(current)) is not current:
-            raise api_errors.conflict(resource.plural, resource.group, metadata["name"])
         if options.is_dry_run or new == resource.view(current):
             return new
         event_type = EventType.DELETED if self._deleter.is_finished(resource, new) else EventType.MODIFIED
         return self._storage.commit(event_type, resource.key, new)
 
-    async def patch(
-        self, resource: Resource, key: ObjectKey, *, patch: Patch, options: WriteOptions
-    ) -> tuple[Json, bool]:
+    def patch(self, resource: Resource, key: ObjectKey, *, patch: Patch, options: WriteOptions) -> tuple[Json, bool]:
         """Patch or apply; return the object, and whether an apply has created it.
 
         Raises:
             ApiError: as `create` and `replace`; 415 for a media type that the kind does not know.
         """
-        for attempt in range(1, _PATCH_ATTEMPTS + 1):
-            current = self._storage.get(resource.key, key)
-            try:
-                if patch.media_type == APPLY:
-                    return await self._apply(resource, key, body=patch.body, options=options)
-                if current is None:
-                    raise api_errors.not_found(resource.plural, resource.group, key[1])
-                patched = patched_object(resource, current, patch)
-                return await self.replace(resource, patched, current=current, options=options), False
-            except ApiError as error:
-                has_moved = self._storage.get(resource.key, key) is not current
-                if error.code != _CONFLICT or patch.names_version or not has_moved or attempt == _PATCH_ATTEMPTS:
-                    raise
-        raise AssertionError("the last attempt raises")
+        if patch.media_type == APPLY:
+            return self._apply(resource, key, body=patch.body, options=options)
+        current = self.find(resource, *key)
+        patched = patched_object(resource, current, patch)
+        return self.replace(resource, patched, current=current, options=options), False
 
-    async def _apply(
-        self, resource: Resource, key: ObjectKey, *, body: Any, options: WriteOptions
-    ) -> tuple[Json, bool]:
+    def _apply(self, resource: Resource, key: ObjectKey, *, body: Any, options: WriteOptions) -> tuple[Json, bool]:
         if not isinstance(body, dict) or not isinstance(body.get("metadata", {}), dict):
             raise bad_request("an applied configuration must be an object")
         namespace, name = key
@@ -352,12 +333,12 @@ class Writer:
         manager = _manager(resource, options)
         if current is not None:
             merged = apply.apply_configuration(current, applied, resource.schema, manager, is_forced=options.is_forced)
-            return await self.replace(resource, merged, current=current, options=options, is_apply=True), False
+            return self.replace(resource, merged, current=current, options=options, is_apply=True), False
         if options.subresource is not None:
             raise api_errors.not_found(resource.plural, resource.group, name)
         entry = apply.first_entry(applied, resource.schema, manager)
         new = {**applied, "metadata": {**metadata, "name": name, "managedFields": [entry]}}
-        return await self.create(resource, new, namespace=namespace, options=options, is_apply=True), True
+        return self.create(resource, new, namespace=namespace, options=options, is_apply=True), True
 
     def _place(self, resource: Resource, namespace: str | None, metadata: Json) -> None:
         """Set namespace and name, and check that the namespace takes objects."""
