@@ -89,12 +89,11 @@ class Lookups:
             wanted.append(key)
 
     def send(self) -> None:
-        """Hand over what was asked for in this step."""
+        """Hand over what `ask` collected in this step."""
         wanted, self._wanted = self._wanted, {}
         for (request, _), keys in wanted.items():
             if keys:
                 self._submit(request, tuple(keys), is_prefix=False)
-        self._attachment.lookups.send()
 
     def wait(self) -> bool:
         """Wait a moment for an answer, where the engine has nothing else to do; say whether one has come."""

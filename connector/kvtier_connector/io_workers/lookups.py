@@ -165,21 +165,13 @@ class LookupWorker:
         return not self._is_closed and (self._pipe is None or not self._supervisor.is_usable)
 
     def submit(self, number: int, question: BlockQuery) -> None:
-        """Ask with the next `send`, `wait` or `collect`, which returns the answer under this number, more than 0.
-
-        Each call to the system lets other threads run, for milliseconds. So many questions take one call.
-        """
+        """Ask; `collect` returns the answer under the same number, which is more than 0."""
         if self._pipe is None or not self._supervisor.is_usable:
             self._done.append(Answer(number, None))
             return
         self._open[number] = time.monotonic() + self._lookup_seconds
         keys = [tuple(key) for key in question.keys]
-        self._pipe.add((number, keys, question.is_prefix, question.is_exact))
-
-    def send(self) -> None:
-        """Hand over what `submit` noted."""
-        if self._pipe is not None:
-            self._pipe.send()
+        self._pipe.send((number, keys, question.is_prefix, question.is_exact))
 
     def wait(self, seconds: float) -> bool:
         """Wait for an answer; say whether one can be collected."""
@@ -251,7 +243,7 @@ class LookupWorker:
 
 
 class _Pipe:
-    """Both ways between engine and worker, at the engine's end. Nothing waits but `wait`, and `add` sends nothing."""
+    """Both ways between engine and worker, at the engine's end. Nothing waits but `wait`."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader, self._writer = reader, writer
@@ -260,16 +252,12 @@ class _Pipe:
         self._unsent = bytearray()
         self._received = bytearray()
 
-    def add(self, message: tuple[Any, ...]) -> None:
+    def send(self, message: tuple[Any, ...]) -> None:
         self._unsent += _framed(message)
-
-    def send(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            while self._unsent:
-                del self._unsent[: os.write(self._writer, self._unsent)]
+        self._flush()
 
     def receive(self) -> Iterator[tuple[Any, ...]]:
-        self.send()
+        self._flush()
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reader, _READ_BYTES):
                 self._received += data
@@ -277,7 +265,7 @@ class _Pipe:
             yield message
 
     def wait(self, seconds: float) -> bool:
-        self.send()
+        self._flush()
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
@@ -285,6 +273,11 @@ class _Pipe:
     def close(self) -> None:
         os.close(self._writer)
         os.close(self._reader)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            while self._unsent:
+                del self._unsent[: os.write(self._writer, self._unsent)]
 
 
 def _framed(message: tuple[Any, ...]) -> bytes:
