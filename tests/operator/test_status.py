@@ -19,7 +19,6 @@ from healthy_tier import (
     READY,
     READY_POD,
     REF,
-    STARTING,
     UNREADY_POD,
     USAGE,
     VIEW,
@@ -53,13 +52,34 @@ def with_seeds(**seeds: str | None) -> Progress:
     return changed(pods=tuple(replace(READY_POD, name=name, hash_seed=seed) for name, seed in seeds.items()))
 
 
+def spec_view(view: Progress = VIEW, **spec: Any) -> Progress:
+    return varied(view, spec=parse(tier(**spec)))
+
+
+def with_janitor(usage: Any = None, **changes: Any) -> Progress:
+    return changed(janitor=LiveJanitor(usage=usage, **changes))
+
+
+def janitor_pod(**container: Any) -> Pod:
+    made = ContainerStatus(name="janitor", image="ghcr.io/kvtier/janitor:9", **container)
+    return replace(UNREADY_POD, name="llama-janitor-0", containers=(made,))
+
+
+def crashed_janitor(**container: Any) -> Progress:
+    return with_janitor(pods=(janitor_pod(**container),))
+
+
 VIEWS: dict[str, Callable[..., Progress]] = {
     "claim": with_claim,
     "container": with_container,
+    "crashed janitor": crashed_janitor,
+    "janitor": with_janitor,
     "no claim": partial(changed, claim=None),
+    "plan": progress,
     "pod": with_pod,
     "ready engines": partial(with_engines, READY),
     "seeds": with_seeds,
+    "spec": spec_view,
     "starting engines": with_engines,
 }
 
@@ -169,14 +189,7 @@ def test_a_claim_that_grows_is_bound_and_says_so(view: Progress, words: str) -> 
     assert (found["Ready"]["status"], found["Reconciling"]["status"]) == ("True", "False")
 
 
-UNTESTED = "vllm/vllm-openai:v0.31.1"
-AWAY = LiveJanitor(is_missing=True)
-OVERDUE = replace(AWAY, is_overdue=True)
 INVALID = Progress(generation=4, tier=REF, invalid=SpecInvalid("spec", "is wrong"))
-
-
-def spec_view(view: Progress = VIEW, **spec: Any) -> Progress:
-    return varied(view, spec=parse(tier(**spec)))
 
 
 def told(view: Progress, kind: str, previous: dict[str, Any] | None = None) -> tuple[str, str, str]:
@@ -187,12 +200,8 @@ def told(view: Progress, kind: str, previous: dict[str, Any] | None = None) -> t
 @pytest.mark.parametrize(
     ("view", "verdict", "reason", "words"),
     [
-        (VIEW, "True", "Serving", "2 of 2 engines serve"),
-        (with_engines(READY, ready=1), "True", "Serving", "1 of 2 engines serve"),
-        (with_engines(READY, updated=1, ready=1), "True", "Serving", "1 of 2"),
-        (with_engines(STARTING), "False", "Unavailable", "none of 2 engines serves"),
+        *((seen(given), *told) for given, *told in TABLES["available"]),
         (spec_view(changed(engines=Engines()), replicas=0), "False", "ScaledToZero", "is 0"),
-        (with_claim(phase="Lost"), "True", "Serving", "2 of 2"),
     ],
 )
 def test_a_tier_is_available_while_one_engine_serves(view: Progress, verdict: str, reason: str, words: str) -> None:
@@ -247,19 +256,6 @@ def test_what_is_no_growth_takes_ready_away(view: Progress) -> None:
     assert told(view, "Ready", status.report(VIEW, {}, now=NOON))[0] == "False"
 
 
-def janitor_pod(**container: Any) -> Pod:
-    made = ContainerStatus(name="janitor", image="ghcr.io/kvtier/janitor:9", **container)
-    return replace(UNREADY_POD, name="llama-janitor-0", containers=(made,))
-
-
-def with_janitor(usage: Any = None, **changes: Any) -> Progress:
-    return changed(janitor=LiveJanitor(usage=usage, **changes))
-
-
-def crashed_janitor(**container: Any) -> Progress:
-    return with_janitor(pods=(janitor_pod(**container),))
-
-
 HOMELESS = replace(janitor_pod(), is_scheduled=False, scheduling_message="0/3 nodes are available", containers=())
 QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}
 REFUSED_BY_QUOTA = {
@@ -272,17 +268,11 @@ REFUSED_BY_QUOTA = {
 @pytest.mark.parametrize(
     ("view", "verdict", "reason", "words"),
     [
-        (VIEW, "True", "JanitorRuns", "within its budget"),
-        *((crashed_janitor(**container), "False", *told) for container, *told in TABLES["crashed_janitors"]),
+        *((seen(given), *told) for given, *told in TABLES["janitors"]),
         (with_janitor(pods=(HOMELESS,)), "False", "JanitorNotScheduled", "0/3 nodes"),
         (changed(janitor=LiveJanitor(), live=REFUSED_BY_QUOTA), "False", "JanitorRefused", "small"),
         (with_janitor(usage=replace(USAGE, problems=("remove /x: EACCES",))), "False", "JanitorHindered", "remove /x"),
-        (changed(janitor=AWAY), "Unknown", "JanitorStarting", "not reported"),
-        (changed(janitor=OVERDUE), "False", "JanitorFailing", "no pod of the janitor is ready for minutes"),
-        (with_janitor(), "Unknown", "JanitorStarting", "has not reported yet"),
-        (with_janitor(silence="refused"), "Unknown", "JanitorStarting", "not answer (refused)"),
         (with_janitor(usage=replace(USAGE, is_active=False)), "Unknown", "JanitorWaiting", "Lease/llama-janitor"),
-        (spec_view(janitor={"enabled": False}), "Unknown", "JanitorDisabled", "nothing is ever removed"),
     ],
 )
 def test_a_janitor_that_fails_is_told_with_remedy(view: Progress, verdict: str, reason: str, words: str) -> None:
@@ -304,20 +294,7 @@ def test_a_janitor_that_dies_and_recovers_is_told_in_events() -> None:
 
 
 @pytest.mark.parametrize(
-    ("view", "verdict", "reason", "words"),
-    [
-        (VIEW, "True", "Current", "as this operator makes them"),
-        (
-            progress(made_by="c:1"),
-            "False",
-            "EnginesOutdated",
-            "from c:1 to c:2: `kubectl annotate kvt llama -n serving --overwrite kvtier.dev/restart=",
-        ),
-        (spec_view(engine={"image": UNTESTED}), "False", "VllmUnsupported", "is vLLM 0.31"),
-        *((spec_view(engine={"image": image}), "True", "Current", "") for image in TABLES["untold_images"]),
-        (spec_view(engine={"image": UNTESTED}, connector={"type": "VLLMOffloading"}), "True", "Current", ""),
-        (with_engines(READY, updated=1), "Unknown", "EnginesReplaced", "1 of 2 engines are to be replaced"),
-    ],
+    ("view", "verdict", "reason", "words"), [(seen(given), *told) for given, *told in TABLES["up_to_date"]]
 )
 def test_engines_are_up_to_date_or_the_command_is_told(view: Progress, verdict: str, reason: str, words: str) -> None:
     found = check_verdict(view, "UpToDate", verdict, reason, words)
@@ -325,15 +302,7 @@ def test_engines_are_up_to_date_or_the_command_is_told(view: Progress, verdict: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "view", "message"),
-    [
-        ("EnginesReady", with_engines(READY, replicas=3), "1 more than 2 are yet to end"),
-        ("EnginesReady", with_engines(STARTING), "0 of 2 engines are ready"),
-        ("EnginesReady", with_engines(READY, observed_generation=0), "the latest change is yet to reach the pods"),
-        ("Reconciling", VIEW, "nothing is left to do for this spec"),
-        ("Reconciling", with_engines(STARTING, is_stalled=True), "nothing goes on until a person acts: see Stalled"),
-        ("Reconciling", spec_view(paused=True), "nothing goes on while the tier is paused"),
-    ],
+    ("kind", "view", "message"), [(kind, seen(given), message) for kind, given, message in TABLES["messages"]]
 )
 def test_a_message_says_what_is_awaited_and_nothing_else(kind: str, view: Progress, message: str) -> None:
     assert told(view, kind)[2] == message
