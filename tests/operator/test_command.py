@@ -114,17 +114,6 @@ def test_a_port_in_use_is_named_with_its_setting_and_a_remedy() -> None:
 PATHS = tuple(Path(next(iter(package.__path__))).parent for package in (kvtier_operator, kvtier_connector))
 SAMPLE = ROOT / "crds" / "samples" / "minimal.yaml"
 
-EVERY_MODULE = """
-import importlib, pkgutil
-import kvtier_operator
-for module in pkgutil.walk_packages(kvtier_operator.__path__, "kvtier_operator."):
-    importlib.import_module(module.name)
-"""
-COMMAND = """
-from kvtier_cli.app import main
-sys.exit(main({arguments!r}))
-"""
-
 
 def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", prelude("operator", paths=PATHS) + script]
@@ -135,7 +124,7 @@ def test_every_module_finds_what_it_imports(tmp_path: Path) -> None:
     blocked = blocked_modules("operator")
     assert {"vllm", "torch", "numpy"} <= blocked
     assert not {"kopf", "kubernetes", "yaml"} & blocked
-    done = run(EVERY_MODULE, tmp_path)
+    done = run(TABLES["every_module"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -155,7 +144,7 @@ LACKS = "Error: check needs the package (blake3|numpy), which the operator's ima
 def test_a_verb_does_what_it_can_or_names_what_is_missing(
     tmp_path: Path, arguments: list[str], code: int, said: str, complaint: str
 ) -> None:
-    done = run(COMMAND.format(arguments=arguments), tmp_path)
+    done = run(TABLES["command"].format(arguments=arguments), tmp_path)
     assert done.returncode == code
     assert said in done.stdout
     assert re.fullmatch(complaint, done.stderr)

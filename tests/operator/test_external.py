@@ -28,17 +28,7 @@ TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SELECTOR = {"app": "vllm"}
 CONTAINER = ("containers", ("name", "vllm"))
-POD = {
-    "containers": [
-        {
-            "name": "vllm",
-            "image": "vllm/vllm-openai:v0.32.0",
-            "args": [f"--model={LLAMA}", "--max-model-len=8192"],
-            "resources": {"limits": {"nvidia.com/gpu": "1"}},
-        },
-        {"name": "istio-proxy", "image": "istio/proxyv2"},
-    ]
-}
+POD: dict[str, Any] = TABLES["pod"]
 
 
 def external(**spec: Any) -> dict[str, Any]:

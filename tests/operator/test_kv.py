@@ -20,13 +20,7 @@ from kvtier_operator.plan.model_layout import EngineLayout, KvUnknown, ModelLayo
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
-DENSE: dict[str, Any] = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
+DENSE: dict[str, Any] = TABLES["dense"]
 
 
 def kv(config: dict[str, Any], layout: EngineLayout | None = None) -> ModelLayout:
