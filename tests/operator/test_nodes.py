@@ -270,12 +270,6 @@ def container(pod: dict[str, Any], name: str = "engine") -> dict[str, Any]:
     return next(each for each in pod["containers"] if each["name"] == name)
 
 
-@pytest.fixture(scope="module")
-def api() -> Any:
-    with ApiServerThread() as server:
-        yield server
-
-
 CLAIMS = [{"name": "nic", "resourceClaimName": "nic"}]
 ADDED: dict[str, Any] = TABLES["added"]
 
