@@ -267,31 +267,27 @@ def is_open_for(seconds: float, breaker: Breaker, direction: Direction, clock: C
     return (before, breaker.state(direction)) == (OPEN, HALF_OPEN)
 
 
-STORE_TABLE = [
-    ("a stored block is good", Stored(1), CLOSED, CLOSED),
-    ("a block that was there says nothing", Present(), CLOSED, CLOSED),
-    ("our own limit says nothing about the volume", StoreFault.NO_BUDGET, CLOSED, CLOSED),
-    ("a full volume stops stores at once", StoreFault.NO_SPACE, OPEN, OPEN),
-    ("a read-only volume stops stores at once", StoreFault.READ_ONLY, OPEN, OPEN),
-    ("a volume that denies stops stores at once", StoreFault.DENIED, OPEN, OPEN),
-    ("a host without descriptors stops stores if it stays so", StoreFault.RESOURCES, CLOSED, OPEN),
-    ("a failing volume stops stores if it stays so", StoreFault.IO, CLOSED, OPEN),
-]
+STORE_TABLE = {
+    "a stored block is good": (Stored(1), CLOSED, CLOSED),
+    "a block that was there says nothing": (Present(), CLOSED, CLOSED),
+    "our own limit says nothing about the volume": (StoreFault.NO_BUDGET, CLOSED, CLOSED),
+    "a full volume stops stores at once": (StoreFault.NO_SPACE, OPEN, OPEN),
+    "a read-only volume stops stores at once": (StoreFault.READ_ONLY, OPEN, OPEN),
+    "a volume that denies stops stores at once": (StoreFault.DENIED, OPEN, OPEN),
+    "a host without descriptors stops stores if it stays so": (StoreFault.RESOURCES, CLOSED, OPEN),
+    "a failing volume stops stores if it stays so": (StoreFault.IO, CLOSED, OPEN),
+}
 
 
-@pytest.mark.parametrize(("sentence", "outcome", "after_one", "after_three"), STORE_TABLE, ids=str)
+@pytest.mark.parametrize(("outcome", "after_one", "after_three"), STORE_TABLE.values(), ids=STORE_TABLE)
 def test_what_a_store_does_to_its_circuit_and_never_to_loads(
-    breaker: Breaker,
-    sentence: str,
-    outcome: Stored | Present | StoreFault,
-    after_one: CircuitState,
-    after_three: CircuitState,
+    breaker: Breaker, outcome: Stored | Present | StoreFault, after_one: CircuitState, after_three: CircuitState
 ) -> None:
     breaker.record_store(outcome)
-    assert states(breaker) == (CLOSED, after_one), sentence
+    assert states(breaker) == (CLOSED, after_one)
     breaker.record_store(outcome)
     breaker.record_store(outcome)
-    assert states(breaker) == (CLOSED, after_three), sentence
+    assert states(breaker) == (CLOSED, after_three)
 
 
 @pytest.mark.parametrize("outcome", [Hit(1), Miss(), *Fault])
