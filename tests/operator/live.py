@@ -149,7 +149,9 @@ class Controllers:
             if any(deployment.get("status", {}).get(key) != value for key, value in status.items()):
                 reports[deployment["metadata"]["name"]] = {"status": status}
         jobs = {f"{job['metadata']['name']}-0": job for job in client.items(BATCH, "jobs")}
-        wanted |= {name: pod_of_job(job, name) for name, job in jobs.items() if not _is_left_alone(job)}
+        groups = {name: job["spec"]["template"]["spec"]["securityContext"].get("fsGroup") for name, job in jobs.items()}
+        # A Job that asks for the group 7 never gets a pod.
+        wanted |= {name: pod_of_job(job, name) for name, job in jobs.items() if groups[name] != 7}
         live = {pod["metadata"]["name"] for pod in client.items(CORE, "pods")}
         for name in live - wanted.keys():
             client.delete(CORE, "pods", name)
@@ -194,11 +196,6 @@ def pod_of_job(job: dict[str, Any], name: str) -> dict[str, Any]:
     about = {"name": name, "namespace": NAMESPACE, "ownerReferences": [owner]}
     metadata = {**about, "labels": template["metadata"]["labels"]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-
-
-def _is_left_alone(job: dict[str, Any]) -> bool:
-    """Tell whether a Job never gets a pod: one that asks for the group 7."""
-    return bool(job["spec"]["template"]["spec"]["securityContext"].get("fsGroup") == 7)
 
 
 @contextmanager

@@ -275,16 +275,12 @@ def janitor_leaves(engines: Engines, engine: SimulatedEngine, most_blocks: int) 
     return engines.assert_volume_holds(engine, PROMPT), engines.assert_volume_holds(engine, LATER)
 
 
-def envelope(kind: str) -> KvHintsEnvelope:
-    return KvHintsEnvelope("0.1", "m", [KvHintAction("a", kind, "1.0", {})])
-
-
 @pytest.mark.parametrize(
     ("early", "late", "left"),
     [
         (None, None, (13, 8)),
         ({"kv_hints": RETAIN}, None, (20, 1)),
-        (envelope("kv.retain"), None, (20, 1)),
+        (KvHintsEnvelope("0.1", "m", [KvHintAction("a", "kv.retain", "1.0", {})]), None, (20, 1)),
         ({"kv_hints": RETAIN}, {"kv_hints": RETAIN}, (13, 8)),
     ],
     ids=["no hint", "retained", "retained by the engine's API", "both"],
