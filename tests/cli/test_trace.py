@@ -22,13 +22,7 @@ CHUNK_TOKENS = 64
 
 def tier(folder: Path, **spec: Any) -> str:
     """Write a tier whose host memory holds 1,024 tokens and its accelerators none."""
-    spec = {
-        "model": {"name": "meta-llama/Llama-3.1-8B-Instruct"},
-        "engine": {"accelerator": {"memory": "16Gi"}},
-        "cpu": {"size": "128Mi"},
-        "volume": {"claim": {"size": "10Gi"}},
-        **spec,
-    }
+    spec = {**TABLES["spec"], **spec}
     body = {"apiVersion": "kvtier.dev/v1beta1", "kind": "KVCacheTier", "metadata": {"name": "llama"}, "spec": spec}
     (folder / "tier.yaml").write_text(yaml.safe_dump(body))
     return str(folder / "tier.yaml")
