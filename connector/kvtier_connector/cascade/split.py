@@ -227,7 +227,7 @@ class Splits:
             if split.ready > before:
                 split.moved_at = now
 
-    def next_tokens(self, split: Split, *, in_flight: int = 0) -> int:
+    def next_tokens(self, split: Split, *, in_flight: int = 0, is_awaited: bool = False) -> int:
         """Return how many tokens of the head to compute next; 0 to wait for the volume.
 
         The end is a multiple of the chunk, for a load begins with one. No more is computed than up to where both meet.
@@ -235,6 +235,7 @@ class Splits:
         Args:
             split: The hit.
             in_flight: Tokens of the step under way: until it ends, the volume is read as well.
+            is_awaited: Whether all other requests wait for this hit, so that a long step holds up none of them.
         """
         computed, missing = split.computed, split.missing
         if not missing:
@@ -254,7 +255,8 @@ class Splits:
                 if self._is_moving(split, since=split.waits_since):
                     return 0
         split.waits_since = 0.0
-        target = computed + min(self.head_tokens, max(self.least_head_tokens, head))
+        most = max(self.head_tokens, head // 2) if is_awaited else self.head_tokens
+        target = computed + min(most, max(self.least_head_tokens, head))
         return min(split.end, -(-target // size) * size) - computed
 
     def is_worth_joining(self, split: Split) -> bool:
@@ -270,6 +272,10 @@ class Splits:
         """
         computing = self.rates.prefill.seconds(split.end - split.local_tokens)
         return self._is_moving(split, since=split.moved_at) and self.rates.now() - split.began_at < computing
+
+    def has_begun(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether the first of these chunks belongs to a split."""
+        return bool(keys) and keys[0] in self._first_of
 
     def wait_for(self, keys: Sequence[OffloadKey], context: ReqContext) -> Callable[[], bool] | None:
         """Return what says that another split has computed or loaded the first of these chunks that it has.

@@ -11,6 +11,7 @@ Run as ``python -m kvtier_connector.io_workers.lookups <settings as JSON>``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import marshal
@@ -26,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from kvtier_connector.io_workers import short_calls
 from kvtier_connector.io_workers.supervisor import START_SECONDS, Supervisor, WorkerProcess, WorkerThread
 from kvtier_connector.io_workers.worker import PoolSettings, die_with, file_system, lower_priority, start_process
 from kvtier_connector.store.fs import LOCAL, FileSystem
@@ -251,6 +253,7 @@ class _Pipe:
         os.set_blocking(writer, False)
         self._unsent = bytearray()
         self._received = bytearray()
+        self._buffer = ctypes.create_string_buffer(_READ_BYTES)
 
     def send(self, message: tuple[Any, ...]) -> None:
         self._unsent += _framed(message)
@@ -259,7 +262,7 @@ class _Pipe:
     def receive(self) -> Iterator[tuple[Any, ...]]:
         self._flush()
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._reader, _READ_BYTES):
+            while data := short_calls.read(self._reader, self._buffer):
                 self._received += data
         while (message := _cut(self._received)) is not None:
             yield message
@@ -277,7 +280,7 @@ class _Pipe:
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._unsent:
-                del self._unsent[: os.write(self._writer, self._unsent)]
+                del self._unsent[: short_calls.write(self._writer, bytes(self._unsent))]
 
 
 def _framed(message: tuple[Any, ...]) -> bytes:

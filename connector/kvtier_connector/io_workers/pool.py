@@ -340,8 +340,7 @@ class WorkerPool:
             if lane is Lane.STORE:
                 # The last lane: tasks that were not admitted have ended, and no worker has seen a store yet.
                 self._let_store(1.0 if not self._stores else _YIELDING_SHARE if self._reads else self.storing_share)
-            if messages or pipe.is_full:
-                pipe.send(messages)
+            pipe.send(messages)
 
     def _admit(self, task: InFlight) -> bool:
         """Ask the breaker and the store permit; end a task that is not admitted."""
@@ -430,9 +429,6 @@ class WorkerPool:
         """Return the tickets that workers work on."""
         return {self._table.current(worker).ticket for worker in self._supervisor.numbers()} - {NO_TICKET}
 
-    def _on_table(self) -> list[InFlight]:
-        return [task for task in self._tickets.values() if task.state is TaskState.ON_TABLE]
-
     def _clear(self, task: InFlight) -> bool:
         """Take a task off the table; return whether it was there. It counts as recalled."""
         if task.state is not TaskState.ON_TABLE:
@@ -444,7 +440,7 @@ class WorkerPool:
         return True
 
     def _recall(self, tasks: Iterable[InFlight]) -> None:
-        """Begin to recall tasks; `_finish_recalled` ends those that are."""
+        """Begin to recall those of the tasks that are on the table; `_finish_recalled` ends them."""
         cleared = [task for task in tasks if self._clear(task)]
         if cleared:
             self._fences.append(_Fence(set(self._supervisor.numbers()), time.monotonic(), cleared))
@@ -556,7 +552,7 @@ class WorkerPool:
                 self._end(task, StoreFault.IO if task.lane is Lane.STORE else Fault.IO)
         # A message that a dead worker had just read is lost.
         working = self._working()
-        self._recall(task for task in self._on_table() if task.ticket not in working)
+        self._recall(task for task in self._tickets.values() if task.ticket not in working)
         for worker in dead:
             self._supervisor.replace(worker)
 
@@ -609,7 +605,7 @@ class WorkerPool:
 
     def _end_workers(self, timeout_seconds: float) -> bool:
         """End the workers; False if some hang even now, which touch no row."""
-        self._recall(self._on_table())
+        self._recall(self._tickets.values())
         # Only a worker that may take tasks sees the end of a pipe.
         self._table.reading_from = 0
         deadline = time.monotonic() + timeout_seconds

@@ -11,11 +11,12 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+
+from kvtier_connector.io_workers import short_calls
 
 logger = logging.getLogger("vllm.kvtier.io_workers")
 
@@ -131,11 +132,7 @@ class Supervisor:
 
     def reap(self) -> list[int]:
         """Return the numbers of dead workers; the caller ends their tasks and calls `replace`."""
-        # One call for all: after each, this thread may wait 5 ms for others of a busy engine.
-        try:
-            has_ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            has_ended = True
+        has_ended = short_calls.has_ended_child()
         found = self._processes.items()
         statuses = ((worker, each.poll() if has_ended else each.returncode) for worker, each in found)
         return [worker for worker, status in statuses if status is not None]

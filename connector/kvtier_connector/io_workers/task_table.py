@@ -18,6 +18,7 @@ task that is done twice or given up.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -28,6 +29,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvtier_connector.contract.engine import MOST_IO_PROCESSES
+from kvtier_connector.io_workers import short_calls
 
 ENTRIES = 4096
 """Most tasks that workers know of at once; more wait with the engine."""
@@ -41,6 +43,8 @@ _STORING, _READING_FROM = ENTRIES, ENTRIES + 1
 _TABLE_BYTES = _TICKETS + (ENTRIES + 2) * 4
 
 _PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 17
+"""The replies about all entries fit."""
 _ATOMIC_BYTES = select.PIPE_BUF
 """The kernel writes so many bytes to a pipe completely or not at all."""
 
@@ -161,7 +165,7 @@ class MessagePipe:
     def __init__(self, message_bytes: int) -> None:
         """Open both ends; raise OSError where the process may not open more files."""
         self._batch = _ATOMIC_BYTES // message_bytes
-        self._read_bytes = _PIPE_BYTES - _PIPE_BYTES % message_bytes
+        self._buffer = ctypes.create_string_buffer(_READ_BYTES - _READ_BYTES % message_bytes)
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self.writer, False)
@@ -170,18 +174,13 @@ class MessagePipe:
             fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._unsent: deque[bytes] = deque()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether messages are queued here."""
-        return bool(self._unsent)
-
     def send(self, messages: Iterable[bytes]) -> None:
         """Write messages after those that are queued, or queue them until there is room."""
         self._unsent.extend(messages)
         while self._unsent:
             batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), self._batch))]
             try:
-                os.write(self.writer, b"".join(batch))
+                short_calls.write(self.writer, b"".join(batch))
             except BlockingIOError:
                 self._unsent.extendleft(reversed(batch))
                 return
@@ -189,7 +188,7 @@ class MessagePipe:
     def receive(self) -> bytes:
         """Return the messages that have arrived, concatenated."""
         try:
-            return os.read(self.reader, self._read_bytes)
+            return short_calls.read(self.reader, self._buffer)
         except BlockingIOError:
             return b""
 

@@ -127,8 +127,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         """True from a reset of the caches until a step has the workers compare all weights."""
         self._is_clean = False
         """True if the last reset left nothing of earlier weights on the GPU."""
-        self._arriving: dict[str, TierRequest] = {}
-        """Requests whose prefix is read ahead once it is known what the volume has of it."""
+        self._arriving: dict[str, int] = {}
+        """Requests whose prefix is read ahead once it is known what the volume has, with their first chunk."""
         self._splits = self.manager.splits
         self.is_splitting = False
         """Whether hits are split that can be."""
@@ -169,10 +169,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         name = request.request_id
-        if (is_there := self._waits.get(name)) is not None:
-            if not is_there():
-                return None, False
-            del self._waits[name]
+        if self.is_held(name):
+            return None, False
+        self._waits.pop(name, None)
         status = self._req_status[name]
         if self._scheduler is not None:
             # Of a load that gave nothing, vLLM still reserves the blocks, also against the next load of the request.
@@ -470,30 +469,29 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         status.update_offload_keys()
         context = status.req_context
         self.manager.tier.transfers.note_request([key for state in status.group_states for key in state.offload_keys])
+        local_tokens = self.count_local_tokens(status.req)
         if self.is_one_prefix and status.max_load_tokens is None:
-            self._read_ahead(status)
+            self._read_ahead(status, local_tokens // self.config.kv_group_configs[0].tokens_per_chunk)
             if len(self._req_status) == 1 and self.manager.tier.lookups.wait():
                 self.manager.poll()
                 self._read_ahead_of_answered()
             return
-        local_tokens = self.count_local_tokens(status.req)
         for group in self._full_attention_groups:
             first = local_tokens // self.config.kv_group_configs[group].tokens_per_chunk
             self.manager.match_prefix(status.group_states[group].offload_keys[first:], context)
 
     def _read_ahead_of_answered(self) -> None:
         """Have the volume read for requests whose lookups have been answered."""
-        for name in [name for name, request in self._arriving.items() if not request.lookups]:
-            self._read_ahead(self._req_status[name])
+        for name, first in list(self._arriving.items()):
+            if not self.manager.request((status := self._req_status[name]).req_context).lookups:
+                self._read_ahead(status, first)
 
-    def _read_ahead(self, status: RequestOffloadState) -> None:
-        """Have the volume read for a request before vLLM gets to it."""
-        first = self.count_local_tokens(status.req) // self.config.kv_group_configs[0].tokens_per_chunk
-        keys = status.group_states[0].offload_keys[first:]
+    def _read_ahead(self, status: RequestOffloadState, first: int) -> None:
+        """Have the volume read for a request, from a chunk on, before vLLM gets to it."""
         context = status.req_context
-        self.manager.read_ahead(keys, context, may_split=self._can_split(status))
-        if (request := self.manager.request(context)).lookups:
-            self._arriving[context.req_id] = request
+        self.manager.read_ahead(status.group_states[0].offload_keys[first:], context, may_split=self._can_split(status))
+        if self.manager.request(context).lookups:
+            self._arriving[context.req_id] = first
         else:
             self._arriving.pop(context.req_id, None)
 
@@ -505,9 +503,19 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         keys: Sequence[OffloadKey] = status.group_states[0].offload_keys[first:]
         return keys
 
+    def is_held(self, name: str) -> bool:
+        """Say whether a request waits for a condition that is not met."""
+        is_there = self._waits.get(name)
+        return is_there is not None and not is_there()
+
     def waits_for_others(self, request: Request) -> bool:
         """Say whether a request cannot compute yet: its blocks are being loaded or computed, or looked for."""
-        return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self._waits
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self._waits:
+            return True
+        # It has just arrived.
+        return request.status is RequestStatus.WAITING and self._splits.has_begun(
+            self._req_status[request.request_id].group_states[0].offload_keys
+        )
 
     def _waits_for_others(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> bool:
         """Have a request wait until the blocks are there to share that another one loads; False if there are none."""

@@ -331,7 +331,7 @@ class SyncSplitScheduler(Scheduler):
             if has_room:
                 self._copy_tail(split)
             if has_room and split.has_met and self.pause_state is PauseState.UNPAUSED:
-                if self._tier.is_copied_soon(split) or not self._may_others_compute():
+                if self._tier.is_copied_soon(split) or self._is_alone(request):
                     self._join(request, split)
                 else:
                     held.append(request.request_id)
@@ -345,10 +345,15 @@ class SyncSplitScheduler(Scheduler):
         # Others compute while they are copied.
         self._limits.update(dict.fromkeys(held, 0))
 
-    def _may_others_compute(self) -> bool:
-        """Say whether this step may compute anything beside the only request that runs."""
+    def _is_alone(self, request: Request) -> bool:
+        """Say whether a step could compute nothing but this request, for all others wait for it or for their blocks."""
         assert self._tier is not None
-        return len(self.running) > 1 or not all(map(self._tier.waits_for_others, self.waiting))
+        others = (each for each in (*self.running, *self.waiting) if each is not request)
+        return all(map(self._tier.waits_for_others, others))
+
+    def _is_awaited(self, request: Request) -> bool:
+        """Say whether there are others, and all of them wait: then steps may take long, but should be few."""
+        return len(self.running) + len(self.waiting) > 1 and self._is_alone(request)
 
     def _copy_tail(self, split: Split) -> None:
         """Have the chunks that have come copied to the GPU, into blocks that are kept for the prompt anyway."""
@@ -395,10 +400,11 @@ class SyncSplitScheduler(Scheduler):
         limits: dict[str, int] = {}
         # One after the other, in the order of their arrival: shared out equally, all would be late.
         for request, split in heads:
-            tokens = splits.next_tokens(split, in_flight=request.num_in_flight_tokens)
+            is_awaited = self._is_awaited(request)
+            tokens = splits.next_tokens(split, in_flight=request.num_in_flight_tokens, is_awaited=is_awaited)
             # Less than up to the end of a chunk is of no use to a join.
             least = split.chunk_tokens - split.computed % split.chunk_tokens
-            room = max(self._room, least) if not limits else self._room
+            room = max(self._room, tokens if is_awaited else least) if not limits else self._room
             room = min(room, max(0, left)) if splits.is_patient(split) else room
             if tokens > room:
                 tokens = room - (split.computed + room) % split.chunk_tokens if room >= least else 0
@@ -409,6 +415,12 @@ class SyncSplitScheduler(Scheduler):
                 # Heads behind it would hold up its first token.
                 self._room = min(self._room, splits.least_head_tokens)
         return limits
+
+    @override
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Pass over a request that waits for another one: first, vLLM would find what the GPU has of its prompt."""
+        is_held = self._tier is not None and self._tier.is_held(request.request_id)
+        return not is_held and bool(super()._handle_blocked_waiting_request(request))
 
     @override
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -430,7 +442,10 @@ class SyncSplitScheduler(Scheduler):
                 split.local_tokens = split.computed = num_computed_tokens
                 limit = num_new_tokens
                 if splits.is_worth_joining(split):
-                    limit = max(split.chunk_tokens, min(splits.next_tokens(split), self._room))
+                    is_awaited = self._is_awaited(request)
+                    limit = splits.next_tokens(split, is_awaited=is_awaited)
+                    limit = min(num_new_tokens, limit) if is_awaited else min(limit, self._room)
+                    limit = max(split.chunk_tokens, limit)
                     limit -= (num_computed_tokens + limit) % split.chunk_tokens
                 self._room -= limit
                 self._limits[request.request_id] = limit

@@ -26,6 +26,7 @@ from waiting import Clock, until
 from kvtier_connector.contract.engine import MOST_IO_PROCESSES, MOST_MAPPED_BYTES, worker_memory_bytes
 from kvtier_connector.io_workers import buffers as rows_module
 from kvtier_connector.io_workers import lookups as lookups_module
+from kvtier_connector.io_workers import short_calls
 from kvtier_connector.io_workers.buffers import MappedRows, Region
 from kvtier_connector.io_workers.lookups import MOST_CALLS, BlockQuery, Found, LookupWorker, find
 from kvtier_connector.io_workers.task_table import ENTRIES, Current, MessagePipe, TaskTable, create_table
@@ -184,6 +185,32 @@ FEWEST_BYTES = 4096
 
 def unread(pipe: MessagePipe) -> int:
     return int.from_bytes(fcntl.ioctl(pipe.reader, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_short_calls_never_wait_and_fail_as_those_of_the_library() -> None:
+    pipe, buffer = MessagePipe(TASK_BYTES), ctypes.create_string_buffer(4)
+    with pytest.raises(BlockingIOError):
+        short_calls.read(pipe.reader, buffer)
+    assert short_calls.write(pipe.writer, b"six\0by") == 6
+    assert [short_calls.read(pipe.reader, buffer) for _ in range(2)] == [b"six\0", b"by"]
+    for _ in range(fcntl.fcntl(pipe.writer, fcntl.F_GETPIPE_SZ) // 4096):
+        assert short_calls.write(pipe.writer, bytes(4096)) == 4096
+    with pytest.raises(BlockingIOError):
+        short_calls.write(pipe.writer, b"more")
+    os.close(pipe.reader)
+    with pytest.raises(BrokenPipeError):
+        short_calls.write(pipe.writer, b"none")
+    pipe.reader, writer = os.pipe()
+    os.close(writer)
+    assert short_calls.read(pipe.reader, buffer) == b""
+    pipe.close()
+
+
+def test_a_child_that_has_ended_is_noticed_and_still_to_be_waited_for() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    wait_until(short_calls.has_ended_child, "it has ended")
+    assert short_calls.has_ended_child()
+    assert ended.wait() == 3
 
 
 def test_a_worker_waits_where_the_engine_has_not_read_what_it_said(tmp_path: Path) -> None:

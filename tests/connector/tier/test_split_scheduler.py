@@ -24,6 +24,7 @@ from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.request import Request
 from waiting import Clock
 
 from kvtier_connector.cascade.fetch import NO_ROW, Load
@@ -465,6 +466,39 @@ def test_requests_that_share_a_prefix_share_one_split(fs: PacedFs, second: Simul
     run_paced(second, fs, "splits", *others)
     assert all(second.answers[name] == answer_of(each, 1) for name, each in others.items())
     assert second.computed["shares all"] < len(PROMPT) - second.computed["splits"] + BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(("others", "chunks"), [((), 1), ((PROMPT, PROMPT), CHUNKS // 2), ((PROMPT, OTHER), 1)])
+def test_steps_of_a_head_are_long_where_all_others_wait_for_it(
+    engines: Engines, fs: PacedFs, others: Sequence[Sequence[int]], chunks: int
+) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, most_tokens=2 * len(PROMPT))))
+    second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1e6), FixedRate(1.0)
+    second.manager.splits.is_worth_joining = lambda _: True  # type: ignore[method-assign]  # however short it is
+    for number, prompt in enumerate((PROMPT, *others)):
+        second.add(f"{number}", prompt)
+    while not second.computed["0"]:
+        second.wait_for_lookup()
+        second.step()
+    assert second.computed["0"] == chunks * BLOCK_TOKENS
+
+
+def test_the_gpu_is_not_searched_for_a_request_that_waits_for_another(
+    fs: PacedFs, second: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: Counter[str] = Counter()
+    search = second.scheduler.kv_cache_manager.get_computed_blocks
+
+    def count(request: Request) -> Any:
+        searched[request.request_id] += 1
+        return search(request)
+
+    monkeypatch.setattr(second.scheduler.kv_cache_manager, "get_computed_blocks", count)
+    second.add("splits", PROMPT)
+    second.add("shares", PROMPT)
+    run_paced(second, fs, "splits", "shares")
+    assert second.answers["shares"] == answer_of(PROMPT, 1)
+    assert searched["shares"] <= 3, "once it waits for a lookup, once for the split, and once for nothing"
 
 
 def test_a_request_waits_for_the_chunks_of_a_split_that_it_shares_and_for_no_others() -> None:
