@@ -273,10 +273,6 @@ class Splits:
         computing = self.rates.prefill.seconds(split.end - split.local_tokens)
         return self._is_moving(split, since=split.moved_at) and self.rates.now() - split.began_at < computing
 
-    def has_begun(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether the first of these chunks belongs to a split."""
-        return bool(keys) and keys[0] in self._first_of
-
     def wait_for(self, keys: Sequence[OffloadKey], context: ReqContext) -> Callable[[], bool] | None:
         """Return what says that another split has computed or loaded the first of these chunks that it has.
 

@@ -280,7 +280,7 @@ class _Pipe:
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._unsent:
-                del self._unsent[: short_calls.write(self._writer, bytes(self._unsent))]
+                del self._unsent[: short_calls.write(self._writer, bytes(self._unsent[:_READ_BYTES]))]
 
 
 def _framed(message: tuple[Any, ...]) -> bytes:

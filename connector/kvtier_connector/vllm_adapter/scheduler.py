@@ -510,12 +510,13 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def waits_for_others(self, request: Request) -> bool:
         """Say whether a request cannot compute yet: its blocks are being loaded or computed, or looked for."""
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.request_id in self._waits:
-            return True
+        name = request.request_id
+        if request.status is not RequestStatus.WAITING or name in self._waits:
+            return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or self.is_held(name)
         # It has just arrived.
-        return request.status is RequestStatus.WAITING and self._splits.has_begun(
-            self._req_status[request.request_id].group_states[0].offload_keys
-        )
+        status = self._req_status[name]
+        keys = status.group_states[0].offload_keys if status.max_load_tokens is None else ()
+        return self._splits.wait_for(keys, status.req_context) is not None
 
     def _waits_for_others(self, status: RequestOffloadState, keys: Sequence[OffloadKey]) -> bool:
         """Have a request wait until the blocks are there to share that another one loads; False if there are none."""

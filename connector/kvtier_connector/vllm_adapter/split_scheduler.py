@@ -348,12 +348,14 @@ class SyncSplitScheduler(Scheduler):
     def _is_alone(self, request: Request) -> bool:
         """Say whether a step could compute nothing but this request, for all others wait for it or for their blocks."""
         assert self._tier is not None
-        others = (each for each in (*self.running, *self.waiting) if each is not request)
+        others = (each for each in itertools.chain(self.running, self.waiting) if each is not request)
         return all(map(self._tier.waits_for_others, others))
 
     def _is_awaited(self, request: Request) -> bool:
         """Say whether there are others, and all of them wait: then steps may take long, but should be few."""
-        return len(self.running) + len(self.waiting) > 1 and self._is_alone(request)
+        # One whose load ends would have to wait for the end of the step.
+        is_loading = any(each.status is not RequestStatus.WAITING_FOR_STREAMING_REQ for each in self.kv_holding_waiting)
+        return not is_loading and len(self.running) + len(self.waiting) > 1 and self._is_alone(request)
 
     def _copy_tail(self, split: Split) -> None:
         """Have the chunks that have come copied to the GPU, into blocks that are kept for the prompt anyway."""
@@ -404,7 +406,9 @@ class SyncSplitScheduler(Scheduler):
             tokens = splits.next_tokens(split, in_flight=request.num_in_flight_tokens, is_awaited=is_awaited)
             # Less than up to the end of a chunk is of no use to a join.
             least = split.chunk_tokens - split.computed % split.chunk_tokens
-            room = max(self._room, tokens if is_awaited else least) if not limits else self._room
+            # However many tokens a head takes, vLLM looks at the requests that wait.
+            most = min(tokens, self.max_num_scheduled_tokens - split.chunk_tokens) if is_awaited else least
+            room = max(self._room, most) if not limits else self._room
             room = min(room, max(0, left)) if splits.is_patient(split) else room
             if tokens > room:
                 tokens = room - (split.computed + room) % split.chunk_tokens if room >= least else 0

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -481,6 +482,25 @@ def test_steps_of_a_head_are_long_where_all_others_wait_for_it(
         second.wait_for_lookup()
         second.step()
     assert second.computed["0"] == chunks * BLOCK_TOKENS
+
+
+def test_a_request_whose_wait_is_over_is_not_held_up_by_long_steps(
+    engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CHUNKS", 100)
+    prompt = prompt_of(100)
+    other = [*prompt[: 12 * BLOCK_TOKENS], *prompt_of(3, seed=9)]
+    shape = replace(SHAPE, most_tokens=8 * BLOCK_TOKENS, cpu_chunks=256, gpu_blocks=512)
+    second = second_engine(engines, fs, prompt, shape)
+    second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1000.0), FixedRate(50.0)
+    second.add("splits", prompt)
+    second.wait_for_lookup()
+    second.step()
+    second.add("shares", other)
+    second.wait_for_lookup()
+    second.run(lambda: "shares" in second.answers)
+    assert second.computed["splits"] < len(prompt) // 2
+    assert second.answers["shares"] == answer_of(other, 1)
 
 
 def test_the_gpu_is_not_searched_for_a_request_that_waits_for_another(
