@@ -250,9 +250,12 @@ class Splits:
             left = missing - volume * self.rates.prefill.seconds(in_flight)
             head = math.ceil(max(0.0, left) * prefill / (prefill + volume))
             if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
-                # That takes a moment, unless the volume is slower than it was.
+                # That takes a moment. A read that takes longer is not waited for much longer than computing takes.
+                if in_flight:
+                    return 0
                 split.waits_since = split.waits_since or self.rates.now()
-                if self._is_moving(split, since=split.waits_since):
+                patience = max(self.join_seconds, self.rates.prefill.seconds(missing))
+                if self.rates.now() - max(split.waits_since, split.moved_at) < patience:
                     return 0
         split.waits_since = 0.0
         most = max(self.head_tokens, head // 2) if is_awaited else self.head_tokens

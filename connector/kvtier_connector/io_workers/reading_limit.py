@@ -9,8 +9,6 @@ than the smaller number. Pure; the scheduler's thread only.
 
 from __future__ import annotations
 
-from kvtier_connector.contract.engine import MOST_IO_PROCESSES
-
 FEWEST_READING = 4
 """Readers of any volume: one of them may have to wait for long."""
 ROUND_READS, ROUNDS = 32, 2
@@ -30,8 +28,11 @@ class ReadingLimit:
     """See the module."""
 
     def __init__(self) -> None:
-        """Begin with all workers; where fewer are enough, that is known after a few hundred reads."""
-        self._numbers = (MOST_IO_PROCESSES, MOST_IO_PROCESSES)
+        """Begin with few: where more are better, that is plain after a few hundred reads.
+
+        That fewer are enough is not: all of them would be kept where two measurements differ by chance.
+        """
+        self._numbers = (FEWEST_READING, FEWEST_READING)
         """Of workers that read at a time: in use, and compared with it."""
         self._workers = self._turn = self._reads = self._skipped = 0
         self._is_comparing = self._is_burst = False
@@ -93,11 +94,9 @@ class ReadingLimit:
             self._compare(*self._numbers, is_comparing=now >= self._compare_at or not is_same)
 
     def _take_in(self, workers: int, now: float) -> None:
-        """Compare all workers with half of them, or with more where all were needed."""
-        if not self._workers:
-            self._compare(workers, workers // 2)
-        elif self.is_all(self._workers):
-            self._compare(self._workers, 2 * self._workers)
+        """Compare all workers with more, where all were needed."""
+        if self.is_all(self._workers):
+            self._compare(self._numbers[0], 2 * self._numbers[0])
         self._workers = workers
         self._discard(now)
 

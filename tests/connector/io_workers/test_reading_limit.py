@@ -60,6 +60,7 @@ class _Volume:
 @pytest.mark.parametrize(("speed", "most"), [(disk, 4), (network, 8), (distant, 16), (memory, 16), (quick, 16)])
 def test_as_few_workers_read_as_the_volume_needs(speed: Callable[[int], float], most: int) -> None:
     volume = _Volume()
+    assert volume.limit.most(16) == FEWEST_READING
     volume.read(speed)
     assert [workers for workers in (4, 8, 16) if volume.limit.is_all(workers)][-1] == most
     assert volume.limit.may_need_more(16) is (speed is distant)
