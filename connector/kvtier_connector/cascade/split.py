@@ -24,7 +24,8 @@ from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 
 HEAD_TOKENS = 2048
-"""Most tokens of a head in one step: a join waits for the end of the step under way."""
+"""Most tokens of a head in one step: a join waits for the end of the step under way. Where all other
+requests wait for the head, a step may be longer."""
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
@@ -61,8 +62,6 @@ class Split:
     """When these copies are expected to end."""
     moved_at: float = 0.0
     """When `ready` grew last."""
-    waits_since: float = 0.0
-    """When its head was held back for chunks; 0 if it is not."""
     computed: int = 0
     """Tokens that were scheduled, with those that the GPU had."""
     meeting: int = 0
@@ -145,7 +144,7 @@ class Splits:
         self.rates = rates
         self._order = order
         self.head_tokens, self.least_head_tokens = HEAD_TOKENS, LEAST_HEAD_TOKENS
-        """Most and fewest tokens of a head in one step."""
+        """Most and fewest tokens of a head in one step, see `HEAD_TOKENS` and `LEAST_HEAD_TOKENS`."""
         self._splits: dict[str, Split] = {}
         self._first_of: dict[OffloadKey, Split] = {}
         """By chunk, the split that began to read it first."""
@@ -253,11 +252,8 @@ class Splits:
                 # That takes a moment. A read that takes longer is not waited for much longer than computing takes.
                 if in_flight:
                     return 0
-                split.waits_since = split.waits_since or self.rates.now()
-                patience = max(self.join_seconds, self.rates.prefill.seconds(missing))
-                if self.rates.now() - max(split.waits_since, split.moved_at) < patience:
+                if self.rates.now() - split.moved_at < max(self.join_seconds, self.rates.prefill.seconds(missing)):
                     return 0
-        split.waits_since = 0.0
         most = max(self.head_tokens, head // 2) if is_awaited else self.head_tokens
         target = computed + min(most, max(self.least_head_tokens, head))
         return min(split.end, -(-target // size) * size) - computed

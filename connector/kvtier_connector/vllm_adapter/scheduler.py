@@ -510,11 +510,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def waits_for_others(self, request: Request) -> bool:
         """Say whether a request cannot compute yet: its blocks are being loaded or computed, or looked for."""
-        name = request.request_id
-        if request.status is not RequestStatus.WAITING or name in self._waits:
-            return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or self.is_held(name)
-        # It has just arrived.
-        status = self._req_status[name]
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or self.is_held(request.request_id):
+            return True
+        if request.status is not RequestStatus.WAITING:
+            return False
+        # It has just arrived, or what it waited for has come: it may wait for a head next.
+        status = self._req_status[request.request_id]
         keys = status.group_states[0].offload_keys if status.max_load_tokens is None else ()
         return self._splits.wait_for(keys, status.req_context) is not None
 

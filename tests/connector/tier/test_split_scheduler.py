@@ -469,18 +469,21 @@ def test_requests_that_share_a_prefix_share_one_split(fs: PacedFs, second: Simul
     assert second.computed["shares all"] < len(PROMPT) - second.computed["splits"] + BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("has_waited", [False, True])
 @pytest.mark.parametrize(("others", "chunks"), [((), 1), ((PROMPT, PROMPT), CHUNKS // 2), ((PROMPT, OTHER), 1)])
 def test_steps_of_a_head_are_long_where_all_others_wait_for_it(
-    engines: Engines, fs: PacedFs, others: Sequence[Sequence[int]], chunks: int
+    engines: Engines, fs: PacedFs, others: Sequence[Sequence[int]], chunks: int, *, has_waited: bool
 ) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, most_tokens=2 * len(PROMPT))))
     second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1e6), FixedRate(1.0)
     second.manager.splits.is_worth_joining = lambda _: True  # type: ignore[method-assign]  # however short it is
     for number, prompt in enumerate((PROMPT, *others)):
         second.add(f"{number}", prompt)
-    while not second.computed["0"]:
-        second.wait_for_lookup()
-        second.step()
+    if has_waited:
+        # For the answers, in a step before.
+        second.side._waits = {f"{number}": lambda: True for number in range(1 + len(others))}
+    wait_until(lambda: second.take_landed() == 0 and not second.tier.lookups.is_open, "all is looked up")
+    second.step()
     assert second.computed["0"] == chunks * BLOCK_TOKENS
 
 
