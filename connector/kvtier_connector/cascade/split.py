@@ -24,8 +24,8 @@ from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 
 HEAD_TOKENS = 2048
-"""Most tokens of a head in one step: a join waits for the end of the step under way. Where all other
-requests wait for the head, a step may be longer."""
+"""Most tokens of a head in one step: a join waits for the end of the step under way. It may be longer where all other
+requests wait for the head."""
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
@@ -250,9 +250,8 @@ class Splits:
             head = math.ceil(max(0.0, left) * prefill / (prefill + volume))
             if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
                 # That takes a moment. A read that takes longer is not waited for much longer than computing takes.
-                if in_flight:
-                    return 0
-                if self.rates.now() - split.moved_at < max(self.join_seconds, self.rates.prefill.seconds(missing)):
+                patience = max(self.join_seconds, self.rates.prefill.seconds(missing))
+                if in_flight or self.rates.now() - split.moved_at < patience:
                     return 0
         most = max(self.head_tokens, head // 2) if is_awaited else self.head_tokens
         target = computed + min(most, max(self.least_head_tokens, head))

@@ -483,8 +483,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _read_ahead_of_answered(self) -> None:
         """Have the volume read for requests whose lookups have been answered."""
         for name, first in list(self._arriving.items()):
-            if not self.manager.request((status := self._req_status[name]).req_context).lookups:
-                self._read_ahead(status, first)
+            if (request := self.request(name)) is not None and not request.lookups:
+                self._read_ahead(self._req_status[name], first)
 
     def _read_ahead(self, status: RequestOffloadState, first: int) -> None:
         """Have the volume read for a request, from a chunk on, before vLLM gets to it."""

@@ -512,9 +512,9 @@ def test_the_gpu_is_not_searched_for_a_request_that_waits_for_another(
     searched: Counter[str] = Counter()
     search = second.scheduler.kv_cache_manager.get_computed_blocks
 
-    def count(request: Request) -> Any:
+    def count(request: Request, *limit: Any) -> Any:
         searched[request.request_id] += 1
-        return search(request)
+        return search(request, *limit)
 
     monkeypatch.setattr(second.scheduler.kv_cache_manager, "get_computed_blocks", count)
     second.add("splits", PROMPT)
