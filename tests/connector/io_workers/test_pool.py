@@ -37,7 +37,7 @@ from kvtier_connector.io_workers import pool as pool_module
 from kvtier_connector.io_workers import supervisor as supervisor_module
 from kvtier_connector.io_workers import worker as worker_module
 from kvtier_connector.io_workers.pool import workers_for
-from kvtier_connector.io_workers.reading_limit import FEWEST_READING, ReadingLimit
+from kvtier_connector.io_workers.reading_limit import FEWEST_READING
 from kvtier_connector.io_workers.task_table import ENTRIES
 from kvtier_connector.io_workers.tasks import Ending, Lane
 from kvtier_connector.store.blockstore import Hit, Miss, Present, Stored, StoreFault
@@ -59,9 +59,8 @@ def reading(
 
 
 def reading_with_few(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> tuple[PoolUnderTest, Path]:
-    """Return a pool of six workers of which as few as possible read until a file is removed, and this file."""
+    """Return a pool of six workers, where only as many read as at first; and a file. They wait until it is removed."""
     monkeypatch.setattr(pool_module, "_SLOW_SECONDS", math.inf)
-    monkeypatch.setattr(ReadingLimit, "most", lambda _, workers: min(workers, FEWEST_READING))
     gate = shut(pools)
     pool = pools.make(workers=6, file_system="worker_fs:GatedFs")
     pool.write(*range(8))

@@ -476,7 +476,6 @@ def test_steps_of_a_head_are_long_where_all_others_wait_for_it(
 ) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, most_tokens=2 * len(PROMPT))))
     second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1e6), FixedRate(1.0)
-    second.manager.splits.is_worth_joining = lambda _: True  # type: ignore[method-assign]  # however short it is
     for number, prompt in enumerate((PROMPT, *others)):
         second.add(f"{number}", prompt)
     if has_waited:
