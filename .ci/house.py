@@ -32,7 +32,6 @@ ADDED = frozenset(
         "connector/kvtier_connector/vllm_adapter/request_log.py",
         "connector/kvtier_connector/vllm_adapter/split_scheduler.py",
         "e2e/bench/blocks/burst.py",
-        "e2e/bench/blocks/slow_streams.py",
         "e2e/bench/cells.py",
         "e2e/engines/paced.py",
         "e2e/bench/throttle.py",

@@ -39,24 +39,16 @@ _MODEL_LENGTH_STEP = 1024
 
 
 class HeavyCell(enum.StrEnum):
-    """One measurement."""
+    """One measurement; README.md says what each of them is."""
 
     AGENTS = "agents"
-    """Agents whose histories grow, more of them than GPU and CPU tier hold together."""
     LONG = "long"
-    """Very long prompts that come at once, after a restart."""
     BURSTS = "bursts512"
-    """Many short prompts at once after a restart, then again."""
     PREEMPTION = "preemption"
-    """Long answers that the GPU has no room for."""
     KILLED = "killed"
-    """Conversations whose engine is killed."""
     RATES = "rates"
-    """Arrivals and single prompts from a volume that is slowed down on purpose, after a restart."""
     RETURNING = "returning"
-    """The agents' last prompts at once, after GPU and CPU tier were emptied."""
     ROUTER = "router"
-    """Groups of prompts that share a prefix, placed on engines at random, then by their prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)

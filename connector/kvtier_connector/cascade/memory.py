@@ -42,12 +42,7 @@ class BlockMemory:
     """The blocks that one engine knows. Owned by one thread."""
 
     def __init__(self, *, remembered: int = _REMEMBERED, now: Callable[[], float] = time.monotonic) -> None:
-        """Start without a block.
-
-        Args:
-            remembered: How many blocks are kept.
-            now: Seconds that never go back.
-        """
+        """Start without a block; so many are kept, and `now` gives seconds that never go back."""
         self._remembered = remembered
         self._now = now
         self._seen: OrderedDict[BlockKey, float] = OrderedDict()

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 JOIN_SECONDS = 0.015
 """A join takes so much longer than a load: it waits for the step under way, and for chunks that come between steps."""
 PAUSE_WEIGHT = 0.25
 """A second by which an answer under way is paused counts as so many seconds until a first token."""
-LONG_TOKENS = 4096
-"""A hit of so many is never computed without a look at what the volume gives meanwhile."""
+HIT_SECONDS = 0.01
+"""A hit takes so much longer than its bytes at the volume's rate: chunks come in rounds, and are copied to the GPU."""
+LONG_TOKENS, LOOK_SECONDS = 4096, 2.0
+"""A hit of so many tokens is computed only where it waits for none, and the volume was measured so lately."""
 NEW_SHARE = 0.3
 """Weight of a new measurement of a rate."""
 KNOWN_SECONDS = 60.0
@@ -36,6 +39,8 @@ MEASURED_TOKENS = 1024
 """A step of fewer tokens, and of fewer than half of what a step may compute, says little about the rate of prefill."""
 FIRST_MEASURED_TOKENS = 256
 """A step of so many measures it all the same, if no other has."""
+ATTENTION_TOKENS = 50_000
+"""Until it is known: a token behind half as many others takes twice as long to compute as the first one."""
 
 
 class Way(enum.Enum):
@@ -75,6 +80,45 @@ class Rate:
         return units / self.value if self.value else math.inf
 
 
+def count_pairs(begin: float, tokens: float) -> float:
+    """Return the work of attention of so many tokens of a prompt behind others: twice the pairs that they make."""
+    return tokens * (2 * max(0, begin) + tokens)
+
+
+class PrefillRate(Rate):
+    """Tokens a second at the beginning of a prompt. Later ones take longer, for each attends to all before it."""
+
+    pair_seconds = 0.0
+    """How long a pair takes, see `count_pairs`."""
+
+    def observe(self, units: float, seconds: float, pairs: float = 0) -> None:
+        """Take in how long tokens and their pairs took; of both, the one that takes longer is learnt from most."""
+        if not (self.value and self.pair_seconds and pairs):
+            super().observe(units + pairs / ATTENTION_TOKENS, seconds)
+            self.pair_seconds = self.pair_seconds or (pairs and 1 / (ATTENTION_TOKENS * self.value))
+        elif seconds > 0:
+            attending = pairs * self.pair_seconds
+            expected = units / self.value + attending
+            ratio, share = (seconds / expected) ** NEW_SHARE, attending / expected
+            self.value /= ratio ** (1 - share)
+            self.pair_seconds *= ratio**share
+
+    def seconds(self, units: float, begin: float = 0, *, pairs: float | None = None) -> float:
+        """Return how long so many tokens take behind `begin` others of their prompt; or with so many pairs."""
+        pairs = count_pairs(begin, units) if pairs is None else pairs
+        return super().seconds(units) + pairs * self.pair_seconds
+
+    def head(self, begin: float, tokens: float, volume: float) -> float:
+        """Return how many of some tokens are computed while a volume of so many tokens a second gives the others."""
+        # Both take as long: pair_seconds * head**2 + linear * head == all / volume.
+        linear, square = self.seconds(1, begin) + 1 / volume, max(0.0, tokens) / volume
+        return 2 * square / (linear + math.sqrt(linear**2 + 4 * self.pair_seconds * square))
+
+    def head_rate(self, begin: float, tokens: float, volume: float) -> float:
+        """Return at how many tokens a second `head` is computed."""
+        return 1 / self.seconds(1, begin + self.head(begin, tokens, volume) / 2)
+
+
 class Rates:
     """See the module."""
 
@@ -86,10 +130,10 @@ class Rates:
         Args:
             now: Seconds that never go back.
             min_tokens: Hits of fewer tokens are computed.
-            most_step_tokens: Most tokens of one step.
+            most_step_tokens: Of one step.
         """
-        self.prefill = Rate()
-        """Tokens a second, as the engine computes prompts."""
+        self.prefill = PrefillRate()
+        """How quickly the engine computes prompts."""
         self.volume = Rate()
         """Tokens a second that the volume gives, to all requests; 0 before the first, and after it hung."""
         self.is_hanging = self.has_hung = False
@@ -102,25 +146,33 @@ class Rates:
         self._min_tokens = min_tokens
         self._measured_tokens = min(MEASURED_TOKENS, most_step_tokens // 2)
         self._in_flight = 0
-        self._ended = (0, 0.0)
-        """Tokens and seconds of the step that ended before the last one; none where the GPU was idle between."""
+        self._steps: deque[tuple[int, float]] = deque()
+        """Tokens and pairs of each step that has not ended."""
+        self._ended = (0, 0.0, 0.0)
+        """Tokens, pairs and seconds of the step that ended before the last one; none where the GPU was idle between."""
         self._scheduled_at = 0.0
         self._window_began = self._moved_at = self._window_landed = self._window_longest = 0.0
         self._measured_at = -math.inf
 
-    def note_step(self, tokens: int, in_flight: int) -> None:
-        """Take in how many tokens a step computes, as it is scheduled, and how many are in flight without it."""
+    def note_step(self, tokens: int, in_flight: int, pairs: float = 0) -> None:
+        """Take in the tokens of a step and their pairs, as it is scheduled, and the tokens in flight without it."""
         now = self.now()
         ended, self._in_flight = self._in_flight - in_flight, in_flight + tokens
+        ended_pairs, left = 0.0, sum(tokens for tokens, _ in self._steps)
+        while self._steps and left - self._steps[0][0] >= in_flight:
+            left -= self._steps[0][0]
+            ended_pairs += self._steps.popleft()[1]
+        if tokens:
+            self._steps.append((tokens, pairs))
         if ended > 0:
             self.step_seconds = seconds = now - self._scheduled_at
             # Where this call is late, the next step has ended as well: the mean of two is right.
-            before, self._ended = self._ended, (ended, seconds)
+            before, self._ended = self._ended, (ended, ended_pairs, seconds)
             least = self._measured_tokens if self.prefill.value else min(FIRST_MEASURED_TOKENS, self._measured_tokens)
             if ended >= least:
-                self.prefill.observe(ended + before[0], seconds + before[1])
+                self.prefill.observe(ended + before[0], seconds + before[2], ended_pairs + before[1])
         if not in_flight:
-            self._ended = (0, 0.0)
+            self._ended = (0, 0.0, 0.0)
         if ended > 0 or not in_flight:
             self._scheduled_at = now
 
@@ -174,16 +226,17 @@ class Rates:
     @property
     def busy_seconds(self) -> float:
         """How long the steps that are scheduled already still take to compute prompts."""
-        tokens = self._in_flight
-        return max(0.0, self.prefill.seconds(tokens) - (self.now() - self._scheduled_at)) if tokens else 0.0
+        tokens, pairs = self._in_flight, sum(pairs for _, pairs in self._steps)
+        return max(0.0, self.prefill.seconds(tokens, pairs=pairs) - self.now() + self._scheduled_at) if tokens else 0.0
 
     def choose(  # noqa: PLR0913 - keywords
         self,
         tokens: int,
         *,
         unread: int,
+        begin: int = 0,
         queued: int = 0,
-        backlog: float = 0,
+        backlog: float = 0.0,
         answering: int = 0,
         may_split: bool = False,
     ) -> Way:
@@ -192,29 +245,30 @@ class Rates:
         Args:
             tokens: Tokens of the hit.
             unread: Tokens of those chunks of it that must be read.
+            begin: Tokens before it.
             queued: Tokens that were ordered before and are not there yet.
-            backlog: Tokens that the engine computes before.
+            backlog: Seconds of what the engine computes before.
             answering: Requests whose answers are under way; a step that computes a prompt pauses them.
             may_split: Whether the hit may be split.
         """
         if tokens < self._min_tokens:
             return Way.SHORT
-        trial = Way.SPLIT if may_split else Way.LOAD
-        volume, prefill = self.volume.value, self.prefill.value
+        trial, volume = Way.SPLIT if may_split else Way.LOAD, self.volume.value
         if self.is_hanging:
             return Way.COMPUTE
-        if not (volume and prefill):
+        if not (volume and self.prefill.value):
             return trial
-        busy, paused = self.busy_seconds, PAUSE_WEIGHT * answering
+        busy, paused, computing = self.busy_seconds, PAUSE_WEIGHT * answering, self.prefill.seconds(tokens, begin)
         seconds = {
-            Way.LOAD: max(busy, self.latency_seconds + self.volume.seconds(queued + unread)),
-            Way.COMPUTE: busy + self.prefill.seconds(backlog + tokens) + paused * self.prefill.seconds(tokens),
+            Way.LOAD: max(busy, self.latency_seconds + self.volume.seconds(queued + unread)) + HIT_SECONDS,
+            Way.COMPUTE: busy + backlog + (1 + paused) * computing,
         }
         if may_split:
-            work = queued + unread * (1 + paused) + backlog + busy * prefill
-            seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS
-            if tokens >= LONG_TOKENS:
-                # Its head is computed anyway, and a volume that is not read is not measured.
+            prefill = self.prefill.head_rate(begin, unread, volume)
+            work = queued + unread * (1 + paused) + (backlog + busy) * prefill
+            seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS + HIT_SECONDS
+            if tokens >= LONG_TOKENS and (queued or backlog or self.now() - self._measured_at >= LOOK_SECONDS):
+                # Its head is computed anyway, and until its turn comes the volume may give more than now.
                 del seconds[Way.COMPUTE]
         way = min(seconds, key=seconds.__getitem__)
         return trial if way is Way.COMPUTE and self.now() - self._measured_at >= KNOWN_SECONDS else way

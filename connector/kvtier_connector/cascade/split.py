@@ -98,11 +98,6 @@ class Split:
             and self.computed // self.chunk_tokens * self.chunk_tokens >= self.ready_from
         )
 
-    @property
-    def is_overtaken(self) -> bool:
-        """Whether the head was computed to the end of the hit."""
-        return self.computed >= self.end
-
     def offer(self, state: RequestGroupState, primary: CpuTier, request: TierRequest) -> None:
         """Offer the hit to the CPU tier like anything that was computed, unless it would take most of its rows."""
         # Where chunks could not be read, it may take all of them.
@@ -173,9 +168,10 @@ class Splits:
 
     def expect_meeting(self, split: Split, ordered: int = 0) -> int:
         """Return where a head is expected to reach what was read, with a margin for the volume; see `window_chunks`."""
-        volume, prefill = self.rates.volume.value, self.rates.prefill.value
-        if not (volume and prefill):
+        volume = self.rates.volume.value
+        if not (volume and self.rates.prefill.value):
             return split.computed
+        prefill = self.rates.prefill.head_rate(split.computed, split.missing, volume)
         share = volume / (prefill + volume)
         # The head begins behind the heads before it, and the tail behind what was ordered.
         earlier = itertools.takewhile(lambda each: each is not split, self._splits.values())
@@ -187,12 +183,13 @@ class Splits:
 
     @property
     def work(self) -> tuple[float, float]:
-        """Return the tokens that are yet to be computed of all hits, and those that are yet to be ordered."""
-        prefill, volume = self.rates.prefill.value, self.rates.volume.value
-        missing = sum(split.missing for split in self._splits.values())
-        heads = missing * prefill / (prefill + volume) if volume else float(missing)
-        ordered = sum((split.ordered - split.ready) * split.chunk_tokens for split in self._splits.values())
-        return heads, max(0.0, missing - heads - ordered)
+        """Return the seconds that computing the heads of all hits takes, and the tokens that are yet to be ordered."""
+        prefill, volume, seconds, tails = self.rates.prefill, self.rates.volume.value, 0.0, 0.0
+        for split in self._splits.values() if prefill.value and volume else ():
+            head = prefill.head(split.computed, split.missing, volume)
+            seconds += prefill.seconds(head, split.computed)
+            tails += split.missing - head - (split.ordered - split.ready) * split.chunk_tokens
+        return seconds, max(0.0, tails)
 
     def begin(self, name: str, split: Split) -> None:
         """Begin to read a hit from its end."""
@@ -239,18 +236,18 @@ class Splits:
         computed, missing = split.computed, split.missing
         if not missing:
             return split.end - computed
-        size = split.chunk_tokens
-        head = missing
-        volume, prefill = self.rates.volume.value, self.rates.prefill.value
-        if not (volume and prefill):
+        size, head = split.chunk_tokens, missing
+        volume, prefill = self.rates.volume.value, self.rates.prefill
+        if not (volume and prefill.value):
             # A volume that was never measured may have given all of it by the end of the next step.
             head = computed - split.local_tokens
         elif self._is_moving(split, since=split.moved_at):
-            left = missing - volume * self.rates.prefill.seconds(in_flight)
-            head = math.ceil(max(0.0, left) * prefill / (prefill + volume))
-            if head < self.least_head_tokens and missing > head and volume >= prefill * head / (missing - head):
+            left = missing - volume * prefill.seconds(in_flight, computed - in_flight)
+            head = math.ceil(prefill.head(computed, left, volume))
+            rate = prefill.head_rate(computed, left, volume)
+            if head < self.least_head_tokens and missing > head and volume >= rate * head / (missing - head):
                 # That takes a moment. A read that takes longer is not waited for much longer than computing takes.
-                patience = max(self.join_seconds, self.rates.prefill.seconds(missing))
+                patience = max(self.join_seconds, prefill.seconds(missing, computed))
                 if in_flight or self.rates.now() - split.moved_at < patience:
                     return 0
         most = max(self.head_tokens, head // 2) if is_awaited else self.head_tokens
@@ -261,14 +258,14 @@ class Splits:
         """Say whether computing what the volume may give of a hit takes longer than a join."""
         # Of a volume that hung, only what has come counts: the small steps of a head would cost more than it gives.
         begin = split.ready_from if self.rates.has_hung else split.computed
-        return self.rates.prefill.seconds(split.end - begin) > self.join_seconds
+        return self.rates.prefill.seconds(split.end - begin, begin) > self.join_seconds
 
     def is_patient(self, split: Split) -> bool:
         """Say whether the head may be held back for requests that must compute.
 
         It is held back no longer than computing the whole hit takes, and not for a volume that gives nothing.
         """
-        computing = self.rates.prefill.seconds(split.end - split.local_tokens)
+        computing = self.rates.prefill.seconds(split.end - split.local_tokens, split.local_tokens)
         return self._is_moving(split, since=split.moved_at) and self.rates.now() - split.began_at < computing
 
     def wait_for(self, keys: Sequence[OffloadKey], context: ReqContext) -> Callable[[], bool] | None:

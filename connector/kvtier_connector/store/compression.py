@@ -236,15 +236,12 @@ class Compression:
 
     def __init__(self, mode: str, profile: Callable[[], VolumeProfile]) -> None:
         """Store the settings; `profile` reads the measurements of the volume, and is called at each trial."""
+        self.is_considered = mode != engine.COMPRESSION_OFF and is_available()
+        """Whether blocks may be compressed at all."""
         self._mode = mode
         self._profile = profile
         self._width = 0
         self._left = 0
-
-    @property
-    def is_considered(self) -> bool:
-        """Whether blocks may be compressed at all."""
-        return self._mode != engine.COMPRESSION_OFF and is_available()
 
     def width_for(self, payload: memoryview, codec_here: Codec, scratch: memoryview) -> int:
         """Return the width, 0 to write the block as it is. The codec is the calling thread's."""

@@ -426,8 +426,7 @@ class PurgeLog:
         finally:
             self._fs.close(fd)
         with self._lock:
-            # Another thread may have read the same: twice costs nothing.
-            # All processes of the machine share this clock.
+            # Another thread may have read the same: twice costs nothing. All processes of the machine share this clock.
             now = time.monotonic()
             self._seen += [(now, purge) for purge in found]
             if len(self._seen) > _MOST_KEPT:

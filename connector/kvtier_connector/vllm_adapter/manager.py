@@ -66,8 +66,8 @@ class KVTierManager(TieringOffloadingManager):
         """Whether the GPU holds no block of any request, and none to share."""
         self.spoilt: set[OffloadKey] = set()
         """Chunks under way to the CPU tier whose blocks may hold something else by now."""
-        self.count_work: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """How many tokens the engine computes before those of a request that is asked for now."""
+        self.count_work: Callable[[], tuple[float, int]] = lambda: (0.0, 0)
+        """How many seconds the engine computes before a request that is asked for now, and how many it answers."""
 
     def request(self, context: ReqContext) -> TierRequest:
         """Return what the tier keeps of a request."""
@@ -166,6 +166,7 @@ class KVTierManager(TieringOffloadingManager):
         return self.tier.rates.choose(
             tokens,
             unread=len(on_volume) * size[0],
+            begin=min(ends) - size[0] if ends else 0,
             queued=max(0, queued) + tails,
             backlog=backlog + heads,
             answering=answering,
@@ -247,9 +248,11 @@ class KVTierManager(TieringOffloadingManager):
         """Do without the rest of a load from a volume that hangs, or that became slower than computing."""
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
         left, tokens = load.rows.count(NO_ROW) - len(load.failed), len(load.keys) * size
+        end = load.context.get_offload_key_position(load.keys[-1]) or tokens
         # Of a load of several groups, vLLM computes everything if a part is missing.
-        computing = rates.prefill.seconds(left * size if len(self.tier.requests.tokens) == 1 else tokens)
-        is_late = rates.now() - load.began_at > rates.prefill.seconds(tokens)
+        rest = left * size if len(self.tier.requests.tokens) == 1 else tokens
+        computing = rates.prefill.seconds(rest, end - rest)
+        is_late = rates.now() - load.began_at > rates.prefill.seconds(tokens, end - tokens)
         is_slower = is_late and rates.volume.seconds(left * size) > computing
         if not left or not (rates.is_hanging or is_slower or rates.is_stalled(computing)):
             return

@@ -139,7 +139,7 @@ VOLUME_RATE = _gauge(
 )
 PREFILL_RATE = _gauge(
     "vllm:kvtier_disk_compute_tokens_per_second",
-    "Tokens a second at which the engine computed its last large steps; 0 before the first.",
+    "Tokens a second at which the engine computes the beginning of a prompt; 0 before the first.",
 )
 
 FIRST_TOKENS = Metric(

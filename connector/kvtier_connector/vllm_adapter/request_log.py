@@ -138,6 +138,8 @@ class LoggingScheduler(AdmittingScheduler):
         if not volume:
             way = Way.LOAD if tokens else Way.COMPUTE
         rates = self.manager.tier.rates
+        # Another engine would give another one: names are short enough to be guessed.
+        mark = hashlib.blake2b(found.tenant.encode(), key=self._mark_key, digest_size=4)
         logger.debug(
             "Found request=%s prompt=%d gpu=%d memory=%d volume=%d way=%s why_not=%s tenant=%s "
             "volume_rate=%.0f compute_rate=%.0f seconds=%.3f",
@@ -148,7 +150,7 @@ class LoggingScheduler(AdmittingScheduler):
             volume,
             (way or Way.LOAD).value,
             self._causes_of(found),
-            self._mark_of(found.tenant),
+            mark.hexdigest() if found.tenant else _NOTHING,
             rates.volume.value,
             rates.prefill.value,
             time.monotonic() - entry.began_at,
@@ -183,10 +185,6 @@ class LoggingScheduler(AdmittingScheduler):
         if not found.hints.may_load:
             causes[NO_LOAD] = 0
         return _text_of(causes)
-
-    def _mark_of(self, tenant: str) -> str:
-        """Return a mark that another engine would not give: names are short enough to be guessed."""
-        return hashlib.blake2b(tenant.encode(), key=self._mark_key, digest_size=4).hexdigest() if tenant else _NOTHING
 
 
 def _text_of(causes: dict[str, int]) -> str:

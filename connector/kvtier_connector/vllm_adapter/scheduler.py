@@ -33,7 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvtier_connector.cascade.fetch import Load, Piece
 from kvtier_connector.cascade.hints import parse_hints
-from kvtier_connector.cascade.rates import Way
+from kvtier_connector.cascade.rates import Way, count_pairs
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.cascade.split import Split, may_be_split
 from kvtier_connector.vllm_adapter.fingerprint import Declared
@@ -227,14 +227,15 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         # The volume has these chunks.
         status.group_states[0].next_stored_chunk_idx = local // size + len(keys)
 
-    def _count_work(self) -> tuple[int, int]:
-        """Return the tokens that running requests compute before one that waits, besides heads, and how many answer."""
+    def _count_work(self) -> tuple[float, int]:
+        """Return the seconds that running requests compute before one that waits, besides heads; how many answer."""
         missing = [
-            request.num_prompt_tokens - request.num_computed_tokens
+            (request.num_prompt_tokens - request.num_computed_tokens, request.num_computed_tokens)
             for request in (status.req for status in self._req_status.values())
             if request.status is RequestStatus.RUNNING and self._splits.get(request.request_id) is None
         ]
-        return sum(tokens for tokens in missing if tokens > 0), sum(tokens <= 0 for tokens in missing)
+        seconds = sum(self.manager.tier.rates.prefill.seconds(*each) for each in missing if each[0] > 0)
+        return seconds, sum(tokens <= 0 for tokens, _ in missing)
 
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -270,7 +271,12 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens.look()
         running = (status.req for status in self._req_status.values() if not status.req.is_finished())
         in_flight = sum(request.num_in_flight_tokens for request in running)
-        self.manager.tier.rates.note_step(scheduler_output.total_num_scheduled_tokens, in_flight)
+        # How long a token of an answer takes says nothing about prompts.
+        prompts = [
+            (self._req_status[name].req, n) for name, n in scheduler_output.num_scheduled_tokens.items() if n > 1
+        ]
+        pairs = sum(count_pairs(request.num_computed_tokens, tokens) for request, tokens in prompts)
+        self.manager.tier.rates.note_step(scheduler_output.total_num_scheduled_tokens, in_flight, pairs)
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()
         for name in preempted:

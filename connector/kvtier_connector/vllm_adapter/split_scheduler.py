@@ -323,7 +323,7 @@ class SyncSplitScheduler(Scheduler):
             if split is None:
                 continue
             split.computed = request.num_computed_tokens
-            if split.is_overtaken or self._is_lost(split) or not splits.is_worth_joining(split):
+            if split.computed >= split.end or self._is_lost(split) or not splits.is_worth_joining(split):
                 self._tier.end_split(request.request_id, has_joined=False)
                 if request.num_prompt_tokens - split.computed <= splits.head_tokens:
                     self._room = splits.least_head_tokens

@@ -36,7 +36,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvtier_connector.cascade.rates import Rate
+from kvtier_connector.cascade.rates import PrefillRate
 
 BLOCK_TOKENS = 16
 LANES = 32
@@ -103,11 +103,11 @@ class Shape:
     """Whether new blocks are zeroed, which vLLM's runner does before the connector hears of the step."""
 
 
-class FixedRate(Rate):
+class FixedRate(PrefillRate):
     """A rate that is not measured."""
 
     @override
-    def observe(self, units: float, seconds: float) -> None:
+    def observe(self, units: float, seconds: float, pairs: float = 0) -> None:
         """Measure nothing."""
 
 

@@ -21,8 +21,8 @@ PATIENCE_SECONDS = 300.0
 class PatientRates(rates.Rates):
     """Learns nothing about prefill: while that is not known, every hit is read."""
 
-    def note_step(self, tokens: int, in_flight: int) -> None:
-        super().note_step(tokens, in_flight)
+    def note_step(self, tokens: int, in_flight: int, pairs: float = 0) -> None:
+        super().note_step(tokens, in_flight, pairs)
         self.prefill.value = 0.0
 
 

@@ -22,15 +22,13 @@ from kvtier_connector.cascade.rates import (
     STALLED_SECONDS,
     Rates,
     Way,
+    count_pairs,
 )
 from kvtier_connector.cascade.split import Split, Splits
 
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 PREFILL = 20_000.0
-PROMPT_SECONDS = 0.25
-PROMPT_RATE = 8 * TOKENS_PER_BLOCK / PROMPT_SECONDS
-"""At which a prompt of eight blocks takes so long."""
 CHUNK_TOKENS = 128
 
 
@@ -124,6 +122,26 @@ def test_steps_that_end_measure_prefill(calls: list[tuple[float, int, int]], clo
         clock.seconds = begin + seconds
         rates.note_step(tokens, in_flight)
     assert rates.prefill.value == pytest.approx(PREFILL, rel=0.4)
+
+
+def test_steps_at_the_end_of_long_prompts_say_how_long_those_at_the_beginning_take(clock: Clock) -> None:
+    rates, begins, attention_tokens = Rates(now=clock), range(0, 65_536, 2048), 20_000
+    seconds_of = {begin: 2048 * (1 + (2 * begin + 2048) / attention_tokens) / PREFILL for begin in begins}
+    before = None
+    for begin in (*begins,) * 8:
+        # Two steps are in flight.
+        rates.note_step(2048, 0 if before is None else 2048, count_pairs(begin, 2048))
+        clock.seconds += seconds_of.get(before, 0.0)
+        before = begin
+    rates.note_step(1, 0)
+    learnt = {begin: rates.prefill.seconds(2048, begin) for begin in begins}
+    assert learnt == pytest.approx(seconds_of, rel=0.1)
+    assert rates.prefill.seconds(65_536) == pytest.approx(sum(learnt.values()))
+    head = rates.prefill.head(2048, 32_768, 10_000)
+    # What is not computed comes meanwhile.
+    assert rates.prefill.seconds(head, 2048) == pytest.approx((32_768 - head) / 10_000, rel=1e-3)
+    read(rates, clock, 1_500)
+    assert (rates.choose(2048, unread=2048), rates.choose(32_768, unread=32_768)) == (Way.COMPUTE, Way.LOAD)
 
 
 def test_a_request_that_is_gone_has_computed_nothing(clock: Clock) -> None:
@@ -244,23 +262,11 @@ def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right
     assert rig.metric("vllm:kvtier_disk_load_tokens_per_second") > 0
 
 
-@pytest.mark.parametrize(
-    ("seconds", "rates", "windows"),
-    [
-        pytest.param(60.0, (PREFILL, 0.0), (None,), id="computing would be over"),
-        pytest.param(STALLED_SECONDS, (1.0, 0.0), (None,), id="computing would take long"),
-        pytest.param(STALLED_SECONDS, (0.0, 0.0), (None, WINDOW_TOKENS), id="nothing is known of computing"),
-        pytest.param(
-            0.9 * PROMPT_SECONDS,
-            (PROMPT_RATE, 500_000.0),
-            (None,),
-            id="nothing comes for a part of the time that computing takes",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "rates", "is_windowed"), TABLES["hangs"].values(), ids=TABLES["hangs"])
 def test_a_load_is_given_up_once_the_volume_hangs(
-    seconds: float, rates: tuple[float, float], windows: tuple[int | None, ...], engines: Engines, clock: Clock
+    seconds: float, rates: tuple[float, float], engines: Engines, clock: Clock, *, is_windowed: bool
 ) -> None:
+    windows = (None, WINDOW_TOKENS) if is_windowed else (None,)
     prompt, shape = prompt_of(8), Shape(windows=windows)
     first = stored(engines, prompt, shape)
     fourth = engines.file_of(first, prompt, 3).name
