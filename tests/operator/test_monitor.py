@@ -237,4 +237,4 @@ def test_the_effect_is_advice_and_never_takes_ready_away(outcome: str, verdict: 
     assert (told["status"], told["reason"]) == (verdict, reason)
     assert condition(found, "Ready")["status"] == "True"
     if verdict != "Unknown":
-        assert "it gives an engine 40,000 tokens a second, which computes up to 10,000" in told["message"]
+        assert "it gives an engine 40,000 tokens a second, which computes 10,000" in told["message"]

@@ -137,7 +137,7 @@ def _effect(found: EffectResult) -> Problem:
     gave = (
         f"the volume gave about {_about(found.loaded_tokens)} tokens in the last hour, and "
         f"{_about(found.computed_hits)} hits were computed because that was quicker; "
-        f"it gives an engine {_about(found.load_rate)} tokens a second, which computes up to {_about(found.compute_rate)}"
+        f"it gives an engine {_about(found.load_rate)} tokens a second, which computes {_about(found.compute_rate)}"
     )
     match found.outcome:
         case EffectOutcome.PAYS:
