@@ -53,17 +53,15 @@ class HeavyCell(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class HeavySizes:
-    """How large the workloads are."""
+    """How large the workloads are; sizes.yaml says more."""
 
     agents: int
     agent_tokens: int
-    """Of the first prompt of an agent."""
     agent_step_tokens: int
     agent_steps: int
     agent_gap_seconds: float
     """Mean time from an answer to the next prompt."""
     agent_output: int
-    """Least tokens of an answer; the most are twice as many."""
     long_prompts: int
     long_tokens: int
     bursts: int
@@ -85,13 +83,11 @@ class HeavySizes:
     groups: int
     group_requests: int
     group_tokens: int
-    """Of the prefix that a group shares."""
     group_own_tokens: int
     group_output: int
     group_spread: int
     """Prompts of so many groups come mixed."""
     group_at_a_time: int
-    """Of each engine."""
 
 
 @dataclass(frozen=True, slots=True)

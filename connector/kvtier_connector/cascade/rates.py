@@ -41,6 +41,8 @@ FIRST_MEASURED_TOKENS = 256
 """A step of so many measures it all the same, if no other has."""
 ATTENTION_TOKENS = 50_000
 """Until it is known: a token behind half as many others takes twice as long to compute as the first one."""
+APART_SHARE = 0.25
+"""It is known once attention took so much of a step's time: shorter prompts say little about it."""
 
 
 class Way(enum.Enum):
@@ -90,18 +92,20 @@ class PrefillRate(Rate):
 
     pair_seconds = 0.0
     """How long a pair takes, see `count_pairs`."""
+    _is_apart = False
 
     def observe(self, units: float, seconds: float, pairs: float = 0) -> None:
         """Take in how long tokens and their pairs took; of both, the one that takes longer is learnt from most."""
         if not (self.value and self.pair_seconds and pairs):
             super().observe(units + pairs / ATTENTION_TOKENS, seconds)
-            self.pair_seconds = self.pair_seconds or (pairs and 1 / (ATTENTION_TOKENS * self.value))
+            self.pair_seconds = 1 / (ATTENTION_TOKENS * self.value) if pairs and self.value else self.pair_seconds
         elif seconds > 0:
             attending = pairs * self.pair_seconds
             expected = units / self.value + attending
             ratio, share = (seconds / expected) ** NEW_SHARE, attending / expected
-            self.value /= ratio ** (1 - share)
-            self.pair_seconds *= ratio**share
+            self._is_apart |= share > APART_SHARE
+            self.value /= ratio ** (1 - share if self._is_apart else 1)
+            self.pair_seconds *= ratio ** (share if self._is_apart else 1)
 
     def seconds(self, units: float, begin: float = 0, *, pairs: float | None = None) -> float:
         """Return how long so many tokens take behind `begin` others of their prompt; or with so many pairs."""

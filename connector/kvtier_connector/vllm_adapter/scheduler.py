@@ -271,11 +271,10 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._first_tokens.look()
         running = (status.req for status in self._req_status.values() if not status.req.is_finished())
         in_flight = sum(request.num_in_flight_tokens for request in running)
+        planned = ((self._req_status[name].req, n) for name, n in scheduler_output.num_scheduled_tokens.items())
+        begins = ((req, req.num_computed_tokens, n) for req, n in planned)
         # How long a token of an answer takes says nothing about prompts.
-        prompts = [
-            (self._req_status[name].req, n) for name, n in scheduler_output.num_scheduled_tokens.items() if n > 1
-        ]
-        pairs = sum(count_pairs(request.num_computed_tokens, tokens) for request, tokens in prompts)
+        pairs = sum(count_pairs(begin, n) for req, begin, n in begins if begin < req.num_prompt_tokens)
         self.manager.tier.rates.note_step(scheduler_output.total_num_scheduled_tokens, in_flight, pairs)
         self._read_ahead_of_answered()
         preempted = scheduler_output.preempted_req_ids or ()

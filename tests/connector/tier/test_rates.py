@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from vllm.v1.kv_offload.base import ReqContext
 from waiting import Clock
 
 from kvtier_connector.cascade.rates import (
+    ATTENTION_TOKENS,
     JOIN_SECONDS,
     KNOWN_SECONDS,
     LEAST_PATIENCE_SECONDS,
+    LOOK_SECONDS,
     STALLED_SECONDS,
     Rates,
     Way,
@@ -82,6 +85,9 @@ def test_a_volume_is_tried_that_was_never_measured_won_or_lost_long_ago(clock: C
     assert rates.choose(32_000, unread=32_000) is Way.LOAD
     read(rates, clock, 10)
     assert rates.choose(32_000, unread=32_000) is Way.COMPUTE
+    assert rates.choose(32_000, unread=32_000, may_split=True) is Way.COMPUTE
+    clock.seconds += LOOK_SECONDS
+    assert rates.choose(32_000, unread=32_000, may_split=True) is Way.SPLIT
     rates = measured(clock, 500_000)
     clock.seconds += 10 * KNOWN_SECONDS
     assert rates.choose(32_000, unread=32_000, may_split=True) is Way.LOAD
@@ -127,21 +133,36 @@ def test_steps_that_end_measure_prefill(calls: list[tuple[float, int, int]], clo
 def test_steps_at_the_end_of_long_prompts_say_how_long_those_at_the_beginning_take(clock: Clock) -> None:
     rates, begins, attention_tokens = Rates(now=clock), range(0, 65_536, 2048), 20_000
     seconds_of = {begin: 2048 * (1 + (2 * begin + 2048) / attention_tokens) / PREFILL for begin in begins}
-    before = None
-    for begin in (*begins,) * 8:
-        # Two steps are in flight.
-        rates.note_step(2048, 0 if before is None else 2048, count_pairs(begin, 2048))
+    # Two steps are in flight.
+    for before, begin in itertools.pairwise((-1, *[*begins] * 8)):
+        rates.note_step(2048, 0 if before < 0 else 2048, count_pairs(begin, 2048))
         clock.seconds += seconds_of.get(before, 0.0)
-        before = begin
     rates.note_step(1, 0)
     learnt = {begin: rates.prefill.seconds(2048, begin) for begin in begins}
     assert learnt == pytest.approx(seconds_of, rel=0.1)
     assert rates.prefill.seconds(65_536) == pytest.approx(sum(learnt.values()))
     head = rates.prefill.head(2048, 32_768, 10_000)
-    # What is not computed comes meanwhile.
-    assert rates.prefill.seconds(head, 2048) == pytest.approx((32_768 - head) / 10_000, rel=1e-3)
+    assert rates.prefill.seconds(head, 2048) == pytest.approx((32_768 - head) / 10_000, rel=1e-3), "both take as long"
     read(rates, clock, 1_500)
     assert (rates.choose(2048, unread=2048), rates.choose(32_768, unread=32_768)) == (Way.COMPUTE, Way.LOAD)
+    assert rates.choose(2048, unread=2048, begin=65_536) is Way.LOAD
+
+
+def test_short_prompts_say_nothing_about_attention(clock: Clock) -> None:
+    rates = Rates(now=clock)
+    for seconds in (5.0, *[0.1] * 30):
+        rates.note_step(2048, 0, count_pairs(0, 2048))
+        clock.seconds += seconds
+    short = 0.1 / (2048 + 2048**2 / ATTENTION_TOKENS)
+    assert rates.prefill.seconds(32_768) == pytest.approx(short * (32_768 + 32_768**2 / ATTENTION_TOKENS), rel=0.1)
+
+
+def test_an_engine_counts_how_far_behind_its_prompts_are_computed(engines: Engines) -> None:
+    engine, told = engines.make(Shape()), []
+    engine.tier.rates.note_step = lambda *work: told.append(work[2])
+    engine.add("computed", prompt_of(8))
+    engine.run(lambda: "computed" in engine.answers)
+    assert sum(told) == count_pairs(0, len(prompt_of(8)))
 
 
 def test_a_request_that_is_gone_has_computed_nothing(clock: Clock) -> None:
@@ -236,6 +257,16 @@ def split_hit(rates: Rates, tokens: int) -> tuple[Splits, Split]:
     splits.begin("split", split)
     split.ordered, split.ready = 16, 1
     return splits, split
+
+
+@pytest.mark.parametrize(("volume", "ordered", "first"), TABLES["meetings"].values(), ids=TABLES["meetings"])
+def test_no_more_is_ordered_than_the_volume_may_give_until_both_meet(
+    volume: float, ordered: int, first: int, clock: Clock
+) -> None:
+    splits, split = split_hit(measured(clock, volume, prefill=8_000), 32 * CHUNK_TOKENS)
+    split.ordered = split.ready = 0
+    # Of 32 chunks a volume of half the rate gives 11, and half as many are a margin.
+    assert splits.expect_meeting(split, ordered) // CHUNK_TOKENS == first
 
 
 def test_a_head_waits_at_the_meeting_for_a_few_chunks_and_leaves_a_tail_that_is_computed_sooner(clock: Clock) -> None:

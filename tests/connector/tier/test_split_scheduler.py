@@ -12,9 +12,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from engine_fleet import Engines
 from engine_parts import BLOCK_TOKENS, IMAGE_TOKENS, FixedRate, Shape, answer_of, prompt_of
 from engine_rig import SimulatedEngine
@@ -33,6 +35,7 @@ from kvtier_connector.cascade.rates import STALLED_SECONDS, Rates
 from kvtier_connector.cascade.split import Split, Splits
 from kvtier_connector.store.fs import FileSystem
 
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SHAPE = Shape(is_splitting=True, most_tokens=64)
 CHUNKS = 14
 PROMPT, OTHER = prompt_of(CHUNKS), prompt_of(CHUNKS, seed=1)
@@ -151,14 +154,7 @@ def test_a_hit_of_a_volume_that_hung_is_computed_in_steps_as_long_as_any(second:
     assert second.answers["computes"] == answer_of(PROMPT, 1)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "is_hanging"),
-    [
-        pytest.param(CHUNKS, False, id="it joins"),
-        pytest.param(CHUNKS, True, id="all of it is computed, since the volume hangs"),
-        pytest.param(58, False, id="its head would take most of the CPU tier, which is left to others"),
-    ],
-)
+@pytest.mark.parametrize(("chunks", "is_hanging"), TABLES["ends"].values(), ids=TABLES["ends"])
 def test_a_prompt_that_was_split_is_in_the_cpu_tier_afterwards(
     engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch, chunks: int, *, is_hanging: bool
 ) -> None:
@@ -557,24 +553,6 @@ def test_chunks_are_ordered_ahead_for_two_steps_however_long_they_are() -> None:
     assert windows == [[150, 10, 0], [1000, 860, 0]]
 
 
-@pytest.mark.parametrize(
-    ("volume", "ordered", "first"),
-    [
-        pytest.param(4_000, 0, 16, id="slower than the engine"),
-        pytest.param(30_000, 0, 0, id="faster"),
-        pytest.param(4_000, 8, 24, id="behind chunks of others"),
-        pytest.param(4_000, 16, 32, id="behind so many that the head is computed before"),
-    ],
-)
-def test_no_more_is_ordered_than_the_volume_may_give_until_both_meet(volume: float, ordered: int, first: int) -> None:
-    rates = Rates(now=Clock(1000.0))
-    rates.prefill.observe(8_000, 1.0)
-    rates.volume.observe(volume, 1.0)
-    split = Split(ReqContext(req_id="splits"), keys(32), 0, BLOCK_TOKENS, 0)
-    # Of 32 chunks a volume of half the rate gives 11, and half as many are a margin.
-    assert Splits(rates, lambda _: None).expect_meeting(split, ordered) // BLOCK_TOKENS == first
-
-
 @pytest.mark.timeout(120)
 def test_long_prompts_that_do_not_fit_together_are_served_one_after_the_other(engines: Engines, fs: PacedFs) -> None:
     shape = replace(SHAPE, gpu_blocks=CHUNKS * 2, cpu_chunks=CHUNKS)
@@ -751,14 +729,7 @@ def ready_to_load(
     return engine, prompt
 
 
-@pytest.mark.parametrize(
-    ("most_wait", "copying", "steps"),
-    [
-        pytest.param(1.0, 1e18, 1, id="the step that copies"),
-        pytest.param(-1.0, 1e18, 2, id="the step after it"),
-        pytest.param(1.0, 1.0, 0, id="a step after the report, where copies take longer than steps"),
-    ],
-)
+@pytest.mark.parametrize(("most_wait", "copying", "steps"), TABLES["admissions"].values(), ids=TABLES["admissions"])
 def test_a_request_computes_before_its_load_is_reported(
     engines: Engines, most_wait: float, copying: float, steps: int
 ) -> None:
