@@ -244,8 +244,8 @@ class Splits:
         elif self._is_moving(split, since=split.moved_at):
             left = missing - volume * prefill.seconds(in_flight, computed - in_flight)
             head = math.ceil(prefill.head(computed, left, volume))
-            rate = prefill.head_rate(computed, left, volume)
-            if head < self.least_head_tokens and missing > head and volume >= rate * head / (missing - head):
+            rate = prefill.head_rate(computed, left, volume) if head < self.least_head_tokens else 0.0
+            if rate and missing > head and volume >= rate * head / (missing - head):
                 # That takes a moment. A read that takes longer is not waited for much longer than computing takes.
                 patience = max(self.join_seconds, prefill.seconds(missing, computed))
                 if in_flight or self.rates.now() - split.moved_at < patience:

@@ -247,9 +247,9 @@ class KVTierManager(TieringOffloadingManager):
     def give_up_late(self, load: Load) -> None:
         """Do without the rest of a load from a volume that hangs, or that became slower than computing."""
         rates, size = self.tier.rates, self.tier.requests.tokens[0]
-        left = load.rows.count(NO_ROW) - len(load.failed)
-        end = load.context.get_offload_key_position(load.keys[-1]) or len(load.keys) * size
-        tokens = min(end, len(load.keys) * size)
+        left, tokens = load.rows.count(NO_ROW) - len(load.failed), len(load.keys) * size
+        end = load.context.get_offload_key_position(load.keys[-1]) or tokens
+        tokens = min(tokens, end)
         # Of a load of several groups, vLLM computes everything if a part is missing.
         rest = left * size if len(self.tier.requests.tokens) == 1 else tokens
         computing = rates.prefill.seconds(rest, end - rest)
