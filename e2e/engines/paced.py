@@ -26,6 +26,8 @@ _TOKEN_SECONDS, _PAIR_SECONDS = 2.18e-5, 4.68e-10
 """Computing n tokens takes ``_TOKEN_SECONDS * n + _PAIR_SECONDS * n ** 2`` there."""
 _LEAST_SECONDS = 0.008
 """A step of decodes."""
+_LAUNCH_SECONDS, _CAPTURED_TOKENS = 0.028, 128
+"""Launching a step takes so long on the CPU, if it has more tokens than vLLM captured a CUDA graph for."""
 _COPIED_BYTES_PER_SECOND = 50e9
 """Between host memory and the GPU."""
 
@@ -57,7 +59,10 @@ class _Device:
             _TOKEN_SECONDS * count + _PAIR_SECONDS * ((before[name] + count) ** 2 - before[name] ** 2)
             for name, count in output.num_scheduled_tokens.items()
         )
-        self.busy_until = max(self.busy_until, time.perf_counter()) + max(_LEAST_SECONDS, seconds)
+        now = time.perf_counter()
+        launching = _LAUNCH_SECONDS if sum(output.num_scheduled_tokens.values()) > _CAPTURED_TOKENS else 0.0
+        self.busy_until = max(now + launching, max(self.busy_until, now) + max(_LEAST_SECONDS, seconds))
+        time.sleep(launching)
 
     def begin_copy(self, job_id: int, seconds: float, *, is_store: bool) -> None:
         """Begin a copy after the steps and the copies that were begun before."""
@@ -74,18 +79,12 @@ class _Device:
         del self._copied[job_id]
 
 
-class _Event:
-    """An event of a device that has done everything."""
+class _Done:
+    """An event or a stream of a device that has done everything."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.record = self.synchronize = lambda *_: None
-
-
-class _Stream:
-    """A stream of such a device."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device, self.wait_stream = "cpu", lambda *_: None
+        self.record = self.synchronize = self.wait_stream = lambda *_: None
+        self.device = "cpu"
 
 
 def pace() -> None:
@@ -128,7 +127,7 @@ def _pace_steps(device: _Device) -> None:
         config.scheduler_config.async_scheduling = True
 
     cuda: Any = torch.cuda
-    cuda.Event, cuda.Stream, cuda.current_stream, cuda.stream = _Event, _Stream, _Stream, nullcontext
+    cuda.Event, cuda.Stream, cuda.current_stream, cuda.stream = _Done, _Done, _Done, nullcontext
     runner.execute_model, runner._model_forward = execute_model, forward  # noqa: SLF001 - vLLM has no public place for the forward pass alone
     output.__init__, output.get_output = make_output, take_output
     platform.check_and_update_config = classmethod(check_config)

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 PIECE_ELEMENTS: Final = 1024
 """Numbers whose error is measured together: the vectors of some tokens, with the rotated part of their keys."""
@@ -21,6 +22,8 @@ PART_PIECES: Final = 32
 """Pieces of a part."""
 _PARTS_AT_ONCE: Final = 8
 """A quarter of a million numbers."""
+_FP8: Final = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_TYPES: Final = _FP8 | {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHARE: Final = 0.75
 """The error of a part is the one that this share of its pieces do not exceed."""
 
@@ -43,14 +46,14 @@ def compare(computed: memoryview, stored: memoryview, element: str) -> Differenc
 
     The numbers of some parts at a time are in memory, however long the blocks are.
     """
-    word, limit = np.dtype(_WORDS.get(element, np.uint8)), LIMITS.get(element)
-    size = _PARTS_AT_ONCE * PART_PIECES * PIECE_ELEMENTS * word.itemsize
+    width, limit = _TYPES.get(element, torch.uint8).itemsize, LIMITS.get(element)
+    size = _PARTS_AT_ONCE * PART_PIECES * PIECE_ELEMENTS * width
     ours, theirs = np.frombuffer(computed, np.uint8), np.frombuffer(stored, np.uint8)
     errors: list[float] = []
     for first in range(0, len(ours), size):
         mine, found = ours[first : first + size], theirs[first : first + size]
         if np.array_equal(mine, found):
-            errors += [0.0] * -(-len(mine) // (PART_PIECES * PIECE_ELEMENTS * word.itemsize))
+            errors += [0.0] * -(-len(mine) // (PART_PIECES * PIECE_ELEMENTS * width))
         elif limit is None:
             return Difference(1.0, 1, 1)
         else:
@@ -60,8 +63,8 @@ def compare(computed: memoryview, stored: memoryview, element: str) -> Differenc
 
 def _errors(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8], element: str) -> list[float]:
     """Return the error of each part."""
-    is_equal = ours.view(_WORDS[element]) == theirs.view(_WORDS[element])
-    mine, found = _numbers(ours, element), _numbers(theirs, element)
+    mine, found = (torch.from_numpy(each.copy()).view(_TYPES[element]).float().numpy() for each in (ours, theirs))
+    is_equal = (ours == theirs).reshape(len(mine), -1).all(axis=1)
     # Bytes that were never written may be no numbers; equal ones do not matter.
     mine[is_equal & ~np.isfinite(mine)] = 0
     found[is_equal & ~np.isfinite(found)] = 0
@@ -76,34 +79,6 @@ def _errors(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8], element:
     ]
 
 
-_WORDS: Final = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16} | dict.fromkeys(
-    ("fp8_e4m3", "fp8_e5m2"), np.uint8
-)
-
-
-def _numbers(data: npt.NDArray[np.uint8], element: str) -> npt.NDArray[np.float32]:
-    if element == "float32":
-        return data.view(np.float32).copy()
-    if element == "float16":
-        return data.view(np.float16).astype(np.float32)
-    if element == "bfloat16":
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return _FP8[element][data]
-
-
 def _sums(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     starts = np.arange(0, len(values), PIECE_ELEMENTS)
     return np.add.reduceat(values.astype(np.float64), starts)
-
-
-def _fp8_numbers(exponent_bits: int) -> npt.NDArray[np.float32]:
-    """Return the number of each byte of an 8-bit float with so many bits of exponent."""
-    fraction_bits, bias = 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1
-    code = np.arange(256)
-    exponent = (code >> fraction_bits) & (2**exponent_bits - 1)
-    fraction = (code & (2**fraction_bits - 1)) / 2**fraction_bits
-    size = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
-    return np.asarray(np.where(code >> 7, -1, 1) * size, np.float32)
-
-
-_FP8: Final = {"fp8_e4m3": _fp8_numbers(4), "fp8_e5m2": _fp8_numbers(5)}

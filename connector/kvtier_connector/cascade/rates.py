@@ -13,6 +13,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+HEAD_TOKENS = 2048
+"""Most tokens of a head in one step: a join waits for the end of the step under way. It may be longer where all other
+requests wait for the head."""
 JOIN_SECONDS = 0.015
 """A join takes so much longer than a load: it waits for the step under way, and for chunks that come between steps."""
 PAUSE_WEIGHT = 0.25
@@ -43,6 +46,9 @@ ATTENTION_TOKENS = 50_000
 """Until it is known: a token behind half as many others takes twice as long to compute as the first one."""
 APART_SHARE = 0.25
 """It is known once attention took so much of a step's time: shorter prompts say little about it."""
+SLOW_RATIO, SLOW_STEPS = 1.5, 2
+"""So many measurements in a row may be so much longer than expected; they and the next one, which may hold the last of
+them, say nothing: after an idle time, a step is slow."""
 
 
 class Way(enum.Enum):
@@ -144,17 +150,19 @@ class Rates:
         """Whether the volume is read and gives nothing, and whether that was so since it was measured last."""
         self.latency_seconds = 0.0
         """Time that reading one chunk takes, where few others are read."""
-        self.step_seconds = 0.0
-        """Time that the last step took; 0 before the first."""
+        self.step_seconds = self.least_seconds = 0.0
+        """Time that the last step took, and a short one at least: the CPU launches its kernels. 0 before the first."""
         self.now = now
         self._min_tokens = min_tokens
         self._measured_tokens = min(MEASURED_TOKENS, most_step_tokens // 2)
         self._in_flight = 0
-        self._steps: deque[tuple[int, float]] = deque()
-        """Tokens and pairs of each step that has not ended."""
+        self._steps: deque[tuple[int, float, float]] = deque()
+        """Tokens and pairs of each step that has not ended, and when it was scheduled."""
         self._ended = (0, 0.0, 0.0)
         """Tokens, pairs and seconds of the step that ended before the last one; none where the GPU was idle between."""
-        self._scheduled_at = 0.0
+        self._scheduled_at = self._began_at = 0.0
+        """When the step under way began: by what told that the one before had ended, and by what is expected of it."""
+        self._slow_steps = 0
         self._window_began = self._moved_at = self._window_landed = self._window_longest = 0.0
         self._measured_at = -math.inf
 
@@ -162,21 +170,36 @@ class Rates:
         """Take in the tokens of a step and their pairs, as it is scheduled, and the tokens in flight without it."""
         now = self.now()
         ended, self._in_flight = self._in_flight - in_flight, in_flight + tokens
-        ended_pairs, left = 0.0, sum(tokens for tokens, _ in self._steps)
+        ended_pairs, left = 0.0, sum(tokens for tokens, *_ in self._steps)
+        is_alone = bool(self._steps) and self._began_at <= self._steps[0][2]
         while self._steps and left - self._steps[0][0] >= in_flight:
             left -= self._steps[0][0]
             ended_pairs += self._steps.popleft()[1]
         if tokens:
-            self._steps.append((tokens, pairs))
+            self._steps.append((tokens, pairs, now))
         if ended > 0:
             self.step_seconds = seconds = now - self._scheduled_at
+            expected = self.prefill.seconds(ended, pairs=ended_pairs)
+            # While the next step is launched, nothing tells that this one ended, and that the next one began.
+            following = self._steps[0][2] if self._steps else now
+            is_plain = ended >= FIRST_MEASURED_TOKENS and expected < math.inf
+            is_hidden = following < now and self._steps[0][0] >= FIRST_MEASURED_TOKENS
+            if is_plain and is_alone and not is_hidden and ended < 2 * MEASURED_TOKENS:
+                took, least = now - self._began_at, self.least_seconds
+                limit = SLOW_RATIO * (least or JOIN_SECONDS) if took > SLOW_RATIO * expected else least
+                self.least_seconds = min(took, limit)
+            is_late = is_plain and is_hidden and now - following <= SLOW_RATIO * self.least_seconds
+            self._began_at = min(now, max(self._began_at + expected, following)) if is_late else now
             # Where this call is late, the next step has ended as well: the mean of two is right.
             before, self._ended = self._ended, (ended, ended_pairs, seconds)
-            least = self._measured_tokens if self.prefill.value else min(FIRST_MEASURED_TOKENS, self._measured_tokens)
-            if ended >= least:
-                self.prefill.observe(ended + before[0], seconds + before[2], ended_pairs + before[1])
+            if ended >= min(self._measured_tokens, MEASURED_TOKENS if self.prefill.value else FIRST_MEASURED_TOKENS):
+                work, pairs, took = (sum(both) for both in zip(self._ended, before, strict=True))
+                is_slow = took > SLOW_RATIO * self.prefill.seconds(work, pairs=pairs)
+                skipped, self._slow_steps = self._slow_steps, (self._slow_steps + 1) * is_slow
+                if not 0 < (self._slow_steps or skipped) <= SLOW_STEPS:
+                    self.prefill.observe(work, took, pairs)
         if not in_flight:
-            self._ended = (0, 0.0, 0.0)
+            self._ended, self._began_at = (0, 0.0, 0.0), now
         if ended > 0 or not in_flight:
             self._scheduled_at = now
 
@@ -230,8 +253,8 @@ class Rates:
     @property
     def busy_seconds(self) -> float:
         """How long the steps that are scheduled already still take to compute prompts."""
-        tokens, pairs = self._in_flight, sum(pairs for _, pairs in self._steps)
-        return max(0.0, self.prefill.seconds(tokens, pairs=pairs) - self.now() + self._scheduled_at) if tokens else 0.0
+        tokens, pairs = self._in_flight, sum(pairs for _, pairs, _ in self._steps)
+        return max(0.0, self.prefill.seconds(tokens, pairs=pairs) - self.now() + self._began_at) if tokens else 0.0
 
     def choose(  # noqa: PLR0913 - keywords
         self,
@@ -268,7 +291,8 @@ class Rates:
             Way.COMPUTE: busy + backlog + (1 + paused) * computing,
         }
         if may_split:
-            prefill = self.prefill.head_rate(begin, unread, volume)
+            slowest = HEAD_TOKENS / self.least_seconds if self.least_seconds else math.inf
+            prefill = min(slowest, self.prefill.head_rate(begin, unread, volume))
             work = queued + unread * (1 + paused) + (backlog + busy) * prefill
             seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS + HIT_SECONDS
             if tokens >= LONG_TOKENS and (queued or backlog or self.now() - self._measured_at >= LOOK_SECONDS):

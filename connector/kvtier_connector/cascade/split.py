@@ -18,14 +18,11 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
-from kvtier_connector.cascade.rates import JOIN_SECONDS, LEAST_PATIENCE_SECONDS, STALLED_SECONDS, Rates
+from kvtier_connector.cascade.rates import HEAD_TOKENS, JOIN_SECONDS, LEAST_PATIENCE_SECONDS, STALLED_SECONDS, Rates
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 
-HEAD_TOKENS = 2048
-"""Most tokens of a head in one step: a join waits for the end of the step under way. It may be longer where all other
-requests wait for the head."""
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
@@ -178,7 +175,7 @@ class Splits:
         heads = (1 - share) * sum(each.missing for each in earlier)
         others = max(0, ordered - (split.ordered - split.ready)) * split.chunk_tokens
         tail = MARGIN * share * (split.missing + heads - others * prefill / volume)
-        tail = max(tail, 2 * volume * self.rates.step_seconds) if tail > 0 else 0.0
+        tail = max(tail, 2 * volume * max(self.rates.step_seconds, self.rates.least_seconds)) if tail > 0 else 0.0
         return int(max(split.computed, split.ready_from - tail))
 
     @property
@@ -242,12 +239,14 @@ class Splits:
             # A volume that was never measured may have given all of it by the end of the next step.
             head = computed - split.local_tokens
         elif self._is_moving(split, since=split.moved_at):
-            left = missing - volume * prefill.seconds(in_flight, computed - in_flight)
-            head = math.ceil(prefill.head(computed, left, volume))
-            rate = prefill.head_rate(computed, left, volume) if head < self.least_head_tokens else 0.0
-            if rate and missing > head and volume >= rate * head / (missing - head):
+            left = missing - volume * min(prefill.seconds(in_flight, computed - in_flight), self.rates.busy_seconds)
+            head, shortest = math.ceil(prefill.head(computed, left, volume)), self.rates.least_seconds
+            rate = prefill.head_rate(computed, left, volume) if head < self.least_head_tokens else math.inf
+            # A step would not have earlier what the volume gives during the shortest one.
+            is_near = not in_flight and missing * len(self._splits) <= volume * shortest
+            if is_near or volume * (missing - head) >= rate * head:
                 # That takes a moment. A read that takes longer is not waited for much longer than computing takes.
-                patience = max(self.join_seconds, prefill.seconds(missing, computed))
+                patience = max(self.join_seconds, shortest, prefill.seconds(missing, computed))
                 if in_flight or self.rates.now() - split.moved_at < patience:
                     return 0
         most = max(self.head_tokens, head // 2) if is_awaited else self.head_tokens

@@ -338,8 +338,9 @@ class SyncSplitScheduler(Scheduler):
             else:
                 heads.append((request, split))
         if self._tier.joined:
-            # Their first tokens come with this step.
-            self._room //= 2
+            # Their first tokens come with this step; a short one takes as long as so many tokens.
+            short = int(splits.rates.least_seconds * splits.rates.prefill.value)
+            self._room = max(self._room // 2, min(self._room, short))
         if heads:
             self._limits = self._share_out(splits, heads)
         # Others compute while they are copied.
