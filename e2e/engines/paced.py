@@ -28,6 +28,8 @@ _LEAST_SECONDS = 0.008
 """A step of decodes."""
 _LAUNCH_SECONDS, _CAPTURED_TOKENS = 0.028, 128
 """Launching a step takes so long on the CPU, if it has more tokens than vLLM captured a CUDA graph for."""
+_IDLE_SECONDS, _WAKING_SECONDS = 0.4, 0.1
+"""After so long without a step, launching the next one takes so much longer."""
 _COPIED_BYTES_PER_SECOND = 50e9
 """Between host memory and the GPU."""
 
@@ -61,6 +63,7 @@ class _Device:
         )
         now = time.perf_counter()
         launching = _LAUNCH_SECONDS if sum(output.num_scheduled_tokens.values()) > _CAPTURED_TOKENS else 0.0
+        launching += _WAKING_SECONDS if launching and now - self.busy_until > _IDLE_SECONDS else 0.0
         self.busy_until = max(now + launching, max(self.busy_until, now) + max(_LEAST_SECONDS, seconds))
         time.sleep(launching)
 

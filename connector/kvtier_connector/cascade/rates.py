@@ -13,9 +13,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-HEAD_TOKENS = 2048
-"""Most tokens of a head in one step: a join waits for the end of the step under way. It may be longer where all other
-requests wait for the head."""
 JOIN_SECONDS = 0.015
 """A join takes so much longer than a load: it waits for the step under way, and for chunks that come between steps."""
 PAUSE_WEIGHT = 0.25
@@ -47,8 +44,8 @@ ATTENTION_TOKENS = 50_000
 APART_SHARE = 0.25
 """It is known once attention took so much of a step's time: shorter prompts say little about it."""
 SLOW_RATIO, SLOW_STEPS = 1.5, 2
-"""So many measurements in a row may be so much longer than expected; they and the next one, which may hold the last of
-them, say nothing: after an idle time, a step is slow."""
+"""So many measurements in a row that are so much longer than expected say nothing: a step is slow after an idle time.
+The next one, which may hold the last of them, says nothing, either."""
 
 
 class Way(enum.Enum):
@@ -184,10 +181,10 @@ class Rates:
             following = self._steps[0][2] if self._steps else now
             is_plain = ended >= FIRST_MEASURED_TOKENS and expected < math.inf
             is_hidden = following < now and self._steps[0][0] >= FIRST_MEASURED_TOKENS
-            if is_plain and is_alone and not is_hidden and ended < 2 * MEASURED_TOKENS:
+            if is_plain and is_alone and not is_hidden:
                 took, least = now - self._began_at, self.least_seconds
-                limit = SLOW_RATIO * (least or JOIN_SECONDS) if took > SLOW_RATIO * expected else least
-                self.least_seconds = min(took, limit)
+                is_short = took > SLOW_RATIO * expected and ended < 2 * MEASURED_TOKENS
+                self.least_seconds = min(took, (1.1 * least or 2 * JOIN_SECONDS) if is_short else least)
             is_late = is_plain and is_hidden and now - following <= SLOW_RATIO * self.least_seconds
             self._began_at = min(now, max(self._began_at + expected, following)) if is_late else now
             # Where this call is late, the next step has ended as well: the mean of two is right.
@@ -291,8 +288,7 @@ class Rates:
             Way.COMPUTE: busy + backlog + (1 + paused) * computing,
         }
         if may_split:
-            slowest = HEAD_TOKENS / self.least_seconds if self.least_seconds else math.inf
-            prefill = min(slowest, self.prefill.head_rate(begin, unread, volume))
+            prefill = self.prefill.head_rate(begin, unread, volume)
             work = queued + unread * (1 + paused) + (backlog + busy) * prefill
             seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS + HIT_SECONDS
             if tokens >= LONG_TOKENS and (queued or backlog or self.now() - self._measured_at >= LOOK_SECONDS):

@@ -18,11 +18,14 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
-from kvtier_connector.cascade.rates import HEAD_TOKENS, JOIN_SECONDS, LEAST_PATIENCE_SECONDS, STALLED_SECONDS, Rates
+from kvtier_connector.cascade.rates import JOIN_SECONDS, LEAST_PATIENCE_SECONDS, STALLED_SECONDS, Rates
 from kvtier_connector.cascade.requests import TierRequest
 from kvtier_connector.vllm_adapter import metrics
 from kvtier_connector.vllm_adapter.cpu_tier import CpuTier
 
+HEAD_TOKENS = 2048
+"""Most tokens of a head in one step: a join waits for the end of the step under way. It may be longer where all other
+requests wait for the head."""
 LEAST_HEAD_TOKENS = 256
 """Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
