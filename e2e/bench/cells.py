@@ -428,14 +428,10 @@ class StepCounts:
         if scheduler_stats is not None and (step := scheduler_stats.iteration_details) is not None:
             self.scheduled_tokens += step.num_ctx_tokens + step.num_generation_tokens
 
-    def log(self) -> None:
+    def log(self, *_: Any) -> None:
         """Print nothing."""
 
-    def log_engine_initialized(self) -> None:
-        """Print nothing."""
-
-    def record_sleep_state(self, *_: Any) -> None:
-        """Count nothing."""
+    log_engine_initialized = record_sleep_state = log
 
 
 TITLES: Final = {

@@ -117,13 +117,14 @@ class _Inside:
     def __init__(self, rendered: Rendered, plugin: str) -> None:
         os.environ.update({**rendered.env, SEEDS_WEIGHTS: "1"})
         seed_weights()
+        from kvtier_connector.cascade import lookup
         from kvtier_connector.cascade.rates import Rates, Way
         from kvtier_connector.cascade.split import Splits
 
         # These models are computed sooner than any block is looked up and read, and reading is to be seen.
         ways = {True: Way.SPLIT, False: Way.LOAD}
         Rates.choose = lambda *_, may_split=False, **__: ways[may_split]  # type: ignore[method-assign]  # see above
-        Rates.seconds_to_compute = lambda *_: 0.0  # type: ignore[method-assign]  # see above
+        lookup.LEAST_WAIT_SECONDS = lookup.MOST_WAIT_SECONDS
         Splits.join_seconds = 0.0
         if plugin:
             importlib.import_module(plugin).register()

@@ -45,7 +45,7 @@ class Lookups:
             attachment: Has the worker that asks the volume, and the memory.
             is_exact: Whether each chunk of a prefix is looked at, as for models with several KV groups. Where one chunk
                 of such a load does not come, vLLM computes the whole prompt again.
-            seconds_to_compute: Says how long so many chunks take to compute; 0 where that is not known.
+            seconds_to_compute: Says how long so many chunks take to compute; infinite where that is not known.
         """
         self._attachment, self._memory = attachment, attachment.memory
         self._is_exact = is_exact
@@ -107,7 +107,7 @@ class Lookups:
         if request.waits_since is None:
             request.waits_since = now
         chunks = max(len(self._open[number].keys) for number in request.lookups)
-        computing = self._seconds_to_compute(chunks) or MOST_WAIT_SECONDS
+        computing = self._seconds_to_compute(chunks)
         if now - request.waits_since < min(MOST_WAIT_SECONDS, max(LEAST_WAIT_SECONDS, computing)):
             return True
         for number in list(request.lookups):

@@ -44,8 +44,7 @@ ATTENTION_TOKENS = 50_000
 APART_SHARE = 0.25
 """It is known once attention took so much of a step's time: shorter prompts say little about it."""
 SLOW_RATIO, SLOW_STEPS = 1.5, 2
-"""So many measurements in a row that are so much longer than expected say nothing: a step is slow after an idle time.
-The next one, which may hold the last of them, says nothing, either."""
+"""Where steps take so many times as long as expected, so many and the next one say nothing: idle GPUs begin slowly."""
 
 
 class Way(enum.Enum):
@@ -143,12 +142,15 @@ class Rates:
         """How quickly the engine computes prompts."""
         self.volume = Rate()
         """Tokens a second that the volume gives, to all requests; 0 before the first, and after it hung."""
+        self.copying = 0.0
+        """Tokens a second that workers copy from host memory to the GPU; 0 before the first."""
         self.is_hanging = self.has_hung = False
         """Whether the volume is read and gives nothing, and whether that was so since it was measured last."""
         self.latency_seconds = 0.0
         """Time that reading one chunk takes, where few others are read."""
         self.step_seconds = self.least_seconds = 0.0
-        """Time that the last step took, and a short one at least: the CPU launches its kernels. 0 before the first."""
+        """Time that the last step took, and that launching one of some hundred tokens takes. The second is 0 where it
+        was never longer than computing them."""
         self.now = now
         self._min_tokens = min_tokens
         self._measured_tokens = min(MEASURED_TOKENS, most_step_tokens // 2)
@@ -158,7 +160,7 @@ class Rates:
         self._ended = (0, 0.0, 0.0)
         """Tokens, pairs and seconds of the step that ended before the last one; none where the GPU was idle between."""
         self._scheduled_at = self._began_at = 0.0
-        """When the step under way began: by what told that the one before had ended, and by what is expected of it."""
+        """When the end of the step before the one under way was told, and when it is thought to have been."""
         self._slow_steps = 0
         self._window_began = self._moved_at = self._window_landed = self._window_longest = 0.0
         self._measured_at = -math.inf
@@ -184,7 +186,8 @@ class Rates:
             if is_plain and is_alone and not is_hidden:
                 took, least = now - self._began_at, self.least_seconds
                 is_short = took > SLOW_RATIO * expected and ended < 2 * MEASURED_TOKENS
-                self.least_seconds = min(took, (1.1 * least or 2 * JOIN_SECONDS) if is_short else least)
+                limit = min(4 * JOIN_SECONDS, 1.1 * least or 2 * JOIN_SECONDS) if is_short else least
+                self.least_seconds = min(took, limit)
             is_late = is_plain and is_hidden and now - following <= SLOW_RATIO * self.least_seconds
             self._began_at = min(now, max(self._began_at + expected, following)) if is_late else now
             # Where this call is late, the next step has ended as well: the mean of two is right.
@@ -290,7 +293,9 @@ class Rates:
         if may_split:
             prefill = self.prefill.head_rate(begin, unread, volume)
             work = queued + unread * (1 + paused) + (backlog + busy) * prefill
-            seconds[Way.SPLIT] = work / (prefill + volume) + JOIN_SECONDS + HIT_SECONDS
+            # Chunks that come during two steps are copied behind them.
+            copied = 2 * volume * self.prefill.seconds(2 * MEASURED_TOKENS) / (self.copying or math.inf)
+            seconds[Way.SPLIT] = work / (prefill + volume) + copied + JOIN_SECONDS + HIT_SECONDS
             if tokens >= LONG_TOKENS and (queued or backlog or self.now() - self._measured_at >= LOOK_SECONDS):
                 # Its head is computed anyway, and until its turn comes the volume may give more than now.
                 del seconds[Way.COMPUTE]
@@ -301,7 +306,3 @@ class Rates:
         """Say whether the volume gives nothing to any request, for a share of so many seconds that computing takes."""
         patience = max(LEAST_PATIENCE_SECONDS, 2 * self.latency_seconds, STALLED_SHARE * computing)
         return bool(self._window_began) and self.now() - self._moved_at > patience
-
-    def seconds_to_compute(self, tokens: int) -> float:
-        """Return how long computing so many tokens takes; 0 before the first measurement."""
-        return self.prefill.seconds(tokens) if self.prefill.value else 0.0

@@ -27,7 +27,7 @@ HEAD_TOKENS = 2048
 """Most tokens of a head in one step: a join waits for the end of the step under way. It may be longer where all other
 requests wait for the head."""
 LEAST_HEAD_TOKENS = 256
-"""Fewer are computed at the end of a hit only: a step costs some milliseconds, however short it is."""
+"""Fewer are computed at the end of a hit only: a step costs several milliseconds, however short it is."""
 WINDOW_SECONDS = 0.15
 """Chunks are ordered ahead for so long, two steps or two reads. Those being read at the join are read for nothing."""
 FIRST_WINDOW_CHUNKS = 64
@@ -243,13 +243,13 @@ class Splits:
             head = computed - split.local_tokens
         elif self._is_moving(split, since=split.moved_at):
             left = missing - volume * min(prefill.seconds(in_flight, computed - in_flight), self.rates.busy_seconds)
-            head, shortest = math.ceil(prefill.head(computed, left, volume)), self.rates.least_seconds
+            head = math.ceil(prefill.head(computed, left, volume))
             rate = prefill.head_rate(computed, left, volume) if head < self.least_head_tokens else math.inf
             # A step would not have earlier what the volume gives during the shortest one.
-            is_near = not in_flight and missing * len(self._splits) <= volume * shortest
+            is_near = not in_flight and missing * len(self._splits) <= volume * self.rates.least_seconds
             if is_near or volume * (missing - head) >= rate * head:
                 # That takes a moment. A read that takes longer is not waited for much longer than computing takes.
-                patience = max(self.join_seconds, shortest, prefill.seconds(missing, computed))
+                patience = max(self.join_seconds, missing / volume, prefill.seconds(missing, computed))
                 if in_flight or self.rates.now() - split.moved_at < patience:
                     return 0
         most = max(self.head_tokens, head // 2) if is_awaited else self.head_tokens

@@ -447,9 +447,9 @@ class KVTierManager(TieringOffloadingManager):
 
     def count_saved(self, context: ReqContext, keys: Iterable[OffloadKey]) -> None:
         """Count what those of these chunks that came from the volume would have taken to compute."""
-        sources = self._request_load_sources.get(context.req_id) or {}
-        if chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys):
-            seconds = self.tier.rates.seconds_to_compute(chunks * self.tier.requests.tokens[0])
+        sources, prefill = self._request_load_sources.get(context.req_id) or {}, self.tier.rates.prefill
+        if prefill.value and (chunks := sum(get_offload_group_idx(key) == 0 and key in sources for key in keys)):
+            seconds = prefill.seconds(chunks * self.tier.requests.tokens[0])
             self.tier.stats.count_saved(self.request(context).tenant, seconds)
 
     def _retry_stores(self) -> None:

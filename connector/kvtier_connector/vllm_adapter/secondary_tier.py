@@ -147,7 +147,7 @@ class SharedVolumeTier(SecondaryTierManager):
         self.lookups = Lookups(
             self.attachment,
             is_exact=len(self.requests.tokens) > 1,
-            seconds_to_compute=lambda chunks: self.rates.seconds_to_compute(chunks * self.requests.tokens[0]),
+            seconds_to_compute=lambda chunks: self.rates.prefill.seconds(chunks * self.requests.tokens[0]),
         )
         self.transfers = Transfers(
             self.attachment,

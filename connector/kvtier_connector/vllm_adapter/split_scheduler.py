@@ -186,6 +186,8 @@ class AdmittingScheduler(KVTierScheduler):
         reports = connector_output.kv_connector_worker_meta
         if (stats := getattr(reports, "transfer_stats", None)) is not None:
             self.copying.observe(stats.load.bytes, stats.load.time)
+            tokens = self.manager.tier.requests.tokens[0]
+            self.manager.tier.rates.copying = self.copying.value * tokens / self._worker_bytes
             self._storing.observe(stats.store.bytes, stats.store.time)
         for job_id, count in getattr(reports, "completed_jobs", {}).items():
             if job_id in self._copies and job_id in self._jobs and self._jobs[job_id].pending_count <= count:
@@ -338,8 +340,9 @@ class SyncSplitScheduler(Scheduler):
             else:
                 heads.append((request, split))
         if self._tier.joined:
-            # Their first tokens come with this step; a short one takes as long as so many tokens.
-            short = int(splits.rates.least_seconds * splits.rates.prefill.value)
+            # Their first tokens come with this step. The shortest one takes as long as so many tokens of a head.
+            depth = heads[0][1].computed if heads else 0
+            short = int(splits.rates.least_seconds / splits.rates.prefill.seconds(1, depth))
             self._room = max(self._room // 2, min(self._room, short))
         if heads:
             self._limits = self._share_out(splits, heads)

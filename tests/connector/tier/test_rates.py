@@ -61,7 +61,8 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
 @pytest.mark.parametrize(("volume", "work", "whole", "split"), TABLES["ways"].values(), ids=TABLES["ways"])
 def test_a_hit_takes_the_faster_way(volume: float, work: dict[str, int], whole: str, split: str, clock: Clock) -> None:
     rates = measured(clock, volume)
-    work = {"unread": work["tokens"], **work}
+    work = {"unread": work["tokens"], "copying": 0, **work}
+    rates.copying = work.pop("copying")
     assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (Way[whole], Way[split])
 
 
@@ -121,16 +122,14 @@ def test_one_chunk_at_a_time_lowers_the_rate_only_if_its_read_was_slow(clock: Cl
         assert (rates.volume.value < before) is is_slower
 
 
-@pytest.mark.parametrize(("calls", "known", "tolerance"), TABLES["steps"].values(), ids=TABLES["steps"])
-def test_steps_that_end_measure_prefill(
-    calls: list[tuple[float, int, int]], known: dict[str, float], tolerance: float, clock: Clock
-) -> None:
+@pytest.mark.parametrize(("calls", "known", "within"), TABLES["steps"].values(), ids=TABLES["steps"])
+def test_steps_that_end_measure_prefill(calls: list[Any], known: dict[str, float], within: float, clock: Clock) -> None:
     rates, begin = Rates(now=clock, most_step_tokens=8192), clock.seconds
     for seconds, tokens, in_flight in calls:
         clock.seconds = begin + seconds
         rates.note_step(tokens, in_flight)
     found = {"prefill": rates.prefill.value, "least": rates.least_seconds, "busy": rates.busy_seconds}
-    assert {name: found[name] for name in known} == pytest.approx(known, rel=tolerance)
+    assert {name: found[name] for name in known} == pytest.approx(known, rel=within)
 
 
 def test_steps_at_the_end_of_long_prompts_say_how_long_those_at_the_beginning_take(clock: Clock) -> None:
@@ -272,13 +271,15 @@ def test_a_head_waits_at_the_meeting_for_a_few_chunks_and_leaves_a_tail_that_is_
         assert splits.next_tokens(split, in_flight=in_flight) == tokens, "no longer than computing that takes"
     splits, split = split_hit(measured(clock, PREFILL / 10), 8_192)
     split.computed = split.ready_from - 256
-    for least, in_flight, tokens in ((0.0, 0, 256), (0.1, 0, 256), (0.13, 0, 0), (0.13, 256, 256)):
-        splits.rates.least_seconds = least
+    for least, in_flight, seconds, tokens in TABLES["shortest"]:
+        splits.rates.least_seconds, clock.seconds = least, clock.seconds + seconds
         assert splits.next_tokens(split, in_flight=in_flight) == tokens, "a step would not have them earlier"
-    split.computed = split.end - int(2 * JOIN_SECONDS * PREFILL)
-    assert splits.is_worth_joining(split)
-    split.computed = split.end - int(JOIN_SECONDS * PREFILL / 2)
-    assert not splits.is_worth_joining(split)
+    splits.begin("reads, too", split_hit(splits.rates, 8_192)[1])
+    splits.rates.least_seconds, split.moved_at = 0.13, clock.seconds
+    assert splits.next_tokens(split) == 256
+    for share in (2, 0.5):
+        split.computed = split.end - int(share * JOIN_SECONDS * PREFILL)
+        assert splits.is_worth_joining(split) is (share > 1)
 
 
 def test_an_engine_computes_short_hits_and_loads_long_ones_with_every_byte_right(rigs: Rigs) -> None:
