@@ -293,8 +293,8 @@ class Rates:
         if may_split:
             prefill = self.prefill.head_rate(begin, unread, volume)
             work = queued + unread * (1 + paused) + (backlog + busy) * prefill
-            # Chunks that come during two steps are copied behind them.
-            copied = 2 * volume * self.prefill.seconds(2 * MEASURED_TOKENS) / (self.copying or math.inf)
+            # Chunks that come during a step are copied behind it.
+            copied = volume * self.prefill.seconds(2 * MEASURED_TOKENS) / (self.copying or math.inf)
             seconds[Way.SPLIT] = work / (prefill + volume) + copied + JOIN_SECONDS + HIT_SECONDS
             if tokens >= LONG_TOKENS and (queued or backlog or self.now() - self._measured_at >= LOOK_SECONDS):
                 # Its head is computed anyway, and until its turn comes the volume may give more than now.
