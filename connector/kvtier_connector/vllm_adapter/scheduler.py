@@ -472,7 +472,6 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _look_up(self, status: RequestOffloadState) -> None:
         """Ask the volume for the chunks of a request that has just arrived."""
         status.update_offload_keys()
-        context = status.req_context
         self.manager.tier.transfers.note_request([key for state in status.group_states for key in state.offload_keys])
         local_tokens = self.count_local_tokens(status.req)
         if self.is_one_prefix and status.max_load_tokens is None:
@@ -483,7 +482,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
             return
         for group in self._full_attention_groups:
             first = local_tokens // self.config.kv_group_configs[group].tokens_per_chunk
-            self.manager.match_prefix(status.group_states[group].offload_keys[first:], context)
+            self.manager.match_prefix(status.group_states[group].offload_keys[first:], status.req_context)
 
     def _read_ahead_of_answered(self) -> None:
         """Have the volume read for requests whose lookups have been answered."""
@@ -494,7 +493,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
     def _read_ahead(self, status: RequestOffloadState, first: int) -> None:
         """Have the volume read for a request, from a chunk on, before vLLM gets to it."""
         context = status.req_context
-        self.manager.read_ahead(status.group_states[0].offload_keys[first:], context, may_split=self._can_split(status))
+        if keys := status.group_states[0].offload_keys[first:]:
+            self.manager.read_ahead(keys, context, may_split=self._can_split(status))
         if self.manager.request(context).lookups:
             self._arriving[context.req_id] = first
         else:
