@@ -34,9 +34,9 @@ for part; do
   ram) # computed and from a RAM disk, which is then slowed down
     play "$ram" "$(sizes "$four,$four$long")" \
       none:all-in-gpu:A:C:D:E:single:bursts512,kvtier:traffic:A:C:prepare-bursts512:bursts512:prepare:D:E:single:rates ;;
-  disk) # four engines start at once; A comes last, for its stores go on after it
+  disk) # four engines start at once
     play "$disk" "$(sizes "$four,${four#*,}")" \
-      kvtier:traffic:prepare:D:E:single:A,kvtier-whole:disk:D:single,lmcache:disk:single,lmcache-disk:disk:single ;;
+      kvtier:traffic:A:prepare:D:E:single,kvtier-whole:disk:D:single,lmcache:disk:single,lmcache-disk:disk:single ;;
   agents)
     runs=kvtier:agents:agents:returning,none:agents:agents,fs:agents:agents:returning
     play "$ram" "$(sizes "$two")" --shape "$hybrid" "$runs"

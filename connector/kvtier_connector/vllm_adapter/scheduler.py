@@ -476,7 +476,7 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         local_tokens = self.count_local_tokens(status.req)
         if self.is_one_prefix and status.max_load_tokens is None:
             self._read_ahead(status, local_tokens // self.config.kv_group_configs[0].tokens_per_chunk)
-            if len(self._req_status) == 1 and self.manager.tier.lookups.wait():
+            if len(self._req_status) == len(self._arriving) == 1 and self.manager.tier.lookups.wait():
                 self.manager.poll()
                 self._read_ahead_of_answered()
             return

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 from engine_fleet import LATER, PROMPT, REST, Engines, finish, restart, stored
@@ -269,16 +270,15 @@ def test_fifty_requests_that_share_a_prefix_load_it_once(engines: Engines) -> No
     assert sum(blocks for _, blocks in reader.pieces) == 640
 
 
-def count_lookups(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
-    real = engine.manager.match_prefix
-
-    def match(keys: Sequence[bytes], context: object) -> object:
-        calls.append(engine.steps)
-        return real(keys, context)
-
-    monkeypatch.setattr(engine.manager, "match_prefix", match)
+def count_lookups(engine: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    monkeypatch.setattr(engine.manager, "match_prefix", calls := Mock(wraps=engine.manager.match_prefix))
     return calls
+
+
+def test_a_prompt_that_the_gpu_has_costs_no_look_up(writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_lookups(writer, monkeypatch)
+    assert writer.ask("again", PROMPT) == REST
+    calls.assert_not_called()
 
 
 def test_who_waits_costs_no_look_up(engines: Engines, writer: SimulatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +287,10 @@ def test_who_waits_costs_no_look_up(engines: Engines, writer: SimulatedEngine, m
     calls = count_lookups(reader, monkeypatch)
     reader.add("probed", PROMPT)
     wait_until(lambda: reader.step() is not None and fs.waiting > 0, "the lookup hangs")
-    before = len(calls)
+    before = calls.call_count
     for _ in range(50):
         reader.step()
-    assert len(calls) <= before + 1
+    assert calls.call_count <= before + 1
     fs.open_gate()
     finish(reader)
     assert reader.computed["probed"] == REST
@@ -310,7 +310,7 @@ def test_a_request_that_waits_for_the_load_of_another_costs_no_look_up_and_share
     calls = count_lookups(reader, monkeypatch)
     for _ in range(50):
         reader.step()
-    assert len(calls) <= 1
+    assert calls.call_count <= 1
     fs.open_gate()
     finish(reader)
     assert reader.computed == {"first": REST, "second": REST}
