@@ -142,8 +142,8 @@ class Rates:
         """How quickly the engine computes prompts."""
         self.volume = Rate()
         """Tokens a second that the volume gives, to all requests; 0 before the first, and after it hung."""
-        self.copying = 0.0
-        """Tokens a second that workers copy from host memory to the GPU; 0 before the first."""
+        self.copying = Rate()
+        """Tokens a second that a worker copies from the CPU tier to the GPU."""
         self.is_hanging = self.has_hung = False
         """Whether the volume is read and gives nothing, and whether that was so since it was measured last."""
         self.latency_seconds = 0.0
@@ -294,7 +294,7 @@ class Rates:
             prefill = self.prefill.head_rate(begin, unread, volume)
             work = queued + unread * (1 + paused) + (backlog + busy) * prefill
             # Chunks that come during a step are copied behind it.
-            copied = volume * self.prefill.seconds(2 * MEASURED_TOKENS) / (self.copying or math.inf)
+            copied = volume * self.prefill.seconds(2 * MEASURED_TOKENS) / (self.copying.value or math.inf)
             seconds[Way.SPLIT] = work / (prefill + volume) + copied + JOIN_SECONDS + HIT_SECONDS
             if tokens >= LONG_TOKENS and (queued or backlog or self.now() - self._measured_at >= LOOK_SECONDS):
                 # Its head is computed anyway, and until its turn comes the volume may give more than now.

@@ -229,13 +229,13 @@ class KVTierScheduler(OffloadingConnectorScheduler):
 
     def _count_work(self) -> tuple[float, int]:
         """Return the seconds that running requests compute before one that waits, besides heads; how many answer."""
-        missing = [
-            (request.num_prompt_tokens - request.num_computed_tokens, request.num_computed_tokens)
-            for request in (status.req for status in self._req_status.values())
-            if request.status is RequestStatus.RUNNING and self._splits.get(request.request_id) is None
-        ]
-        seconds = sum(self.manager.tier.rates.prefill.seconds(*each) for each in missing if each[0] > 0)
-        return seconds, sum(tokens <= 0 for tokens, _ in missing)
+        seconds, answering, prefill = 0.0, 0, self.manager.tier.rates.prefill
+        for request in (status.req for status in self._req_status.values()):
+            if request.status is RequestStatus.RUNNING and self._splits.get(request.request_id) is None:
+                missing = request.num_prompt_tokens - request.num_computed_tokens
+                seconds += prefill.seconds(missing, request.num_computed_tokens) if missing > 0 else 0.0
+                answering += missing <= 0
+        return seconds, answering
 
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

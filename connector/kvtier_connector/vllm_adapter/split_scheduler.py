@@ -67,8 +67,7 @@ class AdmittingScheduler(KVTierScheduler):
         """Requests that compute in the step that copies their chunks, with the seconds of that."""
         self._copies: dict[int, str] = {}
         """Unreported copies of admitted requests: vLLM wants no store of a request beside a load of it."""
-        self.copying = Rate()
-        """Bytes a second that a worker copies from the CPU tier to the GPU."""
+        self.copying, self._chunk_tokens = self.manager.tier.rates.copying, self.manager.tier.requests.tokens[0]
         self._copied_at: dict[str, float] = {}
         """By request whose load was handed over whole, when its copies are expected to end."""
         self._copies_end = 0.0
@@ -185,9 +184,7 @@ class AdmittingScheduler(KVTierScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reports = connector_output.kv_connector_worker_meta
         if (stats := getattr(reports, "transfer_stats", None)) is not None:
-            self.copying.observe(stats.load.bytes, stats.load.time)
-            tokens = self.manager.tier.requests.tokens[0]
-            self.manager.tier.rates.copying = self.copying.value * tokens / self._worker_bytes
+            self.copying.observe(stats.load.bytes / self._worker_bytes * self._chunk_tokens, stats.load.time)
             self._storing.observe(stats.store.bytes, stats.store.time)
         for job_id, count in getattr(reports, "completed_jobs", {}).items():
             if job_id in self._copies and job_id in self._jobs and self._jobs[job_id].pending_count <= count:
@@ -259,7 +256,7 @@ class AdmittingScheduler(KVTierScheduler):
         return max(0.0, self._copies_end - rates.now() - rates.busy_seconds) + self._seconds_to_copy(chunks)
 
     def _seconds_to_copy(self, chunks: int) -> float:
-        return self.copying.seconds(chunks * self._worker_bytes)
+        return self.copying.seconds(chunks * self._chunk_tokens)
 
     @property
     def _worker_bytes(self) -> float:

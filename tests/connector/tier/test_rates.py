@@ -62,7 +62,7 @@ def measured(clock: Clock, volume: float, *, prefill: float = PREFILL, **setting
 def test_a_hit_takes_the_faster_way(volume: float, work: dict[str, int], whole: str, split: str, clock: Clock) -> None:
     rates = measured(clock, volume)
     work = {"unread": work["tokens"], "copying": 0, **work}
-    rates.copying = work.pop("copying")
+    rates.copying.value = work.pop("copying")
     assert (rates.choose(**work), rates.choose(**work, may_split=True)) == (Way[whole], Way[split])
 
 
