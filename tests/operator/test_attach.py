@@ -48,8 +48,7 @@ def read(name: str, folder: Path = FOREIGN) -> dict[str, Any]:
 
 
 def read_printed(text: str) -> dict[str, Any]:
-    found = list(yaml.safe_load_all(text))
-    return next(each for each in found if is_values(each) or each["kind"] in KINDS)
+    return next(each for each in yaml.safe_load_all(text) if is_values(each) or each["kind"] in KINDS)
 
 
 def engine_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

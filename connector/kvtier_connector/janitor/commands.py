@@ -367,9 +367,8 @@ def gc(
     tiers = sorted({root.resolve().parent for root in roots})
     if len(tiers) > 1:
         raise ConfigInvalid(f"{directory}: holds several tiers; name one of {', '.join(map(str, tiers))}")
-    settings = _settings(tiers[0], config, limits)
     # Not lasting: a running janitor keeps its own catalog and permit.
-    sweeper = Sweeper(settings, is_lasting=False, may_act=lambda: yes)
+    sweeper = Sweeper(_settings(tiers[0], config, limits), is_lasting=False, may_act=lambda: yes)
     sweeper.open()
     sweeper.finish(tell)
     report = sweeper.report

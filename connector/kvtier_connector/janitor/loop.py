@@ -104,8 +104,7 @@ def lease_api(settings: LeaseSettings) -> LeaseApi:
 
 def make_sweeper(config: JanitorConfig, may_act: Callable[[], bool]) -> AnySweeper:
     """Return the sweeper for the layout of the tier's files."""
-    kind = VllmFilesSweeper if config.layout == VLLM_FS_LAYOUT else Sweeper
-    return kind(config, may_act=may_act)
+    return (VllmFilesSweeper if config.layout == VLLM_FS_LAYOUT else Sweeper)(config, may_act=may_act)
 
 
 class Loop:

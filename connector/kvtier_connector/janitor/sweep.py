@@ -293,8 +293,7 @@ class Sweeper(TierSweeper):
             self._eviction = Eviction(choice, catalog=catalog, fs=fs, tier_dir=self._dir, pool=pool, clock=self._clock)
 
     def _choose(self, limits: policy.Limits) -> policy.Choice:
-        order = self._cleanup.order(self.config.current)
-        blocks, rows = self.catalog.columns(order)
+        blocks, rows = self.catalog.columns(self._cleanup.order(self.config.current))
         return [(reason, rows[chosen]) for reason, chosen in policy.choose(blocks, limits)]
 
     def _limits(self) -> policy.Limits:

@@ -52,8 +52,7 @@ def install(target: Path, *, source: Path | None = None) -> str:
 
 def _contents(directory: Path) -> dict[Path, bytes]:
     """Return the package's files, without what Python makes of them by itself."""
-    paths = (path for path in directory.rglob("*") if path.is_file())
-    names = {path: path.relative_to(directory) for path in paths}
+    names = {path: path.relative_to(directory) for path in directory.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for path, name in names.items() if "__pycache__" not in name.parts}
 
 

@@ -145,8 +145,7 @@ def _try(
         raise _UnusableError(f"{missing}; {_INSTEAD}")
     mount = mount_of(directory)
     direct = DirectIo(fs, directory, direct=None)
-    count = max(1, min(most_bytes, free // 4) // FILE_BYTES)
-    paths = [f"{directory}/{number}" for number in range(count)]
+    paths = [f"{directory}/{number}" for number in range(max(1, min(most_bytes, free // 4) // FILE_BYTES))]
     buffers = [memoryview(mmap.mmap(-1, FILE_BYTES)) for _ in range(THREADS)]
     for buffer in buffers:
         buffer[:] = os.urandom(1 << 20) * (FILE_BYTES >> 20)  # what compresses would flatter the volume

@@ -129,8 +129,7 @@ def why_not_serving(host: str, port: int) -> str:
 def _read(path: Path) -> Statement | None:
     """Return what a file says; None if it is gone, or no whole statement: one of ours is always whole."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        said = Statement(**document)
+        said = Statement(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     return said if isinstance(said.pid, int) and isinstance(said.birth, str) else None

@@ -104,8 +104,7 @@ class Keyring:
 
     def find(self, name: str) -> Key | None:
         """Return the key of this name, None if there is none."""
-        key = self._keys.get(name)
-        self._refresh(self._seconds if key is not None else min(_EAGER_SECONDS, self._seconds))
+        self._refresh(self._seconds if name in self._keys else min(_EAGER_SECONDS, self._seconds))
         return self._keys.get(name)
 
     def active(self) -> Key | None:

@@ -56,8 +56,9 @@ _NO_ATTRIBUTE = "user.kvtier"
 """No file has it."""
 
 _MOST_PROFILE_BYTES = 4096
-_DIRECTORY_PAUSES = (0.01, 0.05, 0.2)
+_DIRECTORY_PAUSES = (0.01, 0.05, 0.2, 1.0)
 """Seconds before something is made in a directory that is said to be there and not to be there."""
+_RACED = frozenset({errno.ESTALE, errno.ENODATA})
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _T = TypeVar("_T")
@@ -361,13 +362,20 @@ def make_directories(fs: FileSystem, path: str) -> None:
 def in_directory(fs: FileSystem, path: str, call: Callable[[str], _T]) -> _T:
     """Return what a call makes of a path; missing directories above it are made.
 
-    Some clients report for a while that a directory of another client exists and that nothing can be made in it.
+    Some clients report for a while that a directory of another client exists and that nothing can be made in it. Where
+    many make one directory at once, those of GlusterFS may refuse each of them.
     """
+    above = os.path.dirname(path)  # noqa: PTH120 - text in, text out
     for pause in (0.0, 0.0, *_DIRECTORY_PAUSES):
         time.sleep(pause)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return call(path)
-        make_directories(fs, os.path.dirname(path))  # noqa: PTH120 - text in, text out
+        except FileNotFoundError:
+            make_directories(fs, above)
+        except OSError as error:
+            if error.errno not in _RACED:
+                raise
+            fs.look_again(above)
     return call(path)
 
 
@@ -422,8 +430,7 @@ class DirectIo:
     def is_supported(self) -> bool:
         """Return whether files under the root take O_DIRECT."""
         if self._answer is None:
-            answer = self._ask()
-            self._answer = answer and self._advised() is not False
+            self._answer = self._ask() and self._advised() is not False
         return bool(self._answer)
 
     def _ask(self) -> bool | None:

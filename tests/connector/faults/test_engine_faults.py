@@ -44,8 +44,7 @@ def test_answers_are_right_on_any_volume(faulty_volume: FaultyVolume, tmp_path: 
     result = run_engine(engine_host, tmp_path, faulty_volume)
     answers, metrics = result["answers"], result["metrics"]
     expected = {answer["seed"]: answer["tokens"] for answer in answers if answer["when"] == "computed"}
-    wrong = [answer for answer in answers if answer["tokens"] != expected[answer["seed"]]]
-    assert wrong == []
+    assert [answer for answer in answers if answer["tokens"] != expected[answer["seed"]]] == []
     assert {answer["when"] for answer in answers} >= {"healthy", "eio on read", "hang on read", "enospc on write"}
     assert result["read"] == {"healthy": True, "recovered": True, "reset": True}, "the volume is well and is not read"
     assert [path.name for path in faulty_volume.path.iterdir()] == [DIGEST], "the engine took its weights for others"

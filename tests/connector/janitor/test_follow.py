@@ -100,8 +100,7 @@ def test_a_crash_at_any_step_of_a_flush_loses_that_flush_and_no_earlier_one(tmp_
             writer.flush()
         except CrashError:
             assert fs.has_crashed
-        found = [number for _ in range(6) for number in follower.numbers()]
-        assert found in ([1, 2], [1, 2, 3], [1, 2, 3, 4])
+        assert [number for _ in range(6) for number in follower.numbers()] in ([1, 2], [1, 2, 3], [1, 2, 3, 4])
         told(make_writer(root), 5)
         assert follower.numbers() == [5]
 

@@ -410,8 +410,7 @@ def test_the_least_recently_used_go_down_to_the_low_watermark(volume: Volume) ->
     files.append(volume.store(99, age=5000, read=1))
     sweeper = volume.sweeper(max_bytes=20 * SIZE, high_watermark=0.9, low_watermark=0.5)
     volume.sweep(sweeper)
-    left = [path for path in files if path.exists()]
-    assert left == files[-10:]
+    assert [path for path in files if path.exists()] == files[-10:]
     assert sweeper.report.tallies.evicted_blocks == {"budget": 11}
     assert sweeper.report.usage.used_bytes == 10 * SIZE
 

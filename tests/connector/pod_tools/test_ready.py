@@ -114,8 +114,7 @@ def test_what_the_container_before_left_counts_for_nothing(probe: Probe, state: 
     (left,) = state.iterdir()
     assert probe() == (1, "no disk tier has begun to open its volume")
     # The next container counts its processes from 1 again: the same number, another birth.
-    said = json.loads(left.read_text())
-    left.write_text(json.dumps({**said, "pid": 1}))
+    left.write_text(json.dumps({**json.loads(left.read_text()), "pid": 1}))
     assert probe() == (1, "no disk tier has begun to open its volume")
     begun(state).say(Phase.ATTACHED)
     assert probe() == (0, "ready")

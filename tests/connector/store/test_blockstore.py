@@ -258,8 +258,7 @@ def start_writer(root: Path, turns: int) -> subprocess.Popen[str]:
 
 def test_processes_that_put_get_and_delete_the_same_blocks_see_whole_blocks_only(root: Path) -> None:
     processes = [start_writer(root, 300) for _ in range(3)]
-    answers = [process.communicate("go\n", timeout=250)[0] for process in processes]
-    assert answers == ["done\n"] * 3
+    assert [process.communicate("go\n", timeout=250)[0] for process in processes] == ["done\n"] * 3
     assert [process.returncode for process in processes] == [0, 0, 0]
 
 
@@ -407,6 +406,15 @@ def test_a_volume_that_fails_is_unavailable_and_says_why(tmp_path: Path, call: s
     assert caught.value.__cause__ is error
     assert not root.exists() or list(root.iterdir()) == []
     claim(root, IDENTITY, "d1gest")
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENODATA])
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_what_clients_of_glusterfs_refuse_in_a_race_is_tried_again(tmp_path: Path, call: str, number: int) -> None:
+    tries = itertools.count()
+    where = {"mkdir": "a", "open": "partial"}[call]
+    fs = FailingFs(OSError(number, "raced"), lambda name, at: name == call and where in at and next(tries) < 3)
+    claim(tmp_path / "a", IDENTITY, "d1gest", fs=fs)
 
 
 @pytest.mark.parametrize("call", ["preadv", "stat"])

@@ -178,8 +178,7 @@ def test_a_block_of_another_length_is_never_unpacked(root: Path, block_bytes: in
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_a_flip_is_noticed(unchecked_root: Path, keys_dir: Path, read: Reader, is_encrypted: bool) -> None:
-    keys = keys_dir if is_encrypted else None
-    store = make(unchecked_root, keys_dir=keys)
+    store = make(unchecked_root, keys_dir=keys_dir if is_encrypted else None)
     draw = random.Random(7)
     for _ in range(20):
         store.put(key(1), numbers(1))

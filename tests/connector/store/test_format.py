@@ -250,8 +250,7 @@ def test_a_block_that_was_frozen_is_still_read(root: Path, algorithm: Algorithm)
 def test_the_writer_still_makes_the_frozen_bytes(root: Path) -> None:
     store = BlockStore(root, clock=lambda: FROZEN_NS)
     store.put(FROZEN_KEY, memoryview(FROZEN_DATA), FROZEN_LINEAGE)
-    expected = DATA / FROZEN[DEFAULT_ALGORITHM]
-    assert (root / block_path(FROZEN_KEY)).read_bytes() == expected.read_bytes()
+    assert (root / block_path(FROZEN_KEY)).read_bytes() == (DATA / FROZEN[DEFAULT_ALGORITHM]).read_bytes()
 
 
 GOOD = whole_file(key(1), payload(1, 8192))

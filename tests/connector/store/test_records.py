@@ -201,8 +201,7 @@ def test_partial_and_quarantined_names_are_no_blocks(key: BlockKey) -> None:
 def test_a_partial_name_leads_glusterfs_to_the_server_of_the_final_name() -> None:
     name = layout.partial_path("blocks/000/00/x_g0.kvb", TOKEN).rpartition("/")[2]
     # What GlusterFS calls rsync-hash-regex, by default.
-    found = re.fullmatch(r"\.(.+)\.[^.]+", name)
-    assert found[1] == "x_g0.kvb"
+    assert re.fullmatch(r"\.(.+)\.[^.]+", name)[1] == "x_g0.kvb"
 
 
 @pytest.mark.parametrize(
