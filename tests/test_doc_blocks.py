@@ -321,8 +321,7 @@ def test_every_page_is_in_the_readme_and_the_menu_and_every_target_of_make_is_ex
     assert written - linked == set()
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
-    explained = set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
-    assert targets - explained == set()
+    assert targets - set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE)) == set()
     menu = (ROOT / "mkdocs.yml").read_text()
     own = [page for page in SITE.pages() if "results" not in page.parts]
     assert [str(page) for page in own if not re.search(rf"(: |- ){re.escape(str(page))}$", menu, re.MULTILINE)] == []
@@ -380,8 +379,7 @@ def test_every_fault_of_the_page_is_proved_by_tests_that_exist() -> None:
     assert [cells[0] for cells in faults] == [cells[0] for cells in rows(PROOFS)]
     named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", cells[1]) for cells in rows(PROOFS)]
     assert all(named)
-    missing = [f"{path}::{name}" for each in named for path, name in each if name not in functions_in(ROOT / path)]
-    assert missing == []
+    assert [f"{path}::{name}" for each in named for path, name in each if name not in functions_in(ROOT / path)] == []
 
 
 def test_metrics_causes_and_conditions_of_the_page_of_faults_are_those_of_the_code() -> None:

@@ -45,8 +45,7 @@ def test_chart_and_manifests_of_a_release_name_its_images_by_digest(tmp_path: Pa
     assert {each["kind"] for each in found} >= {"Namespace", "CustomResourceDefinition", "ClusterRole"}
     with tarfile.open(tmp_path / f"kvtier-{VERSION}.tgz") as chart:
         names = chart.getnames()
-        values = chart.extractfile("kvtier/values.yaml")
-        assert values.read().decode().count("sha256:0") == 3
+        assert chart.extractfile("kvtier/values.yaml").read().decode().count("sha256:0") == 3
     assert {"kvtier/dashboards/tier.json", "kvtier/rules/alerts.yaml", "kvtier/files/kvcachetier.yaml"} <= set(names)
 
 
@@ -124,8 +123,7 @@ def test_every_action_is_pinned_by_a_digest_and_dependabot_looks_at_what_is_ther
     found = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())
     assert {each["package-ecosystem"] for each in found["updates"]} == {"github-actions", "docker"}
     for each in found["updates"]:
-        folders = each.get("directories", [])
-        assert all(list((ROOT / folder.lstrip("/")).glob("*Dockerfile")) for folder in folders)
+        assert all(list((ROOT / folder.lstrip("/")).glob("*Dockerfile")) for folder in each.get("directories", []))
 
 
 def test_the_licence_names_its_holder_and_the_plugin_runs_with_the_supported_pythons() -> None:
@@ -226,8 +224,7 @@ def test_a_released_bundle_names_our_images_by_digest(version: dict[str, Any]) -
     for name, digest in DIGESTS.items():
         assert f"ghcr.io/kvtier/{name}@{digest}" in text
         assert f"ghcr.io/kvtier/{name}:" not in text
-    listed = (ROOT / "charts/kvtier/images.txt").read_text().split()
-    assert len(version["spec"]["relatedImages"]) == len(listed)
+    assert len(version["spec"]["relatedImages"]) == len((ROOT / "charts/kvtier/images.txt").read_text().split())
 
 
 def test_the_labels_of_its_image_are_its_annotations(written: Path) -> None:

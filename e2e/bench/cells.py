@@ -248,10 +248,9 @@ def _asked(sizes: Sizes, heavy: HeavySizes) -> dict[str, list[Request]]:
     """Return what cells after a restart ask for; of cells without restart, their longest prompts."""
     long: dict[str, list[Request]] = {HeavyCell.LONG: long_prompts(heavy), HeavyCell.BURSTS: bursts(heavy)}
     after = {Cell.SINGLE: workloads.singles(sizes), **long}
-    usual = [*workloads.arrivals(sizes), *workloads.shared_prefix(sizes), *after[Cell.SINGLE]]
     return {
         **after,
-        PREPARE: usual,
+        PREPARE: [*workloads.arrivals(sizes), *workloads.shared_prefix(sizes), *after[Cell.SINGLE]],
         **{f"{PREPARE}-{cell}": requests for cell, requests in after.items()},
         HeavyCell.AGENTS: agents(heavy, step=heavy.agent_steps - 1),
         HeavyCell.PREEMPTION: preempted(heavy),
@@ -407,8 +406,7 @@ def count_blocks(blocks: Path) -> dict[str, int]:
         check_generation(root, report, threads=_CHECKS_AT_ONCE)
         found += len(keys & {entry.key for entry in scan(root) if isinstance(entry, BlockEntry)})
     acknowledged = sum(map(len, stored.values()))
-    faults = {fault.value for fault in Fault}
-    lost = acknowledged - found + sum(problem.kind in faults for problem in report.problems)
+    lost = acknowledged - found + sum(problem.kind in {fault.value for fault in Fault} for problem in report.problems)
     return {"acknowledged_blocks": acknowledged, "found_blocks": report.blocks, "lost_blocks": lost}
 
 

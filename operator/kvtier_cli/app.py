@@ -154,8 +154,7 @@ def run(  # noqa: PLR0913 - options
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    called = Path(sys.argv[0]).name
-    name = "kubectl kvtier" if called == _PLUGIN else "kvtier"
+    name = "kubectl kvtier" if Path(sys.argv[0]).name == _PLUGIN else "kvtier"
     # https://no-color.org: any value but an empty one; click itself looks at the terminal alone.
     color = False if os.environ.get("NO_COLOR") else None
     try:

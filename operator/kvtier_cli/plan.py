@@ -87,8 +87,7 @@ def _is_tier(body: Any, file: str) -> bool:
             _called(file), "holds something that is no object of Kubernetes: apiVersion or kind is missing"
         )
     if (version, kind) != (names.API_VERSION, names.KIND):
-        group = names.API_VERSION.partition("/")[0]
-        if version.partition("/")[0] == group or kind.lower() == names.KIND.lower():
+        if version.partition("/")[0] == names.API_VERSION.partition("/")[0] or kind.lower() == names.KIND.lower():
             meant = f"write apiVersion: {names.API_VERSION} and kind: {names.KIND}"
             raise SpecInvalid(_called(file), f"holds a {kind} of {version}, which there is not: {meant}")
         return False
@@ -172,9 +171,8 @@ def read_nodes(file: str | None) -> Nodes | None:
     from kvtier_operator.inventory import from_objects  # noqa: PLC0415  takes a second
 
     remedy = "kubectl get nodes,pods -A -o yaml prints what belongs there"
-    documents = read_documents(file)
     try:
-        found = from_objects(item for item in documents if isinstance(item, dict))
+        found = from_objects(item for item in read_documents(file) if isinstance(item, dict))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise SpecInvalid(file, f"holds a node or a pod that cannot be read ({error!r}): {remedy}") from error
     if not found.nodes:
@@ -203,12 +201,14 @@ def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
     if (problem := a_node_is_large_enough(stage)) is not None:
         return problem.message, False
     matching = nodes.matching(plan.spec, snapshot.nodes)
-    memory = plan.sizing.memory_bytes + nodes.sidecar_requests(plan.spec)[0]
+    count = max(1, plan.spec.replicas) if plan.is_on_one_node else 1
+    memory = count * (plan.sizing.memory_bytes + nodes.sidecar_requests(plan.spec)[0])
     large = [node for node in matching if node.memory_bytes >= memory]
     least = nodes.smallest_node(plan.spec, plan.tier, snapshot.nodes)
     assert least is not None
     return (
-        f"{len(large)} of {len(snapshot.nodes.nodes)} could hold an engine pod of "
+        f"{len(large)} of {len(snapshot.nodes.nodes)} could hold "
+        f"{'an engine pod' if count == 1 else f'{count} engine pods'} of "
         f"{quantity.show_bytes(memory)}; the smallest that matches, {least[0].name}, has "
         f"{quantity.show_bytes(least[1])} left"
     ), True
@@ -281,8 +281,7 @@ def _live_snapshot(body: Manifest, where: client.Where) -> Snapshot:
 
     cluster = where.client.cluster
     found = gather(cluster, body, now=datetime.now(UTC))
-    inventory = Inventory(cluster, is_allowed=True, clock=time.monotonic)
-    return replace(found, nodes=inventory.look(with_pods=True))
+    return replace(found, nodes=Inventory(cluster, is_allowed=True, clock=time.monotonic).look(with_pods=True))
 
 
 _FILE = click.Path(exists=True, dir_okay=False, allow_dash=True)

@@ -288,8 +288,7 @@ def _add_pod(pack: Pack, where: client.Where, pod: names.Manifest, base: str, *,
     if not with_logs:
         return
     for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
-        read = functools.partial(_log, where, pod, container["name"])
-        pack.try_to(f"{base}/{name}/{container['name']}.log", read)
+        pack.try_to(f"{base}/{name}/{container['name']}.log", functools.partial(_log, where, pod, container["name"]))
 
 
 def _log(where: client.Where, pod: names.Manifest, container: str) -> str:

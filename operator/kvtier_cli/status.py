@@ -67,14 +67,13 @@ def read_tier(where: Where, namespace: str, tier: str, *, asks_pods: bool) -> Do
 
 def _engine(pod: names.Manifest) -> Document:
     status = pod.get("status", {})
-    containers = status.get("containerStatuses") or ()
     return {
         "pod": pod["metadata"]["name"],
         "node": pod.get("spec", {}).get("nodeName", ""),
         "phase": "Terminating" if "deletionTimestamp" in pod["metadata"] else status.get("phase", "Unknown"),
         "ready": is_ready(pod),
         "started": status.get("startTime", ""),
-        "restarts": sum(int(each.get("restartCount", 0)) for each in containers),
+        "restarts": sum(int(each.get("restartCount", 0)) for each in (status.get("containerStatuses") or ())),
     }
 
 
@@ -328,8 +327,7 @@ def pause(tier: str, *, off: bool, output_format: str, where: client.Where) -> i
     The pause is an annotation, so a spec that is kept in git stays as it is.
     """
     namespace = where.asked_namespace
-    body = where.client.tier(namespace, tier)
-    if off and (body["spec"].get("paused") is True):
+    if off and (where.client.tier(namespace, tier)["spec"].get("paused") is True):
         raise click.UsageError(f"spec.paused of {tier} is true: set it to false where its spec is kept")
     patch = {"metadata": {"annotations": {names.ANNOTATION_PAUSED: None if off else "true"}}}
     where.client.change(namespace, tier, patch)

@@ -8,12 +8,13 @@ replica has accelerators and host memory of its own, and all share the volume.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
 import statistics
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,6 +23,7 @@ import click
 
 from kvtier_cli import output, warm
 from kvtier_operator.api import TierSpec
+from kvtier_operator.api.engine_spec import NO_ACCELERATOR
 from kvtier_operator.api.status_schema import Capacity
 from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.plan import chunks
@@ -63,6 +65,8 @@ class Options:
 class _Rate(click.FloatRange):
     """A finite number; ``nan`` is in every range, and ``inf`` in those without an end."""
 
+    name = "number"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found: float = super().convert(value, param, ctx)
         return found if math.isfinite(found) else self.fail(f"{value} is no finite number", param, ctx)
@@ -71,7 +75,7 @@ class _Rate(click.FloatRange):
 def options(function: output.Function) -> output.Function:
     """Give a verb the options of a trace, which `parse_options` takes."""
     positive = _Rate(min=0, min_open=True)
-    picture, file = (click.Path(exists=exists, dir_okay=False, path_type=Path) for exists in (False, True))
+    picture, file = (click.Path(exists=old, dir_okay=False, allow_dash=old, path_type=Path) for old in (False, True))
     described: list[tuple[str, dict[str, Any]]] = [
         ("--picture", {"type": picture, "help": "draw it over the volume's size, with --trace"}),
         ("--prefill-rate", {"type": positive, "help": "prompt tokens/s that one engine computes, with --trace"}),
@@ -87,10 +91,12 @@ def parse_options(*, trace: Path | None, **others: Any) -> Options | None:
     """Return the options; None where no trace is given.
 
     Raises:
-        UsageError: there is one of the others without a trace.
+        UsageError: there is one of the others without a trace, or matplotlib is not installed for the picture.
     """
     if trace is None and any(others.values()):
         raise click.UsageError("--rate, --prefill-rate and --picture go with --trace FILE")
+    if others["picture"] is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--picture needs matplotlib: pip install matplotlib")
     return None if trace is None else Options(trace=trace, **others)
 
 
@@ -177,36 +183,36 @@ def read(file: Path, *, block_tokens: int) -> Trace:
     Raises:
         UsageError: a line is neither; the message has its number and never its text.
     """
-    try:
-        with file.open(encoding="utf-8") as lines:
-            first = next((line for line in lines if line.strip()), "")
-    except UnicodeDecodeError:
-        first = ""  # compressed, or no text, which the reader of prompts says
-    if '"hash_ids"' in first:
-        return Trace(list(_mooncake(file)), MOONCAKE_TOKENS, is_estimated=False)
-    requests = [_of_prompt(prompt.body, block_tokens) for prompt in warm.read(file)]
-    if not requests:
+    lines = warm.lines(file)
+    if (first := next(lines, None)) is None:
         raise click.UsageError(f"{file}: holds no request")
+    # Opened once, for it may be a pipe.
+    rest = itertools.chain([first], lines)
+    if '"hash_ids"' in first[1]:
+        return Trace([_of_row(file, *line) for line in rest], MOONCAKE_TOKENS, is_estimated=False)
+    requests = [_of_prompt(warm.parse(file, *line).body, block_tokens) for line in rest]
     return Trace(requests, block_tokens, is_estimated=True)
 
 
-def _mooncake(file: Path) -> Iterator[Request]:
-    with file.open("rb") as lines:
-        for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
-            try:
-                yield _of_row(json.loads(line))
-            except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-                fields = "timestamp (ms), input_length (tokens) and hash_ids (a list of numbers)"
-                raise click.UsageError(f"{file}: line {number}: must have {fields} as Mooncake's traces do") from error
+def _of_row(file: Path, number: int, line: str) -> Request:
+    where = f"{file}: line {number}: must have "
+    try:
+        tokens, names, seconds = _fields(json.loads(line))
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        fields = "timestamp (ms), input_length (tokens) and hash_ids (a list of numbers)"
+        raise click.UsageError(f"{where}{fields} as Mooncake's traces do") from error
+    if abs(len(names) - tokens / MOONCAKE_TOKENS) > 1:
+        found = f"{len(names):,} in hash_ids for {tokens:,} tokens of input_length"
+        raise click.UsageError(f"{where}blocks of {MOONCAKE_TOKENS} tokens as Mooncake's traces do; there are {found}")
+    return Request(seconds, tokens, names[: (tokens - 1) // MOONCAKE_TOKENS])
 
 
-def _of_row(found: Mapping[str, Any]) -> Request:
+def _fields(found: Mapping[str, Any]) -> tuple[int, tuple[Hashable, ...], float]:
     tokens, names, seconds = int(found["input_length"]), found["hash_ids"], float(found["timestamp"]) / 1000
     if tokens < 1 or not isinstance(names, list) or not math.isfinite(seconds):
         raise ValueError
-    blocks = tuple(names[: (tokens - 1) // MOONCAKE_TOKENS])
-    hash(blocks)
-    return Request(seconds, tokens, blocks)
+    hash(tuple(names))
+    return tokens, tuple(names), seconds
 
 
 def _of_prompt(body: Mapping[str, Any], block_tokens: int) -> Request:
@@ -236,8 +242,7 @@ def simulate(trace: Trace, sizes: TierSizes, *, volumes: Iterable[int]) -> list[
     best = [0] * len(trace.requests)
     found = []
     for name, size, tokens in above:
-        caches = [BlockCache(tokens // per_block) for _ in range(max(1, spec.replicas))]
-        best = _serve(trace, caches, best)
+        best = _serve(trace, [BlockCache(tokens // per_block) for _ in range(max(1, spec.replicas))], best)
         found.append(SimulatedTier(name=name, size_bytes=size, tokens=best))
     if spec.connector.uses_volume:
         for size in volumes:
@@ -331,12 +336,13 @@ class Forecast:
     """GB/s that its busiest minute asks of the volume; None where the trace has no times."""
     own_bytes: int | None
     """Size of the tier's own volume, whose rates are shown."""
+    has_unknown_accelerators: bool
+    """It is not known how many tokens they hold."""
 
     def document(self) -> dict[str, Any]:
         """Return the figures for JSON."""
         trace, rows = self.trace, zip(self.tiers, self._shares(), strict=True)
-        head = {"trace": self.file, "requests": len(trace.requests), "promptTokens": trace.tokens}
-        return head | {
+        return {"trace": self.file, "requests": len(trace.requests), "promptTokens": trace.tokens} | {
             "isEstimated": trace.is_estimated,
             "seconds": trace.seconds,
             "served": [{"tier": each.name, "bytes": each.size_bytes, "share": round(of, 4)} for each, of in rows],
@@ -351,9 +357,12 @@ class Forecast:
         lasts = "" if trace.seconds is None else f" in {output.duration(trace.seconds)}"
         lines = [f"{self.file}: {len(trace.requests):,} requests, {trace.tokens:,} prompt tokens{lasts}"]
         if self.replicas > 1:
-            lines.append(f"requests go to the {self.replicas} replicas in turn; all share the volume")
+            shared = "" if self.own_bytes is None else "; all share the volume"
+            lines.append(f"requests go to the {self.replicas} replicas in turn{shared}")
         if trace.is_estimated:
             lines.append(f"a token is {BYTES_PER_TOKEN} bytes of text here; requests are taken in the file's order")
+        if self.has_unknown_accelerators:
+            lines.append("accelerators are left out; without --trace, kvtier plan says what their memory needs")
         rows = [("SERVED BY", "SIZE", "OF ALL TOKENS", "MORE THAN ABOVE IT")]
         for each, share, more in zip(self.tiers, self._shares(), self._gains(), strict=True):
             size = "" if each.size_bytes is None else show_bytes(each.size_bytes)
@@ -361,6 +370,8 @@ class Forecast:
         lines += ["", output.columns(rows)]
         if self.paces and self.own_bytes is not None:
             lines.append(self._pace_page(show_bytes(self.own_bytes)))
+        elif self.own_bytes is not None:
+            lines.append(f"No request would read anything from a volume of {show_bytes(self.own_bytes)}.\n")
         return "\n".join(lines)
 
     def _pace_page(self, size: str) -> str:
@@ -415,6 +426,7 @@ def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
         paces=paces(loads, layout.token_bytes, seconds=trace.seconds, rates=rates, prefill_rate=given.prefill_rate),
         busiest=None if trace.seconds is None else busiest_minute(trace, loaded) * layout.token_bytes / 1e9,
         own_bytes=own,
+        has_unknown_accelerators=spec.engine.accelerator.resource != NO_ACCELERATOR and not capacity.device_kv_tokens,
     )
     if given.picture is not None:
         draw(given.picture, found, sizes)
@@ -425,12 +437,10 @@ def draw(path: Path, found: Forecast, sizes: TierSizes) -> None:
     """Draw the share of tokens that is served over the size of the volume.
 
     Raises:
-        UsageError: matplotlib is not installed, or the file's suffix is no kind of picture.
+        UsageError: the file cannot be written, or its suffix is no kind of picture.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  an option of one verb
-    except ModuleNotFoundError as error:
-        raise click.UsageError("--picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure  # noqa: PLC0415  an option of one verb
+
     trace, largest = found.trace, max(each.size_bytes or 0 for each in found.tiers)
     curve = simulate(trace, sizes, volumes=[largest * step // _CURVE for step in range(1, _CURVE + 1)])
     shares = {each: 100 * sum(each.tokens) / trace.tokens for each in curve}
@@ -450,3 +460,6 @@ def draw(path: Path, found: Forecast, sizes: TierSizes) -> None:
         figure.savefig(path, dpi=110)
     except ValueError as error:
         raise click.UsageError(f"--picture {path}: {error}; name it .svg or .png") from error
+    except OSError as error:
+        remedy = "name a file in a folder that is there and that you may write to"
+        raise click.UsageError(f"--picture {path}: cannot be written ({error.strerror}); {remedy}") from error

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import threading
 import urllib.parse
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -115,35 +116,37 @@ def _page(document: Mapping[str, Any]) -> str:
 
 
 def read(file: Path) -> Iterator[Prompt]:
-    """Yield the prompts of a file.
+    """Yield the prompts of a file; raise UsageError as `lines` and `parse` do."""
+    return (parse(file, number, line) for number, line in lines(file))
+
+
+def lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file that are not blank, with their numbers; what ends in .gz is unpacked.
 
     Raises:
-        UsageError: a line is no prompt; the message has the line's number and never its text.
+        UsageError: it is no text, or no whole file of gzip.
     """
-    packed = file.suffix == ".gz"
-    with gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8") as lines:
-        try:
-            yield from parse(lines)
-        except UnicodeDecodeError as error:
-            raise click.UsageError(f"{file}: must be text in UTF-8") from error
-        except gzip.BadGzipFile as error:
-            raise click.UsageError(f"{file}: is not compressed with gzip; rename it") from error
+    number = 0
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else click.open_file(file, "rb") as found:
+            for number, line in enumerate(found, 1):
+                if line.strip():
+                    yield number, line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{file}: line {number}: must be text in UTF-8") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        problem = "not compressed with gzip; rename it" if "Not a gzipped" in str(error) else "damaged; copy it again"
+        raise click.UsageError(f"{file}: is {problem}") from error
 
 
-def parse(lines: Iterable[str]) -> Iterator[Prompt]:
-    """Yield the prompt of each line that is not blank."""
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _parse(number, line)
-
-
-def _parse(number: int, line: str) -> Prompt:
+def parse(file: Path, number: int, line: str) -> Prompt:
+    """Return the prompt of a line; raise UsageError for any other, with the line's number and never its text."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         # The library's own message repeats the text.
         place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise click.UsageError(f"line {number}: is no JSON{place}; write one JSON value a line") from None
+        raise click.UsageError(f"{file}: line {number}: is no JSON{place}; write one JSON value a line") from None
     if isinstance(found, str):
         found = {"prompt": found}
     if isinstance(found, dict) and "body" in found:
@@ -158,7 +161,7 @@ def _parse(number: int, line: str) -> Prompt:
     elif "prompt" in found and not (found["prompt"] and isinstance(found["prompt"], str | list)):
         problem = "prompt must be a text or a list of tokens, and not empty"
     if problem:
-        raise click.UsageError(f"line {number}: {problem}")
+        raise click.UsageError(f"{file}: line {number}: {problem}")
     body = {name: value for name, value in found.items() if name not in _ABOUT_ANSWERS}
     path = CHAT if "messages" in found else TEXT
     return Prompt(line=number, path=path, body={**body, "max_tokens": 1, "temperature": 0})
@@ -252,8 +255,7 @@ def _forwarded(tier: str, where: client.Where) -> Iterator[tuple[str, int]]:
     if kubectl is None:
         raise click.UsageError(f"{tier}: needs kubectl to forward a port: install it, or name the Service's address")
     spec, ref = body["spec"], names.tier_ref(body)
-    has_router = (spec.get("routing") or {}).get("type") == ROUTER
-    service = names.router(ref) if has_router else names.engine(ref)
+    service = names.router(ref) if (spec.get("routing") or {}).get("type") == ROUTER else names.engine(ref)
     command = [kubectl, "port-forward", f"--namespace={namespace}", f"service/{service}", f":{names.HTTP_PORT}"]
     command += [f"--context={where.context}"] if where.context else []
     command += [f"--kubeconfig={where.kubeconfig}"] if where.kubeconfig else []

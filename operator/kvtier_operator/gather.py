@@ -293,8 +293,7 @@ def _with_report(pod: Pod, tier: TierRef, poller: Poller[TierName] | None, *, po
     """Return an engine pod with its report; a pod that does not serve is not asked."""
     if poller is None or not pod.address or not pod.is_ready or pod.is_terminating:
         return pod
-    address = Address(host=pod.address, port=port, path="/metrics")
-    target = PollTarget(address=address, uid=pod.uid)
+    target = PollTarget(address=Address(host=pod.address, port=port, path="/metrics"), uid=pod.uid)
     answer = poller.answer(
         target, owner=_owner(tier), parse=read_metrics, since=pod.ready_since, is_passing=_is_without_volume
     )
@@ -316,8 +315,7 @@ def _janitor(
     answer = poller.answer(target, owner=_owner(tier), parse=read_usage, since=since, is_passing=_is_passing)
     if answer is None:
         return replace(found, is_awaited=True)
-    usage = answer.value if isinstance(answer.value, Usage) else None
-    return replace(found, usage=usage, silence=answer.problem)
+    return replace(found, usage=(answer.value if isinstance(answer.value, Usage) else None), silence=answer.problem)
 
 
 def _with_availability(janitor: LiveJanitor, deployment: Manifest | None, now: datetime) -> LiveJanitor:

@@ -99,5 +99,4 @@ def _multiplier(suffix: str | None, exponent: str | None) -> Fraction:
     if suffix is not None:
         return Fraction(10) ** _DECIMAL[suffix]
     # int() would take quadratic time on a long run of digits, and refuses the longest ones.
-    power = 0 if exponent is None else max(-_EXPONENT_LIMIT, min(_EXPONENT_LIMIT, int(exponent[:6])))
-    return Fraction(10) ** power
+    return Fraction(10) ** (0 if exponent is None else max(-_EXPONENT_LIMIT, min(_EXPONENT_LIMIT, int(exponent[:6]))))

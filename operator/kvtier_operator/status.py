@@ -251,8 +251,7 @@ def _blocker(progress: Progress) -> Problem | None:
         runs = "" if progress.spec is None else "; engines stay as they are, and fields that replace none are followed"
         return Problem(Reason.SPEC_INVALID, f"{progress.invalid}{runs}")
     if refusal is not None:
-        also = "" if failure is None else f"; {failure}"
-        return Problem(refusal.reason, refusal.message + also)
+        return Problem(refusal.reason, refusal.message + ("" if failure is None else f"; {failure}"))
     if failure is not None:
         return Problem(Reason.APPLY_FAILED, str(failure))
     return None

@@ -165,9 +165,12 @@ SECRET = "words that stay secret"
 
 
 @pytest.mark.parametrize(("line", "path", "kept"), TABLES["requests"])
-def test_a_line_becomes_a_request_with_one_token_of_answer(line: object, path: str, kept: dict[str, object]) -> None:
+def test_a_line_becomes_a_request_with_one_token_of_answer(
+    line: object, path: str, kept: dict[str, object], tmp_path: Path
+) -> None:
     # Empty lines count, and are left out.
-    (found,) = prompts.parse(["\n", json.dumps(line)])
+    (tmp_path / "p.jsonl").write_text(f"\n{json.dumps(line)}")
+    (found,) = prompts.read(tmp_path / "p.jsonl")
     asks = {"max_tokens": 1, "temperature": 0}
     assert (found.line, found.path, found.body) == (2, path, {**kept, **asks})
 
@@ -179,10 +182,21 @@ def test_a_packed_file_is_read_like_a_plain_one(tmp_path: Path) -> None:
     assert list(prompts.read(packed)) == list(prompts.read(plain))
 
 
+PACKED = gzip.compress(b'"a"\n' * 9, mtime=0)
+
+
+@pytest.mark.parametrize("data", [PACKED[:-9], PACKED[:10] + b"\xff" + PACKED[11:], PACKED[:-8] + bytes(8), b'"a"\n'])
+def test_a_packed_file_that_is_damaged_says_so(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl.gz").write_bytes(data)
+    said = "is damaged; copy it again" if data.startswith(PACKED[:2]) else "is not compressed with gzip; rename it"
+    with pytest.raises(click.UsageError, match=f"p.jsonl.gz: {said}"):
+        list(prompts.read(tmp_path / "p.jsonl.gz"))
+
+
 @pytest.mark.parametrize(("line", "said"), [*TABLES["mistakes"], ("[" * 200_000, "line 1: is no JSON")])
 def test_a_mistake_is_named_by_its_line_and_repeats_nothing(line: str, said: str) -> None:
     with pytest.raises(click.UsageError) as raised:
-        list(prompts.parse([line]))
+        prompts.parse(Path("p.jsonl"), 1, line)
     assert said in raised.value.message
     assert SECRET not in raised.value.message
 

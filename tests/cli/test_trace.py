@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,7 +133,22 @@ def test_odd_prompts_are_taken_as_they_are(prompt: Any, plan: Plan) -> None:
 def test_a_line_that_is_no_text_is_refused_wherever_it_is(tmp_path: Path, kvtier: Command) -> None:
     file = Path(trace(tmp_path, [asked(0, 1)] * 500))
     file.write_bytes(file.read_bytes() + b"\xff\xfe\n" + b'{"hash_ids":' + b"[" * 100_000)
-    assert "line 501: must have timestamp (ms)" in kvtier.fails("plan", tier(tmp_path), "--trace", str(file), code=2)
+    assert "line 501: must be text in UTF-8" in kvtier.fails("plan", tier(tmp_path), "--trace", str(file), code=2)
+
+
+def test_a_trace_may_be_packed_or_come_through_a_pipe(
+    tmp_path: Path, kvtier: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, packed = Path(trace(tmp_path, ROUND)), tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    found = [kvtier.json("plan", tier(tmp_path), "--trace", each)[0] for each in (file, packed, "-")]
+    assert found[0]["served"] == found[1]["served"] == found[2]["served"]
+
+
+def test_a_picture_that_cannot_be_written_says_where(tmp_path: Path, kvtier: Command) -> None:
+    words = ["plan", tier(tmp_path), "--trace", trace(tmp_path, ROUND), "--picture", str(tmp_path / "no/trace.png")]
+    assert "no/trace.png: cannot be written (No such file or directory); name" in kvtier.fails(*words, code=2)
 
 
 @pytest.mark.parametrize("option", [["--rate", "4"], ["--prefill-rate", "9"], ["--picture", "a.svg"]])

@@ -62,8 +62,7 @@ def test_a_schema_that_is_not_structural_is_refused(http: Http, schema: Json, wo
 
 @pytest.mark.needs("controllers")
 def test_a_definition_takes_its_objects_along(http: Http, until: Until, namespace: str) -> None:
-    crd = definition("Passing", {"type": "object"})
-    assert http("POST", CRDS, crd)[0] == 201
+    assert http("POST", CRDS, definition("Passing", {"type": "object"}))[0] == 201
     path = f"/apis/{GROUP}/v1/namespaces/{namespace}/passings"
     until(lambda: http("GET", path)[0] == 200)
     manifest = {"apiVersion": f"{GROUP}/v1", "kind": "Passing", "metadata": {"name": "a"}}

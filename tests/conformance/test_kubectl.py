@@ -45,8 +45,7 @@ def test_what_kubectl_creates_is_whole(kubectl: Kubectl) -> None:
 def test_a_list_of_objects_is_taken_apart(kubectl: Kubectl, arguments: tuple[str, ...]) -> None:
     document = {"apiVersion": "v1", "kind": "List", "items": [config_map("a"), config_map("b")]}
     kubectl(*arguments, "-f", "-", stdin=document)
-    found = kubectl.json("get", "configmap", "a", "b")
-    assert [item["metadata"]["name"] for item in found["items"]] == ["a", "b"]
+    assert [item["metadata"]["name"] for item in kubectl.json("get", "configmap", "a", "b")["items"]] == ["a", "b"]
 
 
 def test_a_dry_run_on_the_server_is_validated_and_not_stored(kubectl: Kubectl, widgets: str) -> None:
@@ -117,8 +116,7 @@ def test_built_in_kinds_have_columns(kubectl: Kubectl, target: Target, manifest:
     columns = TABLES["columns"][manifest["kind"]].split()
     if target.minor < 29:
         columns = [column for column in columns if column != "VOLUMEATTRIBUTESCLASS"]
-    header = kubectl("get", manifest["kind"], manifest["metadata"]["name"]).splitlines()[0]
-    assert header.split() == columns
+    assert kubectl("get", manifest["kind"], manifest["metadata"]["name"]).splitlines()[0].split() == columns
 
 
 @pytest.mark.since(27)

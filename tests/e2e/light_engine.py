@@ -121,8 +121,7 @@ class Engine:
                     self.disk_tokens += CHUNK_CHARACTERS
                 elif LOST not in prompt and live.mode == "ReadWrite":
                     self.put(key)
-        usage = {"prompt_tokens": len(prompt)}
-        return {"id": f"cmpl-{os.getpid()}", "choices": [{"text": "x"}], "usage": usage}
+        return {"id": f"cmpl-{os.getpid()}", "choices": [{"text": "x"}], "usage": {"prompt_tokens": len(prompt)}}
 
     def metrics(self) -> str:
         lines = []

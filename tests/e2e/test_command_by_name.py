@@ -130,8 +130,7 @@ def test_the_operator_is_told_to_pause_change_the_mode_and_restart(typed: Tier, 
 
 def test_a_report_holds_what_support_needs_and_nothing_secret(typed: Tier, tmp_path: Path, kvtier: Command) -> None:
     file = tmp_path / "report.tar.gz"
-    found = kvtier.json("report", "typed", "--file", str(file))
-    assert found["unread"] == []
+    assert kvtier.json("report", "typed", "--file", str(file))["unread"] == []
     assert file.stat().st_mode & 0o077 == 0
     with tarfile.open(file) as archive:
         parts = {each.name.removeprefix("kvtier-report/"): archive.extractfile(each) for each in archive}

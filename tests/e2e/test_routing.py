@@ -93,8 +93,7 @@ def test_an_engine_that_dies_costs_no_request_that_comes_after(routed: Tier) -> 
 def test_a_router_whose_flags_are_wrong_is_told_with_its_last_words(bench: Bench) -> None:
     router: dict[str, Any] = {"replicas": 1, "args": ["--cache-threshold", "much"]}
     tier = Tier(bench, "misrouted", replicas=1, routing={"type": "Router", "router": router})
-    told = tier.reaches("RoutingReady", "False", "RouterFailing")
-    assert "invalid float value: 'much'" in told["message"]
+    assert "invalid float value: 'much'" in tier.reaches("RoutingReady", "False", "RouterFailing")["message"]
     tier.reaches("Available", "True")
     tier.patch(routing={"type": "ClientIP", "router": None})
     tier.reaches("RoutingReady", "True", "RoutedByClient")

@@ -90,8 +90,7 @@ def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers
     tier.reaches("DiskHealthy", "True", "Healthy")
     (generation,) = tier.status()["generations"]
     assert (generation["digest"], generation["role"]) == (tier.status()["generation"]["current"], "Current")
-    held = bench.get(LEASE, "llama-janitor")
-    assert held["spec"]["holderIdentity"]
+    assert bench.get(LEASE, "llama-janitor")["spec"]["holderIdentity"]
 
     tier.patch(disk={"mode": "ReadOnly"})
     until(lambda: tier.ask("state")["mode"] == "ReadOnly")

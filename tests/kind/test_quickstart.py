@@ -37,8 +37,7 @@ def listed(shell: Shell, kind: str) -> list[dict[str, Any]]:
 
 def test_its_tier_is_ready_and_its_engines_share_the_volume_of_the_class(shell: Shell) -> None:
     (tier,) = listed(shell, "kvcachetiers")
-    ready = {each["type"]: each["status"] for each in tier["status"]["conditions"]}
-    assert ready["Ready"] == "True"
+    assert {each["type"]: each["status"] for each in tier["status"]["conditions"]}["Ready"] == "True"
     (claim,) = listed(shell, "persistentvolumeclaims")
     (volume,) = (each for each in listed(shell, "persistentvolumes"))
     assert claim["spec"]["storageClassName"] == volume["spec"]["storageClassName"]

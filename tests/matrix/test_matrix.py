@@ -107,8 +107,7 @@ def test_a_rewritten_adapter_must_answer_as_it_does_without_the_tier(
 def test_an_engine_that_slept_must_answer_as_before_and_read_the_volume(
     answers: list[ScoredAnswer], read: float, works: bool
 ) -> None:
-    found = row(model=SLEEPING, woken=Round(answers=answers, counts={READ: read}))
-    assert (found["verdict"] == "works") is works
+    assert (row(model=SLEEPING, woken=Round(answers=answers, counts={READ: read}))["verdict"] == "works") is works
 
 
 def test_an_adapter_that_changes_nothing_proves_nothing_and_every_row_belongs_to_a_class() -> None:

@@ -343,5 +343,4 @@ def test_each_known_cause_of_an_end_and_all_damage_raise_their_alert() -> None:
     known = {reason.value for reason in crash_causes.LASTING | passing}
     # Which engines end again and again for want of a device, too, but have an alert of its own: it names the remedy.
     assert known - causes_of("KVTierCrashLoop", "reason") == {Reason.DEVICE_MISSING.value}
-    damage = {fault.value for fault in Fault if fault.is_damage}
-    assert causes_of("KVTierDamagedBlocks", "cause") == damage
+    assert causes_of("KVTierDamagedBlocks", "cause") == {fault.value for fault in Fault if fault.is_damage}

@@ -95,8 +95,7 @@ class Client:
 
 
 def _condition(tier: dict[str, Any], kind: str) -> dict[str, Any]:
-    conditions = tier.get("status", {}).get("conditions", ())
-    return next((each for each in conditions if each["type"] == kind), {})
+    return next((each for each in tier.get("status", {}).get("conditions", ()) if each["type"] == kind), {})
 
 
 class Controllers:

@@ -166,8 +166,7 @@ def test_a_redis_that_did_not_answer_is_told_with_the_field() -> None:
     for part in ("llama-engine-0", "Connection refused", "spec.connector.lmcache.redis", "kvtier.dev/restart"):
         assert part in told.message
     for silent in ('{"problem": ""}', "", "what else", "[]"):
-        found = not_applicable("SharedCacheVerified", spec, pod_with(silent))
-        assert found.reason is Reason.NOT_APPLICABLE
+        assert not_applicable("SharedCacheVerified", spec, pod_with(silent)).reason is Reason.NOT_APPLICABLE
 
 
 def trial_port(**more: Any) -> int:

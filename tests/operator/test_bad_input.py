@@ -114,6 +114,11 @@ def test_a_mistake_is_refused_with_the_field_and_the_remedy(bad: dict[str, Any],
     assert len(refusals) == 1 or bad["at"] == "metadata.name", refusals
 
 
+def test_off_without_quotes_is_told_to_be_a_boolean() -> None:
+    says = "must be 'Auto' or 'Off' in quotes: YAML takes On and Off without them for booleans"
+    assert _invalid(tier({"spec.disk.splitHits": False})).message == says
+
+
 @pytest.mark.parametrize("path", REFUSED, ids=".".join)
 def test_the_template_cannot_change_what_the_operator_sets(path: tuple[str, ...], server: Admission) -> None:
     values = {"image": "mine:1", "command": ["sh"], "args": ["--port=1"], "env": [], "volumeMounts": []}

@@ -209,8 +209,7 @@ def api() -> Iterator[ApiServerThread]:
 
 @pytest.fixture
 def environment(api: ApiServerThread, tmp_path: Path) -> dict[str, str]:
-    config = str(api.write_kubeconfig(tmp_path / "k"))
-    return {**os.environ, "KUBECONFIG": config, "HELM_CACHE_HOME": str(tmp_path)}
+    return {**os.environ, "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "k")), "HELM_CACHE_HOME": str(tmp_path)}
 
 
 def test_a_crd_applied_by_hand_is_taken_over_as_documented(api: ApiServerThread, environment: dict[str, str]) -> None:

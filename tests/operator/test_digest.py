@@ -43,8 +43,7 @@ TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 def digest_of(**changes: Any) -> str:
     parsed = parse(tier(**changes))
-    decisions = decide(parsed, names.tier_ref(tier()), None)
-    return digest.digest(digest.identity(parsed, decisions.chunking.settings()))
+    return digest.digest(digest.identity(parsed, decide(parsed, names.tier_ref(tier()), None).chunking.settings()))
 
 
 def test_the_digest_of_a_tier_never_changes_whatever_the_order_of_keys() -> None:

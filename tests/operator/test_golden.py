@@ -252,8 +252,7 @@ def health(resource: dict[str, Any]) -> tuple[str, str]:
 
 
 def judged(view: Progress, *, generation: int = VIEW.generation) -> tuple[str, str]:
-    said = status.report(view, {}, now=NOON)
-    return health({"metadata": {"generation": generation}, "status": said})
+    return health({"metadata": {"generation": generation}, "status": status.report(view, {}, now=NOON)})
 
 
 PAUSED = varied(VIEW, spec=VIEW.spec.model_copy(update={"paused": True}) if VIEW.spec else None)

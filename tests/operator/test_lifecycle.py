@@ -304,8 +304,7 @@ def test_what_others_add_is_no_reason_to_apply_again(api: ApiServerThread) -> No
     connect().apply(MANIFEST, over=None)
     patch = {"metadata": {"annotations": {"theirs": "1"}}, "status": {"replicas": 3}}
     Client(api.url).merge("/apis/apps/v1", "deployments", "d", patch)
-    live = connect().get(names.key_of(MANIFEST), "default")
-    assert is_applied(MANIFEST, live)
+    assert is_applied(MANIFEST, connect().get(names.key_of(MANIFEST), "default"))
 
 
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -396,8 +395,7 @@ def spawn(api: ApiServerThread, tmp_path: Path) -> Iterator[Spawn]:
 
 
 def holder(kubectl: Client) -> str:
-    lease = kubectl.get(LEASES, "leases", "kvtier-operator") or {}
-    return str(lease.get("spec", {}).get("holderIdentity") or "")
+    return str((kubectl.get(LEASES, "leases", "kvtier-operator") or {}).get("spec", {}).get("holderIdentity") or "")
 
 
 def has_engine(kubectl: Client, name: str) -> Callable[[], bool]:

@@ -63,6 +63,8 @@ def on(*nodes: Node, pods: tuple[Pod, ...] = ()) -> Progress:
 
 TERMS = "engine 16 GiB + CPU tier 64 GiB + shared memory of vLLM 1 GiB + 1.75 GiB to move blocks"
 NARROW = replace(NODE, memory_bytes=64 << 30)
+LARGE = replace(NODE, memory_bytes=999 << 30, devices={"nvidia.com/gpu": 1})
+TWO_ON_ONE = parse(tier(replicas=2, volume={"claim": {"size": "1Ti", "accessModes": ["ReadWriteOnce"]}}))
 NONE_TAKES = "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that it does not tolerate)"
 
 
@@ -73,6 +75,17 @@ NONE_TAKES = "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that
         (on(NARROW), "DoesNotFit", "gpu-1, has 64 GiB and 32: lower spec.cpu.size to at most 45.2"),
         (on(replace(NODE, cpu_millis=3000)), "DoesNotFit", "CPUs"),
         (on(replace(NODE, devices={})), "NoNodeMatches", NONE_TAKES),
+        # A volume of one node keeps all replicas on it.
+        (
+            varied(on(NODE), spec=TWO_ON_ONE),
+            "DoesNotFit",
+            "2 engines need 166 GiB of memory, 8 CPUs, 2 nvidia.com/gpu",
+        ),
+        (
+            varied(on(LARGE), spec=TWO_ON_ONE),
+            "DoesNotFit",
+            "on one node, since the volume is ReadWriteOnce, and no node",
+        ),
     ],
 )
 def test_a_pod_that_fits_no_node_is_told_before_it_waits(view: Progress, reason: str, words: str) -> None:

@@ -80,5 +80,4 @@ def _errors(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8], element:
 
 
 def _sums(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    starts = np.arange(0, len(values), PIECE_ELEMENTS)
-    return np.add.reduceat(values.astype(np.float64), starts)
+    return np.add.reduceat(values.astype(np.float64), np.arange(0, len(values), PIECE_ELEMENTS))

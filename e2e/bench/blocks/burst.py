@@ -115,8 +115,7 @@ def play(moves: Moves, stores: Sequence[int], *, hit: int, every_seconds: float,
                 stored_at = time.perf_counter()
         # An engine's steps are longer; a shorter pause would take a processor from the volume's programs.
         time.sleep(0.001)
-    gigabytes = len(stores) * moves.region.block_bytes / 1e9
-    return Measured(loads, gigabytes / (stored_at - began) if stores else 0.0)
+    return Measured(loads, len(stores) * moves.region.block_bytes / 1e9 / (stored_at - began) if stores else 0.0)
 
 
 def measure(options: argparse.Namespace) -> dict[tuple[str, str], list[Measured]]:

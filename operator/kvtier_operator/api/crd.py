@@ -93,12 +93,11 @@ def _objects(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
 
 
 def _object(path: str, schema: Schema) -> str:
-    required = schema.get("required", ())
     rows = [
         _row(
             f"`{name}`",
             _type(child, f"{path}.{name}"),
-            "**required**" if name in required else _default(child),
+            "**required**" if name in schema.get("required", ()) else _default(child),
             child["description"],
         )
         for name, child in schema["properties"].items()

@@ -223,8 +223,8 @@ class Disk(ApiModel):
     """Which blocks are worth writing to the volume and reading from it."""
     split_hits: Literal["Auto", "Off"] = "Auto"
     """Whether an engine computes the head of a prompt while it reads the tail from the volume. `Auto` does so wherever
-    that is quicker and the model allows it. It sets vLLM's `--scheduler-cls`. With `Off`, a hit is read or computed as
-    a whole, and `engine.args` may name another scheduler. Changing it keeps the cache, and restarts the engines."""
+    that is quicker and the model allows it. It sets vLLM's `--scheduler-cls`. With `"Off"`, a hit is read or computed
+    as a whole, and `engine.args` may name another scheduler. Changing it keeps the cache, and restarts the engines."""
     tenants: Tenants = Tenants()
     """Who the requests come from, so that each has a directory and a quota of its own on the volume."""
     compression: Literal["Off", "Auto", "Always"] = "Off"

@@ -145,6 +145,10 @@ def _message(error: ErrorDetails) -> str:
         return "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}"
+    if kind == "literal_error" and isinstance(error["input"], bool):
+        return f"must be {context['expected']} in quotes: YAML takes On and Off without them for booleans"
+    if kind == "too_short":
+        return f"must have at least {context['min_length']} valid item"
     if kind == "string_pattern_mismatch":
         return f"must match {context['pattern']}"
     # The other messages are sentences about the value ("Input should be less than or equal to 64").

@@ -174,7 +174,7 @@ class TierSpec(ApiModel):
             ~at("connector.type").is_(BUNDLED)
             | at("disk.splitHits").is_("Off")
             | at("engine.args").has_no_word("^--scheduler[-_]c"),
-            "names a scheduler with --scheduler-cls, and so does spec.disk.splitHits: set that to Off, or remove the "
+            "names a scheduler with --scheduler-cls, and so does spec.disk.splitHits: set that to 'Off', or remove the "
             "flag",
             field=".engine.args",
         ),

@@ -119,8 +119,7 @@ class CounterSample:
 
 def keep_sample(samples: Sequence[CounterSample], new: CounterSample) -> tuple[CounterSample, ...]:
     """Return the samples with a new one, without those that are too old to be the start of the last hour."""
-    recent = [sample for sample in samples if new.at - sample.at <= WINDOW_SECONDS * 1.05]
-    return (*recent, new)
+    return (*[sample for sample in samples if new.at - sample.at <= WINDOW_SECONDS * 1.05], new)
 
 
 def judge_effect(samples: Sequence[CounterSample]) -> EffectResult | None:

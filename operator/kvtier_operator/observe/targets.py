@@ -86,17 +86,15 @@ def _address(spec: TierSpec, pod: Pod) -> str:
 
 def _subjects(spec: TierSpec) -> Subjects:
     config = config_of(spec) or {}
-    is_text_only = engine_args.read(spec.engine.args).has("language-model-only")
     return Subjects(
         # An adapter from the hub is written while the engine starts: its contents as read are not known.
         adapters=tuple(lora["name"] for lora in spec.model.loras if "claim" in lora["source"]),
-        has_pictures="vision_config" in config and not is_text_only,
+        has_pictures="vision_config" in config and not engine_args.read(spec.engine.args).has("language-model-only"),
     )
 
 
 def _rollout(serving: tuple[Pod, ...], generation: str) -> str:
-    hashes = sorted({pod.template_hash or pod.config_digest for pod in serving})
-    return "-".join((generation, *hashes))[:63]
+    return "-".join((generation, *sorted({pod.template_hash or pod.config_digest for pod in serving})))[:63]
 
 
 def _refusal(spec: TierSpec, snapshot: Snapshot, serving: tuple[Pod, ...]) -> NoCanary | None:

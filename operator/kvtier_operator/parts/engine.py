@@ -316,17 +316,15 @@ def _env(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
         ours.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
     ours += rendered.env
     # Names are unique, as server-side apply demands. Fixed variables were refused with the spec.
-    merged = {entry["name"]: dict(entry) for entry in (*ours, *plan.spec.engine.env)}
-    return list(merged.values())
+    return list({entry["name"]: dict(entry) for entry in (*ours, *plan.spec.engine.env)}.values())
 
 
 def _volumes(plan: TierPlan, rendered: Rendered) -> list[Manifest]:
-    shm = quantity.format_bytes(plan.sizing.shm_bytes)
     return [
         *rendered.volumes,
         *([{"name": "connector", "emptyDir": {"sizeLimit": "64Mi"}}] if _has_install(plan, rendered) else []),
         # The default /dev/shm of a container is 64 MiB; the CPU tier is a file in it.
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity.format_bytes(plan.sizing.shm_bytes)}},
         {"name": "scratch", "emptyDir": {}},
         *([] if plan.spec.disk.encryption is None else [_keys(plan.spec.disk.encryption)]),
         *engine_config.adapter_volumes(plan.spec.model),

@@ -60,8 +60,19 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
         )
     beside, millis = nodes.sidecar_requests(spec)
     memory, millis = stage.sizing.memory_bytes + beside, millis + quantity.parse_millis(spec.engine.cpu)
-    if any(node.memory_bytes >= memory and node.cpu_millis >= millis for node in matching):
+    pods = max(1, spec.replicas) if stage.plan.is_on_one_node else 1
+    asked = [(name, pods * count) for name, count in nodes.countables(spec).items()]
+    large = (node for node in matching if node.memory_bytes >= pods * memory and node.cpu_millis >= pods * millis)
+    if any(all(node.devices.get(name, 0) >= count for name, count in asked) for node in large):
         return None
+    if pods > 1:
+        devices = "".join(f", {count} {name}" for name, count in asked)
+        return Problem(
+            Reason.DOES_NOT_FIT,
+            f"{pods} engines need {quantity.show_bytes(pods * memory)} of memory, {pods * millis / 1000:g} "
+            f"CPUs{devices} on one node, since the volume is ReadWriteOnce, and no node has that: lower spec.replicas, "
+            "or use a ReadWriteMany volume",
+        )
     largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
     return Problem(
         Reason.DOES_NOT_FIT,

@@ -207,14 +207,13 @@ def _probe(path: str) -> Manifest:
 
 
 def _args(plan: TierPlan, settings: Router) -> list[str]:
-    selector = [f"{key}={value}" for key, value in sorted(names.selector(plan.tier).items())]
     return [
         f"--host={plan.listen_host}",
         f"--port={names.HTTP_PORT}",
         f"--policy={settings.policy}",
         "--service-discovery",
         "--selector",
-        *selector,
+        *[f"{key}={value}" for key, value in sorted(names.selector(plan.tier).items())],
         f"--service-discovery-namespace={plan.tier.namespace}",
         f"--service-discovery-port={names.HTTP_PORT}",
         f"--prometheus-host={plan.listen_host}",

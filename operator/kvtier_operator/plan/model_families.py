@@ -105,8 +105,7 @@ def _is_narrow_checkpoint(text: Mapping[str, Any]) -> bool:
 
 def _in_four_bits(plain: Mapping[str, Any], layout: EngineLayout) -> ModelLayout | KvUnknown:
     """Size an NVFP4 cache: 16 numbers take 8 bytes, and 1 for their scale."""
-    wide = dataclasses.replace(layout, args=dataclasses.replace(layout.args, kv_dtype="fp8"))
-    found = _with_the_rest(plain, wide)
+    found = _with_the_rest(plain, dataclasses.replace(layout, args=dataclasses.replace(layout.args, kv_dtype="fp8")))
     if isinstance(found, KvUnknown):
         return found
     full, windowed = _heads_by_kind(plain)
@@ -258,11 +257,10 @@ def _uneven(full: ModelLayout, windowed: ModelLayout | KvUnknown, layout: Engine
             raise ConfigUnclear(f"layers with a window have heads of another size, and {why}: {MEASURED}")
     whole = full.layers.full * full.layer_bytes
     groups = math.ceil(full.layers.sliding / max(1, whole // windowed.layer_bytes))
-    widest = max(whole, math.ceil(full.layers.sliding / groups) * windowed.layer_bytes)
     return dataclasses.replace(
         full,
         layers_per_group=full.layers.full,
-        extra_bytes=widest - whole,
+        extra_bytes=max(whole, math.ceil(full.layers.sliding / groups) * windowed.layer_bytes) - whole,
         attention_groups=1 + groups,
         formula=f"{full.formula} (as much as layers with a window, of {windowed.formula}, share)",
     )

@@ -463,8 +463,7 @@ def _block_tokens(config: Mapping[str, Any], layout: EngineLayout, *, has_states
         return None
     alignment = max(usual, _MLA_STATE_ALIGNMENT) if is_latent else usual
     total, _ = _layer_bytes(config, layout)
-    per_rank = total if is_latent else total // layout.tensor_parallel
-    return alignment * math.ceil(state / (alignment * per_rank))
+    return alignment * math.ceil(state / (alignment * (total if is_latent else total // layout.tensor_parallel)))
 
 
 def _model_bytes(config: Mapping[str, Any], layout: EngineLayout) -> int:

@@ -20,10 +20,9 @@ def add_reported(found: Capacity, snapshot: Snapshot | None, *, cpu_bytes: int, 
     Engines that disagree add nothing, and neither do those of another configuration: in a rollout, while the tier is
     paused or its spec refused, they may run another model.
     """
-    pods = [] if snapshot is None else sorted(snapshot.pods, key=lambda pod: pod.name)
     reports = [
         (pod.name, seen.token_bytes, seen.chunk_bytes)
-        for pod in pods
+        for pod in ([] if snapshot is None else sorted(snapshot.pods, key=lambda pod: pod.name))
         if pod.config_digest == config_digest
         if (seen := pod.report) is not None and seen.token_bytes and pod.is_ready and not pod.is_terminating
     ]

@@ -36,8 +36,7 @@ ENGINE, JANITOR = engine.encode(ENGINE_CONFIG), janitor.encode(JANITOR_CONFIG)
 
 def decode(document: str, change: dict[str, object]) -> object:
     """Read one of the two documents with some fields changed."""
-    kind = engine if document == ENGINE else janitor
-    return kind.decode(json.dumps({**json.loads(document), **change}))
+    return (engine if document == ENGINE else janitor).decode(json.dumps({**json.loads(document), **change}))
 
 
 def test_documents_read_back_as_they_were_written_also_what_a_later_field_says() -> None:

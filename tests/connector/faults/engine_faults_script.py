@@ -79,8 +79,7 @@ class Engine:
     def ask_the_volume(self, seeds: list[int]) -> tuple[list[dict[str, Any]], bool]:
         """Ask again what was pushed out; say also whether all of it was read from the volume."""
         before = self.read_blocks()
-        answers = self.ask(seeds)
-        return answers, self.read_blocks() - before == len(seeds) * FULL_CHUNKS
+        return self.ask(seeds), self.read_blocks() - before == len(seeds) * FULL_CHUNKS
 
     def read_blocks(self) -> float:
         return read_metrics(self.llm).get("vllm:kvtier_disk_read_blocks", 0)

@@ -65,8 +65,7 @@ def test_workers_given_up_are_tried_until_they_work_and_told_once(
     assert pool.has_processes
     # After a new start, a single death is enough to give up.
     for attempt in (1, 2):
-        faults = [task for task in range(100 * attempt, 100 * attempt + 16) if pool.outcome(task) is Fault.IO]
-        assert len(faults) <= 1
+        assert len([task for task in range(100 * attempt, 100 * attempt + 16) if pool.outcome(task) is Fault.IO]) <= 1
     assert [record.levelname for record in caplog.records if "given up" in record.message] == ["ERROR"]
 
 

@@ -32,8 +32,7 @@ DAY = 86_400.0
 def test_what_no_journal_tells_of_is_found_by_the_walk_with_its_place_in_the_prefix(rig: Rig, engine: Engine) -> None:
     engine.put_chain(*range(10))
     shutil.rmtree(engine.root / "journal")
-    sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6)
-    assert rig.sweep(sweeper).blocks == 6
+    assert rig.sweep(rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.6)).blocks == 6
     assert engine.there(range(10)) == list(range(6))
 
 

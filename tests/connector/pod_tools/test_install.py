@@ -175,8 +175,7 @@ def test_what_a_try_that_was_killed_left_is_removed_by_the_next_one(tmp_path: Pa
 
 def test_what_it_finds_goes_where_the_kubelet_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "termination-log"
-    arguments = ["--root", str(tmp_path / "t"), "--bytes", str(4 * MIB), "--result", str(result)]
-    assert preflight.main(arguments) == 0
+    assert preflight.main(["--root", str(tmp_path / "t"), "--bytes", str(4 * MIB), "--result", str(result)]) == 0
     found = json.loads(result.read_text())
     assert found["problem"] == ""
     assert json.loads(capsys.readouterr().out) == found

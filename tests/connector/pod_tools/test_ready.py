@@ -183,8 +183,7 @@ class Speaker(socketserver.StreamRequestHandler):
                 self.wfile.write(b"+PONG\r\n" if has_entered else b"-NOAUTH Authentication required.\r\n")
 
     def _word(self) -> str:
-        size = int(self.rfile.readline()[1:])
-        return self.rfile.read(size + 2)[:-2].decode()
+        return self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2].decode()
 
 
 @pytest.fixture

@@ -147,8 +147,7 @@ class BlockStoreContract:
         assert stream(store, key(1), size) == (Hit(HEADER_BYTES + size), data)
 
     def test_memory_of_another_shape_is_taken_as_bytes(self, store: BlockStore) -> None:
-        matrix = payload(1).cast("b", (16, PAYLOAD_BYTES // 16))
-        assert store.put(key(1), matrix) == Stored(BLOCK_BYTES)
+        assert store.put(key(1), payload(1).cast("b", (16, PAYLOAD_BYTES // 16))) == Stored(BLOCK_BYTES)
         into = pages()
         assert store.get(key(1), into.cast("b", (16, PAYLOAD_BYTES // 16))) == Hit(BLOCK_BYTES)
         assert into == payload(1)

@@ -94,8 +94,7 @@ REFUSALS = [(name, fault) for fault, names in TABLES["refusals"].items() for nam
 def test_a_refused_write_is_a_value_and_leaves_nothing(root: Path, call: str, name: str, fault: str) -> None:
     number = getattr(errno, name)
     fs = FailingFs(OSError(number, os.strerror(number)), when=lambda called, _: called == call)
-    store = BlockStore(root, fs=fs, direct=False)
-    assert store.put(key(1), payload(1)) is StoreFault[fault]
+    assert BlockStore(root, fs=fs, direct=False).put(key(1), payload(1)) is StoreFault[fault]
     assert not [path for path in root.rglob("*") if path.is_file() and path.name not in {"tier.json", PURGES_FILE}]
     assert BlockStore(root).put(key(1), payload(1)) == Stored(BLOCK_BYTES)
 

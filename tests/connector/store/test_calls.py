@@ -270,8 +270,7 @@ def test_a_miss_costs_one_call_where_names_come_from_no_cache(tmp_path: Path, mo
     for kind in ("fuse.glusterfs", "nfs4"):
         monkeypatch.setattr(reading, "mount_of", of_type(kind))
         fs = NfsClient()
-        reader = BlockStore(tmp_path, fs=fs, direct=False)
-        assert reader.get(key(1), pages()) == Miss()
+        assert BlockStore(tmp_path, fs=fs, direct=False).get(key(1), pages()) == Miss()
         counts.append(fs.opened)
     assert counts[0] == 1 < counts[1]
 

@@ -87,8 +87,7 @@ def test_a_flipped_bit_anywhere_is_noticed_also_with_the_headers_checksum_made_r
     if is_resealed and bit // 8 < HEADER_BYTES - 4:
         data[HEADER_BYTES - 4 : HEADER_BYTES] = struct.pack("<I", zlib.crc32(data[: HEADER_BYTES - 4]))
     (root / block_path(of)).write_bytes(data)
-    store = make(root, base / "keys", direct=None if is_direct else False)
-    assert isinstance(store.get(of, pages(size=4096)), Fault)
+    assert isinstance(make(root, base / "keys", direct=None if is_direct else False).get(of, pages(size=4096)), Fault)
     for moved in (root / "tenants/acme" / QUARANTINE).glob("*"):
         moved.unlink()
 
@@ -171,8 +170,7 @@ def test_check_verifies_with_the_keys_and_says_what_it_could_not_verify(root: Pa
 
 
 def test_the_tag_covers_the_generation_and_the_weights_that_a_block_names(unchecked_root: Path, keys_dir: Path) -> None:
-    other = make(unchecked_root.with_name("d2gest"), keys_dir)
-    assert isinstance(other.put(key(1), payload(1)), Stored)
+    assert isinstance(make(unchecked_root.with_name("d2gest"), keys_dir).put(key(1), payload(1)), Stored)
     page = bytearray((unchecked_root.with_name("d2gest") / block_path(key(1))).read_bytes())
     page[page.index(b"d2gest") + 1] = ord("1")
     page[4092:4096] = struct.pack("<I", zlib.crc32(page[:4092]))
@@ -276,8 +274,7 @@ def test_the_active_key_is_found_in_a_mounted_secret(mount: KubeletMount) -> Non
     ring = ring_of(mount, k1=SECRET, k2=K1.hex().encode())
     assert ring.active() is None
     ring.active_name = "k2"
-    key = ring.active()
-    assert key.secret == K1
+    assert ring.active().secret == K1
     assert ring.is_usable
     assert ring.problem == ""
     assert ring.find("k1") is not None

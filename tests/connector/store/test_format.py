@@ -166,8 +166,7 @@ def test_an_intact_header_that_says_something_else_has_its_own_fault(changes: di
 
 
 def test_reserved_bytes_are_not_looked_at_and_what_is_no_checksum_cannot_be_computed() -> None:
-    page = forge({"reserved": 12345}, SOUND)
-    assert decode_header(page) == SOUND
+    assert decode_header(forge({"reserved": 12345}, SOUND)) == SOUND
     for algorithm in (Algorithm.NONE, 7):
         with pytest.raises(ValueError, match="cannot be computed here"):
             new_hasher(algorithm)
@@ -287,8 +286,7 @@ def test_damage_is_never_served_and_is_moved_away(tmp_path: Path, damage: str, w
     assert [problem.kind for problem in check(root)] == [fault.value]
     fs = WorkerFileSystem() if way == "stream of a worker" else LOCAL
     store = BlockStore(root, fs=fs, direct=None if way == "get direct" else False)
-    outcomes = [(stream if "stream" in way else read)(store, key(1), 8192)[0] for _ in range(2)]
-    assert outcomes == [fault, Miss()]
+    assert [(stream if "stream" in way else read)(store, key(1), 8192)[0] for _ in range(2)] == [fault, Miss()]
     assert [moved.read_bytes() for moved in (root / QUARANTINE).iterdir()] == [content]
 
 

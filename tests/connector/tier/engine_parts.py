@@ -328,5 +328,4 @@ class SimulatedLoras(LRUCacheWorkerLoRAManager):
         """Return what the adapter of a request holds that would be computed with now."""
         if request.lora_int_id not in self.list_adapters():
             return "nothing yet"
-        model = self._adapter_manager.get_adapter(request.lora_int_id)
-        return bytes(model.loras["layer"].lora_a.tolist()).decode()
+        return bytes(self._adapter_manager.get_adapter(request.lora_int_id).loras["layer"].lora_a.tolist()).decode()

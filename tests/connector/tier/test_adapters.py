@@ -464,8 +464,7 @@ def test_what_is_computed_after_another_content_came_under_the_name_is_not_store
 
 def test_the_text_before_a_picture_is_shared_by_prompts_with_other_pictures(engines: Engines) -> None:
     assert computed(engines.make(), "cat", ("cat", 6 * 16)) == len(PROMPT)
-    reader = engines.make()
-    assert computed(reader, "dog", ("dog", 6 * 16)) == len(PROMPT) - 6 * 16
+    assert computed(engines.make(), "dog", ("dog", 6 * 16)) == len(PROMPT) - 6 * 16
     assert computed(engines.make(), "text", None) == len(PROMPT) - 6 * 16
 
 

@@ -213,8 +213,7 @@ def test_answers_of_several_workers_are_put_together_without_those_that_were_dro
     assert question.take({0: (dropped, FIRST)}) is None
     assert question.take({0: (question.number, SECOND)}) == [SECOND]
     one = KVTierWorkerMetadata(declared={0: (1, FIRST)})
-    both = one.aggregate(KVTierWorkerMetadata(declared={1: (1, SECOND)}))
-    assert both.declared == {0: (1, FIRST), 1: (1, SECOND)}
+    assert one.aggregate(KVTierWorkerMetadata(declared={1: (1, SECOND)})).declared == {0: (1, FIRST), 1: (1, SECOND)}
 
 
 def test_an_engine_whose_declaration_is_not_passed_on_shares_the_volume_with_others(engines: Engines) -> None:

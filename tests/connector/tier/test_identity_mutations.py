@@ -174,8 +174,7 @@ def test_a_request_does_not_find_the_blocks_of_one_that_differs_in_one_thing(
     if not is_whole:
         leave_out(monkeypatch)
     assert computes_all(engines.make(tenant_from="Parameter"), "first", **first)
-    reader = restart(engines, tenant_from="Parameter")
-    assert computes_all(reader, "second", **second) is is_whole
+    assert computes_all(restart(engines, tenant_from="Parameter"), "second", **second) is is_whole
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -200,8 +199,7 @@ def test_what_an_adapter_is_called_where_it_lies_and_what_it_holds_are_in_the_na
     if part == "contents":
         write(first, "two")
     reader = restart(engines)
-    lora = request_for(second, "law" if part == "name" else "math")
-    assert computes_all(reader, "second", lora=lora) is is_whole
+    assert computes_all(reader, "second", lora=request_for(second, "law" if part == "name" else "math")) is is_whole
 
 
 EXAMPLES, OPERATIONS = 6, 50

@@ -348,8 +348,7 @@ def uses_of(ours: type) -> list[Use]:
 
 def overridden_by(ours: type) -> set[str]:
     theirs = {name for base in bases_of(ours) for name, value in vars(base).items() if callable(getattr(base, name))}
-    hidden = {name for name in theirs if name.startswith("__") and name != "__init__"}
-    return (set(vars(ours)) & theirs) - hidden
+    return (set(vars(ours)) & theirs) - {name for name in theirs if name.startswith("__") and name != "__init__"}
 
 
 def names_used_by(ours: type) -> set[str]:

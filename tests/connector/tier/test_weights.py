@@ -271,8 +271,7 @@ def test_a_comparison_of_all_weights_sees_every_byte(dtype: torch.dtype) -> None
 
 def test_weights_of_a_draft_model_count_and_experts_that_move_between_ranks_do_not() -> None:
     holder = Holder(torch.nn.Linear(2, 2))
-    before = holder.weights.digest
-    assert before is not None
+    assert holder.weights.digest is not None
     holder.drafter = SimpleNamespace(model=torch.nn.Linear(2, 2))  # type: ignore[attr-defined]  # as vLLM's runner has
     assert holder.has_changed(is_whole=True)
     unreadable = Holder(torch.nn.Linear(2, 2, device="meta"))

@@ -441,8 +441,7 @@ def _accelerator(plan: TierPlan, engine: Mapping[str, Any]) -> str | None:
 
 def _port(plan: TierPlan, words: Sequence[str]) -> int:
     external, said = plan.spec.engine.external, (engine_args.read(words).words.get("port") or ("",))[-1]
-    usual = names.HTTP_PORT if external is None else external.port
-    return int(said) if said.isdecimal() else usual
+    return int(said) if said.isdecimal() else (names.HTTP_PORT if external is None else external.port)
 
 
 _FORBIDDEN: Final = {
@@ -454,7 +453,7 @@ _FORBIDDEN: Final = {
     "--nnodes": "spreads an engine over several nodes: only engines of one pod can be attached",
     "--headless": "spreads an engine over several nodes: only engines of one pod can be attached",
 }
-_ANOTHER_SCHEDULER: Final = "names a scheduler of its own: remove it, or set spec.disk.splitHits of the tier to Off"
+_ANOTHER_SCHEDULER: Final = "names a scheduler of its own: remove it, or set spec.disk.splitHits of the tier to 'Off'"
 
 
 def _flag_problems(plan: TierPlan, target: Target, words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -631,8 +630,7 @@ def _startup(plan: TierPlan, target: Target, ours: Mapping[str, Any], port: int)
         yield Put((*target.container, "startupProbe"), {**ours, "exec": {"command": command}})
     elif probe is not None:
         period = probe.get("periodSeconds") or 10
-        allowed = period * (probe.get("failureThreshold") or 3) + (probe.get("initialDelaySeconds") or 0)
-        if allowed < needed:
+        if period * (probe.get("failureThreshold") or 3) + (probe.get("initialDelaySeconds") or 0) < needed:
             yield Put((*target.container, "startupProbe", "failureThreshold"), math.ceil(needed / period))
 
 

@@ -115,8 +115,7 @@ def _locate(document: Mapping[str, Any], container: str | None) -> _Place:
     leader = (*_WORKERS[:-1], "leaderTemplate")
     if step_into(document, leader):
         pod_path, metadata = (*leader, "spec"), (*leader, "metadata")
-    pod = copy_of(step_into(document, pod_path) or {})
-    target = _target(document, pod, write_path(pod_path), container)
+    target = _target(document, copy_of(step_into(document, pod_path) or {}), write_path(pod_path), container)
     return _Place(target=target, pod=pod_path, annotations=(*metadata, "annotations"), labels=(*metadata, "labels"))
 
 
