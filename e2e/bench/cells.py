@@ -311,8 +311,7 @@ def _route(player: Player, cell: str) -> None:
     """Place groups of prompts on the engines at random, then others by their prefix."""
     sizes = player.heavy
     for number, name in enumerate(("random", "prefix")):
-        requests = grouped(sizes, first=number * sizes.groups)
-        own = placed(requests, len(player.engines), by_prefix=name == "prefix")
+        own = placed(grouped(sizes, first=number * sizes.groups), len(player.engines), by_prefix=name == "prefix")
         player.note(f"{cell} {name}", player.ask_each(own, at_a_time=sizes.group_at_a_time))
         player.empty()
 

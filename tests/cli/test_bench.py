@@ -171,8 +171,7 @@ def test_a_line_becomes_a_request_with_one_token_of_answer(
     # Empty lines count, and are left out.
     (tmp_path / "p.jsonl").write_text(f"\n{json.dumps(line)}")
     (found,) = prompts.read(tmp_path / "p.jsonl")
-    asks = {"max_tokens": 1, "temperature": 0}
-    assert (found.line, found.path, found.body) == (2, path, {**kept, **asks})
+    assert (found.line, found.path, found.body) == (2, path, {**kept, "max_tokens": 1, "temperature": 0})
 
 
 def test_a_packed_file_is_read_like_a_plain_one(tmp_path: Path) -> None:

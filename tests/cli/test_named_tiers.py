@@ -129,8 +129,7 @@ def test_a_pod_is_asked_in_our_container_and_not_by_way_of_a_proxy(
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     person = InThePod()
-    found = person.fetch(make_pod("istio-proxy", ours), int(api.url.rpartition(":")[2]), "/version")
-    assert "gitVersion" in found
+    assert "gitVersion" in person.fetch(make_pod("istio-proxy", ours), int(api.url.rpartition(":")[2]), "/version")
     assert person.container == ours
 
 
@@ -275,8 +274,7 @@ def test_what_the_doctor_finds_is_redacted_in_a_report(
     file = tmp_path / "report.tar.gz"
     kvtier.json("report", "examined", "--no-logs", "--file", str(file))
     with tarfile.open(file) as archive:
-        found = archive.extractfile("kvtier-report/doctor.json")
-        text = found.read().decode()
+        text = archive.extractfile("kvtier-report/doctor.json").read().decode()
     assert "hunter2" not in text
     assert json.loads(text)[0]["what"] == "storage"
 

@@ -101,8 +101,7 @@ def test_rates_are_told_in_tokens_and_seconds(plan: Plan) -> None:
 
 def test_prompts_share_what_their_texts_share(plan: Plan) -> None:
     common = "x" * (4 * CHUNK_TOKENS * 10)
-    rows = [{"prompt": common + "a" * 400}, "other", {"prompt": common + "b" * 400}]
-    found = plan(rows)
+    found = plan([{"prompt": common + "a" * 400}, "other", {"prompt": common + "b" * 400}])
     assert (found["isEstimated"], found["seconds"]) == (True, None)
     assert shares(found)["any size", None] == round(10 * CHUNK_TOKENS / found["promptTokens"], 4)
     other_model = [{"model": "one", "prompt": common}, {"model": "two", "prompt": common}]

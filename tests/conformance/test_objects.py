@@ -106,8 +106,7 @@ def test_a_json_patch_whose_test_fails_changes_nothing(http: Http, core: str) ->
 
 def test_custom_resources_take_no_strategic_patches(http: Http, widgets: str) -> None:
     http("POST", widgets, widget())
-    patched = http("PATCH", f"{widgets}/a", {"spec": {"size": 2}}, media_type=STRATEGIC)
-    refusal(patched, 415, "UnsupportedMediaType")
+    refusal(http("PATCH", f"{widgets}/a", {"spec": {"size": 2}}, media_type=STRATEGIC), 415, "UnsupportedMediaType")
 
 
 def test_a_dry_run_answers_and_stores_nothing(http: Http, core: str) -> None:
@@ -187,8 +186,7 @@ def test_events_can_be_written_and_found_by_what_they_are_about(http: Http, core
 
 
 def test_what_does_not_exist_is_said_by_name(http: Http, core: str, kubectl: Kubectl) -> None:
-    missing = refusal(http("GET", f"{core}/configmaps/none"), 404, "NotFound")
-    assert missing["message"] == 'configmaps "none" not found'
+    assert refusal(http("GET", f"{core}/configmaps/none"), 404, "NotFound")["message"] == 'configmaps "none" not found'
     assert "Error from server (NotFound)" in kubectl.fails("get", "configmap", "none")
 
 

@@ -18,8 +18,7 @@ MERGE = "application/merge-patch+json"
 
 
 def labelled(name: str, **labels: str) -> Json:
-    manifest = config_map(name)
-    return {**manifest, "metadata": {"name": name, "labels": labels}}
+    return {**config_map(name), "metadata": {"name": name, "labels": labels}}
 
 
 def seen(events: Iterator[Json], count: int) -> list[tuple[str, str]]:

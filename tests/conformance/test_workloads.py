@@ -90,8 +90,7 @@ def test_a_deployment_adopts_the_replica_set_that_another_left(
 
 def test_a_pod_whose_labels_match_is_adopted(http: Http, apps: str, core: str, until: Until) -> None:
     http("POST", f"{core}/pods", pod("lonely", labels={"app": "web"}))
-    replica_set = {**deployment(replicas=1), "kind": "ReplicaSet"}
-    _, made = http("POST", f"{apps}/replicasets", replica_set)
+    _, made = http("POST", f"{apps}/replicasets", {**deployment(replicas=1), "kind": "ReplicaSet"})
     until(lambda: controller(http("GET", f"{core}/pods/lonely")[1]) == made["metadata"]["uid"])
     until(lambda: http("GET", f"{apps}/replicasets/web")[1]["status"].get("readyReplicas") == 1)
     assert names(http, f"{core}/pods") == {"lonely"}

@@ -182,8 +182,7 @@ class Other(BaseHTTPRequestHandler):
 def main() -> None:
     """Read the flags that the operator gives to vLLM, and serve."""
     flags = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
-    transfer = json.loads(flags["kv-transfer-config"])
-    tiers = transfer.get("kv_connector_extra_config", {}).get("secondary_tiers")
+    tiers = json.loads(flags["kv-transfer-config"]).get("kv_connector_extra_config", {}).get("secondary_tiers")
     if not tiers:
         ThreadingHTTPServer((flags["host"], int(flags["port"])), Other).serve_forever()
     config = contract.decode(Path(tiers[0]["config_file"]).read_text())

@@ -124,8 +124,7 @@ def test_a_tier_without_engines_of_its_own_is_ready_once_those_of_another_owner_
     tier = Tier(bench, "alone", engine={**engine, **external}, disk={"budget": {"maxBytes": "1Gi"}})
     tier.reaches("EnginesReady", "False", "NoPods")
     before = foreign(bench, "alone")
-    attached = attach(bench, "alone", "deployment/alone")
-    poor = json.loads(json.dumps(attached))
+    poor = json.loads(json.dumps(attach(bench, "alone", "deployment/alone")))
     engine_container = poor["spec"]["template"]["spec"]["containers"][0]
     engine_container["env"] = [each for each in engine_container["env"] if each["name"] != "PYTHONHASHSEED"]
     run(bench, "alone", poor)

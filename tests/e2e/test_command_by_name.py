@@ -64,8 +64,7 @@ def test_nothing_goes_until_yes_and_engines_then_miss_it(typed: Tier, kvtier: Co
 
 def test_kubectl_runs_it_as_its_plugin_and_completes_it(bench: Bench, typed: Tier) -> None:
     kubectl = str(ci_tools.load("helm").binary("kubectl"))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([kubectl, *words], env=environment, capture_output=True, text=True, check=False)
@@ -104,8 +103,7 @@ def test_one_screen_says_how_a_tier_stands_and_what_to_do(typed: Tier, kvtier: C
 def test_a_tier_that_is_not_ready_is_an_exit_code_and_a_remedy_and_cannot_be_warmed(
     bench: Bench, kvtier: Command, tmp_path: Path
 ) -> None:
-    tier = Tier(bench, "unready", volume={"existingClaim": "nobodys"})
-    tier.reaches("VolumeBound", "False")
+    Tier(bench, "unready", volume={"existingClaim": "nobodys"}).reaches("VolumeBound", "False")
     assert "VolumeBound: PersistentVolumeClaim/nobodys does not exist yet" in kvtier("status", "unready", code=1)
     prompts = str(write(tmp_path / "p.jsonl", PROMPTS[0]))
     assert "kvtier status unready" in kvtier.fails("warm", "unready", prompts, code=2)
@@ -174,8 +172,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 @pytest.mark.timeout(600)
 def test_every_block_of_a_prompt_comes_to_the_volume(bench: Bench, cold: Tier, tmp_path: Path, kvtier: Command) -> None:
-    chat = {"messages": [{"role": "user", "content": "y" * 64}]}
-    file = write(tmp_path / "prompts.jsonl", *PROMPTS, chat)
+    file = write(tmp_path / "prompts.jsonl", *PROMPTS, {"messages": [{"role": "user", "content": "y" * 64}]})
     found = kvtier.json("warm", cold.name, str(file))
     assert (found["prompts"], found["answered"], found["failed"]) == (7, 7, 0)
     blocks = bench.cluster.cluster.data.root / "pvc/default/cold-blocks"

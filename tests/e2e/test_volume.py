@@ -110,8 +110,7 @@ def test_a_volume_is_measured_and_switched_while_engines_run(bench: Bench, tiers
 def test_a_key_is_awaited_and_changed_while_engines_run(bench: Bench, tiers: dict[str, Tier]) -> None:
     tier = tiers["private"]
     tier.reaches("EnginesReady", "False")
-    status = until(lambda: next((pod["status"].get("containerStatuses") for pod in tier.pods()), None))
-    assert not status[0]["ready"]
+    assert not until(lambda: next((pod["status"].get("containerStatuses") for pod in tier.pods()), None))[0]["ready"]
     bench.create(kinds.SECRET, secret(first=1))
     tier.reaches("Ready", "True")
     process = tier.ask("state")["pid"]

@@ -49,8 +49,7 @@ class Cluster:
         self.kubectl("apply", "-f", "-", given=json.dumps(manifest))
 
     def pods(self, tier: str, component: str = "engine") -> list[dict[str, Any]]:
-        selector = f"kvtier.dev/tier={tier},app.kubernetes.io/component={component}"
-        found = self.get("pods", "-l", selector)["items"]
+        found = self.get("pods", "-l", f"kvtier.dev/tier={tier},app.kubernetes.io/component={component}")["items"]
         return [each for each in found if "deletionTimestamp" not in each["metadata"]]
 
     def ready_engines(self, tier: str) -> set[str]:

@@ -118,8 +118,7 @@ class Bench:
             "metadata": {"labels": {"app": name}},
             "spec": {"terminationGracePeriodSeconds": 2, "containers": list(containers)},
         }
-        selector = {"matchLabels": {"app": name}}
-        body = {"replicas": replicas, "selector": selector, "template": template, **spec}
+        body = {"replicas": replicas, "selector": {"matchLabels": {"app": name}}, "template": template, **spec}
         return self.create(kinds.DEPLOYMENT, {"metadata": {"name": name}, "spec": body})
 
     def status(self, name: str) -> Json:

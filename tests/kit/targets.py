@@ -169,8 +169,7 @@ def of_assets(assets: Path, folder: Path, program: Path) -> Iterator[Target]:
 
 def _credentials(folder: Path, port: int) -> Path:
     (folder / "tokens.csv").write_text('secret,admin,admin,"system:masters"\n')
-    key = ["openssl", "genrsa", "-out", str(folder / "key.pem"), "2048"]
-    subprocess.run(key, check=True, capture_output=True)
+    subprocess.run(["openssl", "genrsa", "-out", str(folder / "key.pem"), "2048"], check=True, capture_output=True)
     kubeconfig = folder / "kubeconfig"
     cluster = {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True}
     names = {"cluster": "it", "user": "it"}
@@ -212,6 +211,5 @@ def _compact(etcd: str) -> None:
             found: dict[str, dict[str, str]] = json.load(answer)
             return found
 
-    everything = base64.b64encode(b"\0").decode()
-    revision = ask("range", {"key": everything, "limit": 1})["header"]["revision"]
+    revision = ask("range", {"key": base64.b64encode(b"\0").decode(), "limit": 1})["header"]["revision"]
     ask("compaction", {"revision": revision, "physical": True})

@@ -156,8 +156,7 @@ class Controllers:
             client.delete(CORE, "pods", name)
         for name in wanted.keys() - live:
             client.call("POST", client.path(CORE, "pods"), wanted[name])
-            conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]
-            status = {"conditions": conditions}
+            status = {"conditions": [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]}
             if name in jobs:
                 ended = {"exitCode": 0, "message": '{"problem": "", "read_bytes_per_second": 1048576}'}
                 container = {"name": "preflight", "image": "i", "imageID": "", "ready": False, "restartCount": 0}

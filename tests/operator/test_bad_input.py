@@ -238,8 +238,7 @@ def test_a_field_is_honoured_or_refused_by_name(path: str, kind: str, server: Ad
 
 def test_behind_nixl_kvtiers_own_connector_honours_what_it_always_does(server: Admission) -> None:
     for path, value in BY_FIELD.items():
-        body = tier({"spec.connector": {"type": "Hybrid", "hybrid": {"nixl": {}}}, f"spec.{path}": value})
-        both_take(server, body)
+        both_take(server, tier({"spec.connector": {"type": "Hybrid", "hybrid": {"nixl": {}}}, f"spec.{path}": value}))
 
 
 ON_DISK = {"localDisk": {"size": "100Gi"}}
@@ -411,7 +410,9 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     schema["spec"] = {"x-kubernetes-preserve-unknown-fields": True}
     with ApiServerThread() as server:
         server.create(crd)
-        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+        file = str(server.write_kubeconfig(tmp_path / "kubeconfig"))
+        monkeypatch.setenv("KUBECONFIG", file)
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", file)
         yield server
 
 

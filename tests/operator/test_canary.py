@@ -270,8 +270,7 @@ def test_the_chart_lets_the_operator_read_the_given_secrets_only(api: ApiServerT
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     for name in ("ours", "theirs"):
         api.create(secret(name, k=b"sesame"))
-    rbac = Rbac(render({"rbac": {"readSecrets": ["ours"]}, **scope}), lambda _request: True)
-    api.server.faults.append(rbac.fault)
+    api.server.faults.append(Rbac(render({"rbac": {"readSecrets": ["ours"]}, **scope}), lambda _request: True).fault)
     cluster = connect()
     assert read_key(cluster, TIER, KeySource(secret="ours", entry="k")) == "sesame"
     with pytest.raises(EngineLocked, match="the operator may not read Secret theirs"):

@@ -125,8 +125,7 @@ def test_scale_and_columns_point_at_fields_that_exist(definition: dict[str, Any]
 def test_every_condition_and_every_reason_has_its_place_on_the_page() -> None:
     assert tuple(SECTIONS) == CONDITIONS
     assert {each.kind for part in PARTS for each in part.conditions} < set(CONDITIONS)
-    placed = {reason for group in SECTIONS.values() for reason in group}
-    assert placed | set(COMMON) == {each.value for each in Reason}
+    assert {reason for group in SECTIONS.values() for reason in group} | set(COMMON) == {each.value for each in Reason}
     assert all(f"`{each}`: " in PAGE for each in COMMON)
     assert all(meaning.endswith(".") for group in SECTIONS.values() for meaning, _ in group.values())
 

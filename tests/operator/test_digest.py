@@ -303,8 +303,7 @@ def test_an_edit_that_costs_nothing_or_is_refused_says_so(
 
 def test_an_edit_is_told_to_programs_in_the_words_of_the_api(tmp_path: Path, kvtier: Command) -> None:
     edited = tier(model={"name": "org/other", "config": {"num_hidden_layers": 4}})
-    files = [write(tmp_path / "a", tier()), write(tmp_path / "b", edited)]
-    (found,) = kvtier.json("plan", "--diff", *files)
+    (found,) = kvtier.json("plan", "--diff", write(tmp_path / "a", tier()), write(tmp_path / "b", edited))
     assert found["generation"] != found["newGeneration"]
     assert {"restartedPods", "replicas", "warmBytes", "warnings"} <= found.keys()
     changes = {each["field"]: each for each in found["changes"]}

@@ -115,8 +115,7 @@ def test_the_janitor_may_touch_its_lease_and_nothing_else(case: str) -> None:
     }
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert [subject["name"] for subject in binding["subjects"]] == [pod["serviceAccountName"]]
-    manifests = yaml.safe_load_all(OPERATOR.read_text())
-    operator = next(each for each in manifests if each["kind"] == "ClusterRole")
+    operator = next(each for each in yaml.safe_load_all(OPERATOR.read_text()) if each["kind"] == "ClusterRole")
     held = next(rule for rule in operator["rules"] if rule["resources"] == ["leases"])
     # The API server lets nobody grant what they may not do themselves.
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} <= set(held["verbs"])

@@ -108,8 +108,7 @@ def test_pods_that_nobody_reaches_keep_no_other_tier_waiting(pods: Pods, monkeyp
 
         def ask_all() -> None:
             for number in range(600):
-                host = f"127.1.{number // 250}.{number % 250 + 1}"
-                request = HttpRequest(address=at(port, host=host), seconds=60.0)
+                request = HttpRequest(address=at(port, host=f"127.1.{number // 250}.{number % 250 + 1}"), seconds=60.0)
                 client.submit(request, owner=f"silent-{number % 60}", on_reply=silent.append)
 
         client.call(ask_all)
@@ -393,11 +392,10 @@ def test_a_machine_without_ipv6_serves_ipv4(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def tier(name: str, ready: str, reason: str, *, engines: int) -> dict[str, object]:
-    condition = {"type": "Ready", "status": ready, "reason": reason}
     return {
         "metadata": {"namespace": "team-a", "name": name},
         "spec": {"replicas": 2},
-        "status": {"conditions": [condition], "readyReplicas": engines},
+        "status": {"conditions": [{"type": "Ready", "status": ready, "reason": reason}], "readyReplicas": engines},
     }
 
 

@@ -359,8 +359,7 @@ def test_what_others_change_in_a_field_of_ours_is_applied_anew_at_once(served: C
 
 
 def set_env(kubectl: Client, deployment: str) -> None:
-    live = kubectl.get(APPS, "deployments", deployment) or {}
-    container = live["spec"]["template"]["spec"]["containers"][0]
+    container = (kubectl.get(APPS, "deployments", deployment) or {})["spec"]["template"]["spec"]["containers"][0]
     more = {"name": container["name"], "env": [{"name": "EXTRA", "value": "1"}]}
     path = kubectl.path(APPS, "deployments", deployment) + "?fieldManager=kubectl-set"
     kubectl.call("PATCH", path, {"spec": {"template": {"spec": {"containers": [more]}}}}, STRATEGIC)
@@ -427,8 +426,7 @@ def test_when_the_leader_is_killed_the_one_that_waited_goes_on(api: ApiServerThr
 
 
 def waits(api: ApiServerThread, since: int) -> bool:
-    looks = [call for call in list(api.server.audit)[since:] if call.verb == "get" and "/leases/" in call.path]
-    return len(looks) > 3
+    return len([call for call in list(api.server.audit)[since:] if call.verb == "get" and "/leases/" in call.path]) > 3
 
 
 def test_a_leader_that_is_told_to_go_hands_over_without_a_wait(api: ApiServerThread, spawn: Spawn) -> None:

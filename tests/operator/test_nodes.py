@@ -149,8 +149,7 @@ def test_a_note_that_somebody_spoilt_counts_as_none(text: str) -> None:
 
 
 def kv(name: str, **layout: Any) -> ModelLayout:
-    model = models.known(name)
-    found = make_model_layout(model.config, EngineLayout(**layout))
+    found = make_model_layout(models.known(name).config, EngineLayout(**layout))
     assert isinstance(found, ModelLayout)
     return found
 
@@ -196,8 +195,7 @@ def test_a_config_of_its_own_goes_before_the_table_and_weights_without_room_are_
 
 def test_a_share_is_decided_once_and_written_to_the_deployment() -> None:
     cluster = FakeCluster(share(), node())
-    clock = iter(range(0, 100_000, 1000)).__next__
-    inventory = Inventory(cluster, is_allowed=True, clock=clock)
+    inventory = Inventory(cluster, is_allowed=True, clock=iter(range(0, 100_000, 1000)).__next__)
     run(cluster, inventory=inventory)
     body = cluster.look(TIER_KEY)
     assert (body["status"]["sizing"]["cpuBytes"], body["status"]["sizing"]["nodeBytes"]) == (128 * GIB, 256 * GIB)
@@ -278,15 +276,14 @@ def test_a_container_is_merged_as_the_api_server_merges_two_who_apply_it(api: Ap
     ours = TABLES["ours"]
 
     def applied(container: dict[str, Any], manager: str) -> dict[str, Any]:
-        labels = {"app": "x"}
         volumes = [{"name": name, "emptyDir": {}} for name in ("one", "two")]
         pod = {"containers": [container], "volumes": volumes, "resourceClaims": CLAIMS}
-        template = {"metadata": {"labels": labels}, "spec": pod}
+        template = {"metadata": {"labels": {"app": "x"}}, "spec": pod}
         body = {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
             "metadata": {"name": "d", "namespace": "default"},
-            "spec": {"selector": {"matchLabels": labels}, "template": template},
+            "spec": {"selector": {"matchLabels": {"app": "x"}}, "template": template},
         }
         path = f"/apis/apps/v1/namespaces/default/deployments/d?force=true&fieldManager={manager}"
         found = Client(api.url).call("PATCH", path, body, "application/apply-patch+yaml")

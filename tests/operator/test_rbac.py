@@ -70,8 +70,7 @@ def does_without_its_janitor_and_with_it_again(kubectl: Client) -> None:
 
 
 def grows_its_claim(kubectl: Client) -> None:
-    size = {"spec": {"volume": {"claim": {"size": "3Ti"}}}}
-    kubectl.merge(TIERS, "kvcachetiers", "llama", size)
+    kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"volume": {"claim": {"size": "3Ti"}}}})
     until(kubectl.is_ready, seconds=SLOW)
 
 
@@ -103,8 +102,7 @@ def is_routed_and_not_any_more(kubectl: Client) -> None:
     kubectl.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
     until(lambda: kubectl.get(f"/apis/{names.INFERENCE_POOL}", "inferencepools", "llama-engine"), seconds=SLOW)
     for mode in ("FailOpen", "FailClose"):
-        pool = {"endpointPicker": {"name": "epp", "failureMode": mode}}
-        routing = {"type": "Router", "inferencePool": pool}
+        routing = {"type": "Router", "inferencePool": {"endpointPicker": {"name": "epp", "failureMode": mode}}}
         kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"routing": routing}})
 
         def stands(wanted: str = mode) -> bool:
@@ -121,8 +119,7 @@ def is_routed_and_not_any_more(kubectl: Client) -> None:
 
 def is_closed_off_and_opened(kubectl: Client) -> None:
     for egress in ([{"ports": [{"port": 443}]}], []):
-        policy = {"networkPolicy": {"egress": egress}}
-        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": policy})
+        kubectl.merge(TIERS, "kvcachetiers", "llama", {"spec": {"networkPolicy": {"egress": egress}}})
 
         def stands(rules: int = 2 + len(egress)) -> bool:
             found = kubectl.get(NETWORKING, "networkpolicies", "llama-engine")

@@ -225,8 +225,7 @@ def of_budget(most: str | None = "900Gi", **others: int | None) -> Progress:
 def test_a_tier_says_whether_the_budgets_of_all_tiers_on_its_claim_fit_it(
     most: str | None, others: dict[str, int | None], verdict: str, reason: str, words: str
 ) -> None:
-    told = check_verdict(of_budget(most, **others), "ClaimShared", verdict, reason, words)
-    assert told["Ready"]["status"] == "True"
+    assert check_verdict(of_budget(most, **others), "ClaimShared", verdict, reason, words)["Ready"]["status"] == "True"
 
 
 def test_overlapping_budgets_are_a_warning_their_end_is_not_and_an_unread_spec_keeps_what_was_told() -> None:

@@ -183,8 +183,7 @@ NEUTRAL = [flag for each in yaml.safe_load(FILE.read_text()) for flag in each["f
 
 
 def flags_of_vllm() -> set[str]:
-    found = importlib.util.find_spec("vllm")
-    tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text())
+    tree = ast.parse((Path(importlib.util.find_spec("vllm").origin).parent / "engine" / "arg_utils.py").read_text())
     (arguments,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     fields = (each.target for each in arguments.body if isinstance(each, ast.AnnAssign))
     return {each.id.strip("_").replace("_", "-") for each in fields if isinstance(each, ast.Name)}

@@ -144,10 +144,9 @@ def test_a_failure_that_passes_reconciles_and_one_that_does_not_stalls() -> None
 def test_only_what_changed_is_written_and_a_time_moves_only_when_the_status_flips() -> None:
     first = status.report(with_pod(), {}, now=NOON)
     second = status.report(with_container(waiting_reason="CrashLoopBackOff", exit_code=1), first, now=LATER)
-    third = status.report(VIEW, second, now=LATER)
     times = [
         {each["type"]: each["lastTransitionTime"] for each in report["conditions"]}["Ready"]
-        for report in (first, second, third)
+        for report in (first, second, status.report(VIEW, second, now=LATER))
     ]
     assert times == [NOON, NOON, LATER]
     first = status.report(VIEW, {}, now=NOON)

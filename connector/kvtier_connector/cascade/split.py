@@ -66,6 +66,8 @@ class Split:
     """Tokens that were scheduled, with those that the GPU had."""
     meeting: int = 0
     """Where the head is expected to reach what was read; chunks before it are not ordered yet."""
+    lacks_room: bool = False
+    """Whether its request waits for room on the GPU: then none waits for it."""
     is_over: bool = False
     """Whether the request has joined, or goes on without the rest of the hit."""
 
@@ -108,10 +110,12 @@ class Split:
 
     def count(self, stats: metrics.Stats, *, has_joined: bool) -> None:
         """Count how it ended: one that joins loads the chunks that were read, another computes them."""
+        # Another request may have computed past its end before it began.
+        computed = max(0, min(self.computed, self.end) - self.local_tokens)
         loaded = self.end - self.computed if has_joined else 0
         discarded = max(0, self.computed - self.ready_from) if has_joined else self.ready * self.chunk_tokens
         stats.count(metrics.SPLIT_JOINS, int(has_joined))
-        stats.count(metrics.SPLIT_TOKENS, min(self.computed, self.end) - self.local_tokens, cause=metrics.COMPUTED)
+        stats.count(metrics.SPLIT_TOKENS, computed, cause=metrics.COMPUTED)
         stats.count(metrics.SPLIT_TOKENS, loaded, cause=metrics.LOADED)
         stats.count(metrics.SPLIT_TOKENS, discarded, cause=metrics.DISCARDED)
 
@@ -119,13 +123,10 @@ class Split:
 def may_be_split(request: Request) -> bool:
     """Say whether a request is of those whose hits may be split."""
     params = request.sampling_params
-    return not (
-        request.num_preemptions
-        or request.lora_request is not None
-        or request.mm_features
-        or params is None
-        or params.prompt_logprobs is not None
-    )
+    if params is None or params.prompt_logprobs is not None:
+        return False
+    # A session that waits for its client's next part would hold up those that wait for its head.
+    return not (request.num_preemptions or request.resumable or request.lora_request is not None or request.mm_features)
 
 
 class Splits:
@@ -277,7 +278,7 @@ class Splits:
         for all the same.
         """
         split = self._first_of.get(keys[0]) if keys else None
-        if split is None or split.context is context:
+        if split is None or split.context is context or split.lacks_room:
             return None
         first = split.keys.index(keys[0])
         shared = next(
@@ -285,7 +286,7 @@ class Splits:
             min(len(keys), len(split.keys) - first),
         )
         end = split.begin + (first + shared) * split.chunk_tokens
-        return (lambda: split.is_over or split.computed >= end) if split.computed < end else None
+        return (lambda: split.is_over or split.lacks_room or split.computed >= end) if split.computed < end else None
 
     def _is_moving(self, split: Split, *, since: float) -> bool:
         """Say whether the chunks that are ordered may still come, though nothing has since some time."""

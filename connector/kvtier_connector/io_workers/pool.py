@@ -472,8 +472,7 @@ class WorkerPool:
         working = self._working()
         for task in reversed([task for fence in passed for task in fence.tasks]):
             # A store that is being written has an outcome to record when its answer comes.
-            is_awaited = task.ticket in working and task.ending is not None
-            if task.ticket and not is_awaited:
+            if task.ticket and not (task.ticket in working and task.ending is not None):
                 self._tickets.pop(task.ticket, None)
                 task.ticket = NO_TICKET
                 self._undo_admission(task)

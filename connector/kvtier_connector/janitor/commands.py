@@ -446,9 +446,8 @@ def _read_config(path: Path) -> JanitorConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the one argument asks for."""
-    words = sys.argv[1:] if arguments is None else arguments
     try:
-        request = json.loads(words[0])
+        request = json.loads((sys.argv[1:] if arguments is None else arguments)[0])
         directory = _tier_directory(Path(request["config"]))
         result = do(request["verb"], directory, request.get("options", {}), _make_tell())
     except (ConnectorError, OSError) as error:

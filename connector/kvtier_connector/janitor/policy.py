@@ -134,8 +134,7 @@ def is_due(limits: Limits, *, used_bytes: int, oldest_ns: int | None) -> bool:
 
 def _min_free_bytes(config: JanitorConfig, space: Space) -> int:
     """Return how much of the file system must stay free; 0 where its size is not known."""
-    wanted = max(config.min_free_bytes, int(config.min_free_fraction * space.total_bytes))
-    return min(wanted, space.total_bytes)
+    return min(max(config.min_free_bytes, int(config.min_free_fraction * space.total_bytes)), space.total_bytes)
 
 
 class Room(NamedTuple):

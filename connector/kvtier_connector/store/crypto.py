@@ -67,8 +67,7 @@ class Key:
 def parse_key(name: str, content: bytes) -> Key | None:
     """Return the key that a file holds: 32 bytes, or these as 64 hex digits or in base64; None if it holds none."""
     # 32 hex digits are 16 bytes: no random key looks like that, so it is a mistake.
-    is_raw = len(content) == KEY_BYTES and not _HEX.fullmatch(content)
-    secret: bytes | None = content if is_raw else None
+    secret: bytes | None = content if len(content) == KEY_BYTES and not _HEX.fullmatch(content) else None
     text = content.strip()
     if secret is None and len(text) == _HEX_DIGITS:
         with contextlib.suppress(ValueError):

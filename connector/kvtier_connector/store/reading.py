@@ -120,8 +120,7 @@ def _expect(fs: FileSystem, fd: int, expected: Expected, page: memoryview, block
     if (fault := misplaced(header, expected.key, expected.home)) is not None:
         return fault
     if header.block_bytes != block_bytes:
-        is_short = fs.fstat(fd).st_size < HEADER_BYTES + header.payload_bytes
-        return Fault.TRUNCATED if is_short else Fault.LENGTH
+        return Fault.TRUNCATED if fs.fstat(fd).st_size < HEADER_BYTES + header.payload_bytes else Fault.LENGTH
     return header if can_unpack(header) else Fault.ALGORITHM
 
 

@@ -107,7 +107,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         self._chunks_being_loaded = None
         self._scheduler = find_caller("_preempt_request")
         self._is_zeroing = kv_cache_config.needs_kv_cache_zeroing
-        self.is_one_prefix = len(self.config.kv_group_configs) == 1 and not self._sliding_window_groups
+        # vLLM keeps some groups from connectors.
+        is_one_group = len(kv_cache_config.kv_cache_groups) == len(self.config.kv_group_configs) == 1
+        self.is_one_prefix = is_one_group and not self._sliding_window_groups
         self._loading: dict[OffloadKey, Load] = {}
         """Chunks on their way to the GPU, whose blocks other requests share once they are there."""
         self._loads: dict[str, Load] = {}
@@ -176,8 +178,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         if self._scheduler is not None:
             # Of a load that gave nothing, vLLM still reserves the blocks, also against the next load of the request.
             self._scheduler._inflight_prefills.discard(request)  # noqa: SLF001 - vLLM has no other call
-        if self._splits.get(name) is not None:
+        if (split := self._splits.get(name)) is not None:
             # There was no room to compute its head when it was asked for before.
+            split.lacks_room = True
             return 0, False
         if request.num_preemptions and name not in self.joined:
             # It gets other blocks: all its chunks are offered again, as later releases of vLLM do.
@@ -250,7 +253,9 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         source = DISK if self.manager.is_from_volume(name) else MEMORY if is_found else NOTHING
         self._first_tokens.begin(request, source)
         if num_external_tokens == 0:
-            if self._splits.get(name) is None:
+            if (split := self._splits.get(name)) is not None:
+                split.lacks_room = False
+            else:
                 # The chunks that were read ahead for it came to the GPU by another request.
                 self.manager.fetches.end_lease(status.req_context)
             return

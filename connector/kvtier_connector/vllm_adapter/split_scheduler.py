@@ -408,7 +408,7 @@ class SyncSplitScheduler(Scheduler):
             # Less than up to the end of a chunk is of no use to a join.
             least = split.chunk_tokens - split.computed % split.chunk_tokens
             # However many tokens a head takes, vLLM looks at the requests that wait.
-            most = min(tokens, self.max_num_scheduled_tokens - split.chunk_tokens) if is_awaited else least
+            most = max(least, min(tokens, self.max_num_scheduled_tokens - split.chunk_tokens)) if is_awaited else least
             room = max(self._room, most) if not limits else self._room
             room = min(room, max(0, left)) if splits.is_patient(split) else room
             if tokens > room:

@@ -285,8 +285,8 @@ class KVTierWorker(OffloadingConnectorWorker):
         for name in received:
             unwritten = self._ended.pop(name)
             loaded = self._loaded.get(name, _Loaded())
-            if loaded.is_reported:
-                # It computes already, and `_find_replaced` has looked at it.
+            if loaded.is_reported and not unwritten:
+                # It computes already, or has joined, and `_find_replaced` has looked at it.
                 continue
             if has_changed or self._is_replaced(loaded) or (unwritten and not self._is_one_prefix):
                 self._failed.add(name)

@@ -162,8 +162,7 @@ def table(found: dict[tuple[str, str], list[Measured]]) -> str:
             share = f"{statistics.median(shares):.0%} ({shares[0]:.0%}-{shares[-1]:.0%})" if has_stores else "-"
             cuts = statistics.quantiles(loads, n=100, method="inclusive") if has_loads else []
             times = [f"{1000 * cuts[cut - 1]:.0f}" for cut in (50, 99)] if has_loads else ["-", "-"]
-            stored = report.plain(rates) if has_stores else "-"
-            lines.append([f"{stage}: {name}", stored, share, *times])
+            lines.append([f"{stage}: {name}", report.plain(rates) if has_stores else "-", share, *times])
     return report.table(["stage: contestant", "stored, GB/s", "of plain", "load P50, ms", "load P99, ms"], lines)
 
 

@@ -339,7 +339,7 @@ def test_on_threads_it_leads_hands_over_survives_a_client_that_breaks_and_ends()
     until(lambda: not first.is_leader() and not told[0][-1])
     server.fault = lambda _call: None
     hang.set()
-    until(first.is_leader)
+    until(lambda: first.is_leader() and told[0][-1])
     second.start()
     first.close()
     # On a busy machine it is late with a renewal now and then, and loses more than once.

@@ -344,8 +344,7 @@ def test_behind_the_first_block_the_end_is_found_in_two_rounds_or_by_halving(cou
 
 @given(present=st.integers(0, 200), count=st.integers(0, 200), is_exact=st.booleans(), is_slow=st.booleans())
 def test_the_prefix_that_is_there_is_found(present: int, count: int, *, is_exact: bool, is_slow: bool) -> None:
-    volume = Volume(set(range(present)), seconds=0.005 if is_slow else 0.0)
-    found = ask(volume, count, is_exact=is_exact)
+    found = ask(Volume(set(range(present)), seconds=0.005 if is_slow else 0.0), count, is_exact=is_exact)
     assert found.present == min(present, count)
     assert set(found.seen) <= set(range(present))
 
@@ -353,8 +352,7 @@ def test_the_prefix_that_is_there_is_found(present: int, count: int, *, is_exact
 @given(present=st.sets(st.integers(0, 60)), count=st.integers(0, 60))
 def test_of_a_prefix_with_holes_an_exact_lookup_finds_the_part_before_the_first(present: set[int], count: int) -> None:
     found = ask(Volume(present), count, is_exact=True)
-    first_hole = next((number for number in range(count) if number not in present), count)
-    assert found.present <= first_hole
+    assert found.present <= next((number for number in range(count) if number not in present), count)
     assert set(range(found.present)) <= set(found.seen)
 
 
@@ -372,8 +370,7 @@ class Lookups:
 
     def make(self, *, hangs: bool = False, lookup_seconds: float = 60.0) -> LookupWorker:
         settings = PoolSettings(root=str(self.root), workers=1, deadline_seconds=60.0)
-        options = {"fs": self.fs} if hangs else {}
-        made = LookupWorker(settings, lookup_seconds=lookup_seconds, **options)
+        made = LookupWorker(settings, lookup_seconds=lookup_seconds, **{"fs": self.fs} if hangs else {})
         made.start()
         self._made.append(made)
         return made

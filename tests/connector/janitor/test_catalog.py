@@ -30,8 +30,7 @@ def add(  # noqa: PLR0913 - keywords
     catalog: Catalog, number: int, digest: str = "aa", *, tenant: str = "", parent: int | None = None, used_ns: int = 1
 ) -> int:
     lineage = NO_LINEAGE if parent is None else Lineage(key(parent).hash, parent + 1)
-    generation = catalog.generation(digest)
-    return catalog.add(generation, key(number, tenant), size=SIZE, created_ns=used_ns, lineage=lineage)
+    return catalog.add(catalog.generation(digest), key(number, tenant), size=SIZE, created_ns=used_ns, lineage=lineage)
 
 
 changes = st.lists(
@@ -91,8 +90,7 @@ def test_tenants_without_a_block_are_forgotten_and_the_others_stay_as_they_are()
     assert catalog.tenants == ["", "t998", "t999"]
     used = {catalog.tenants[tenant]: each.blocks for tenant, each in catalog.sums("tenant").items()}
     assert used == {"t998": 2, "t999": 1}
-    continued = catalog.find(generation, key(2001, "t998"))
-    assert catalog.parent_of(continued) == catalog.find(generation, key(998, "t998"))
+    assert catalog.parent_of(catalog.find(generation, key(2001, "t998"))) == catalog.find(generation, key(998, "t998"))
     add(catalog, 1, tenant="t1")
     assert catalog.key(catalog.find(generation, key(1, "t1"))) == key(1, "t1")
 
@@ -210,8 +208,7 @@ def report_on(count: int) -> JanitorReport:
     catalog = Catalog()
     generation = catalog.generation("aa")
     for number in range(count):
-        key = BlockKey(number.to_bytes(8, "big"), 0, f"t{number}")
-        catalog.add(generation, key, size=4096 + number, created_ns=1)
+        catalog.add(generation, BlockKey(number.to_bytes(8, "big"), 0, f"t{number}"), size=4096 + number, created_ns=1)
     base = JanitorReport(usage=Usage(tier="ns/llama", generations=(GenerationUsage(digest="aa", created=1.0),)))
     return report_of(catalog, Tallies(), base, last_used_ns={})
 
@@ -256,8 +253,7 @@ def test_a_decision_looks_at_the_tenants_above_their_quotas_and_first_at_the_lar
 def test_tenants_that_went_are_forgotten_when_the_ledger_is_saved(rig: Rig, engine: Engine) -> None:
     for number in range(20):
         engine.put(number, tenant=f"t{number}")
-    sweeper = rig.swept(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2)
-    sweeper.close()
+    rig.swept(max_bytes=20 * BLOCK_BYTES, high_watermark=0.5, low_watermark=0.2).close()
     document = (rig.dir / "janitor.catalog").read_bytes()
     assert [f't{number}"'.encode() in document for number in range(20)] == [False] * 16 + [True] * 4
 

@@ -197,7 +197,7 @@ class Writers:
     def __init__(self, root: Path) -> None:
         self.outcomes: Counter[StoreOutcome] = Counter()
         self._tasks: queue.SimpleQueue[tuple[BlockKey, Lineage, float]] = queue.SimpleQueue()
-        self._stored, self._may_end = threading.Semaphore(0), threading.Event()
+        self._stored, self._may_end, self._counting = threading.Semaphore(0), threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=self._work, args=(root,)) for _ in range(WRITERS)]
 
     def order(self, of: BlockKey, lineage: Lineage = NO_LINEAGE) -> None:
@@ -225,7 +225,8 @@ class Writers:
             except queue.Empty:
                 return
             outcome = store.put(of, payload(1), lineage, queued=queued)
-            self.outcomes[outcome] += 1
+            with self._counting:
+                self.outcomes[outcome] += 1
             self._stored.release()
 
 
@@ -335,8 +336,7 @@ def test_a_directory_that_was_removed_counts_as_purged(rig: Rig, engine: Engine)
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_two_purges_at_once_leave_both_marks(rig: Rig, call: str) -> None:
     root = rig.engine().root
-    other = (json.dumps(Purge("other")._asdict()) + "\n").encode()
-    pending = [other]
+    pending = [(json.dumps(Purge("other")._asdict()) + "\n").encode()]
 
     def interrupt(name: str, _: str) -> None:
         if name == call and pending:
@@ -345,5 +345,4 @@ def test_two_purges_at_once_leave_both_marks(rig: Rig, call: str) -> None:
                 file.write(pending.pop())
 
     record_purge(HookedFs(interrupt), str(root), Purge("mine1"))
-    marks = [json.loads(line)["tenant"] for line in (root / PURGES_FILE).read_text().splitlines()]
-    assert marks == ["other", "mine1"]
+    assert [json.loads(line)["tenant"] for line in (root / PURGES_FILE).read_text().splitlines()] == ["other", "mine1"]

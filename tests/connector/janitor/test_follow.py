@@ -321,8 +321,7 @@ class Stage:
                 continue
             for path in home.rglob("*.kvb"):
                 block = parse_block_path(str(path.relative_to(home)))
-                owner = "/".join(filter(None, ("ns/llama", home.name, block.tenant)))
-                found.add((owner, block.group, block.hash))
+                found.add(("/".join(filter(None, ("ns/llama", home.name, block.tenant))), block.group, block.hash))
         return found
 
 

@@ -405,8 +405,7 @@ def test_a_janitor_that_loses_the_lease_in_the_middle_of_a_batch_removes_no_more
     fs = HookedFs(lambda call, path: call == "unlink" and removed.append(path))
     # Another janitor becomes the active one after some removals.
     lease = {"may_act": lambda: len(removed) < 10}
-    sweeper = rig.sweeper(fs, parts=lease, max_bytes=200 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1)
-    rig.work(sweeper, 20)
+    rig.work(rig.sweeper(fs, parts=lease, max_bytes=200 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.1), 20)
     # Each of the threads may be in the middle of one.
     assert 200 - len(engine.there(range(200))) <= 10 + rig.config.threads - 1
 

@@ -60,8 +60,7 @@ def test_journals_that_take_longer_than_a_step_are_heard_in_the_next_ones(rig: R
 def test_above_the_high_mark_the_least_recently_used_goes_until_the_low_mark(rig: Rig, engine: Engine) -> None:
     engine.put(*range(10))
     engine.use(0)
-    sweeper = rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7)
-    usage = rig.sweep(sweeper)
+    usage = rig.sweep(rig.sweeper(max_bytes=10 * BLOCK_BYTES, high_watermark=0.9, low_watermark=0.7))
     assert engine.there(range(10)) == [0, 4, 5, 6, 7, 8, 9]
     assert (usage.used_bytes, usage.evicted_blocks) == (7 * BLOCK_BYTES, 3)
     assert engine.check() == []
@@ -300,8 +299,7 @@ class Small(FileSystem):
         self.volume, self.others = volume, others
 
     def statvfs(self, path: str) -> os.statvfs_result:
-        ours = len(list(self.volume.rglob("*.kvb")))
-        free = max(0, TOTAL_BLOCKS - self.others - ours)
+        free = max(0, TOTAL_BLOCKS - self.others - len(list(self.volume.rglob("*.kvb"))))
         return os.statvfs_result((BLOCK_BYTES, BLOCK_BYTES, TOTAL_BLOCKS, free, free, 0, 0, 0, 0, 255))
 
 

@@ -312,8 +312,7 @@ def test_a_generation_that_engines_only_read_is_in_use_as_long_as_they_are_there
     old.put(1)
     rig.engine("aa")
     old.age(365 * DAY)
-    fs = Stamping(rig)
-    reading = JournalWriter(old.root, fs=fs, clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
+    reading = JournalWriter(old.root, fs=Stamping(rig), clock=lambda: rig.clock.ns, now=lambda: rig.clock.seconds)
     sweeper = rig.sweeper(keep_previous=0)
     for _ in range(18):
         reading.show_life()

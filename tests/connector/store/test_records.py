@@ -132,8 +132,7 @@ def test_the_document_has_the_offsets_of_the_records() -> None:
         (int(offset), int(size), name)
         for offset, size, name in re.findall(r"^\| (\d+) \| (\d+) \| ([a-z ]+) \|", text, re.MULTILINE)
     ]
-    record = Record(2, BlockKey(b"\xaa" * 20, 7, "acme"), 11, 13, Lineage(b"\xbb" * 16, 17))
-    data = encode_record(record)
+    data = encode_record(Record(2, BlockKey(b"\xaa" * 20, 7, "acme"), 11, 13, Lineage(b"\xbb" * 16, 17)))
     numbers = {
         name: int.from_bytes(data[offset : offset + size], "little")
         for offset, size, name in rows[: next(i for i, row in enumerate(rows) if i and row[0] == 0)]
@@ -383,8 +382,7 @@ def test_a_process_that_may_store_nothing_shows_that_it_is_there(
 
 def test_a_volume_that_takes_no_sign_of_life_is_asked_now_and_then(tmp_path: Path, clock: Clock) -> None:
     calls: list[str] = []
-    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    fs = FailingFs(refused, when=lambda call, _: not calls.append(call))
+    fs = FailingFs(OSError(errno.EROFS, os.strerror(errno.EROFS)), when=lambda call, _: not calls.append(call))
     writer = make_writer(tmp_path, fs, now=clock)
     for _ in range(10):
         writer.show_life()

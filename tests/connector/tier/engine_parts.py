@@ -313,8 +313,7 @@ class SimulatedLoras(LRUCacheWorkerLoRAManager):
     @override
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
         self.reads += 1
-        text = (Path(lora_request.lora_path) / WEIGHTS).read_bytes()
-        weights = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        weights = torch.frombuffer(bytearray((Path(lora_request.lora_path) / WEIGHTS).read_bytes()), dtype=torch.uint8)
         layer = LoRALayerWeights("layer", 1, 1, weights, torch.zeros(1))
         return LoRAModel(lora_request.lora_int_id, 1, {"layer": layer})
 

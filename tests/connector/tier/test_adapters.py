@@ -154,8 +154,7 @@ def test_a_request_that_was_loaded_is_computed_as_a_whole_when_its_adapter_is_re
     engines: Engines, adapter: Path, tmp_path: Path, *, is_moved: bool
 ) -> None:
     reader = waiting_for_copies(engines, adapter)
-    place = write(tmp_path / "moved" if is_moved else adapter, "second")
-    replacing = request_for(place, inplace=True)
+    replacing = request_for(write(tmp_path / "moved" if is_moved else adapter, "second"), inplace=True)
     reader.lora_manager.add_adapter(replacing)
     assert reader.source_of(None, replacing) == "None with second"
     # Its blocks stay in the GPU's cache for all that come after it.
@@ -399,8 +398,7 @@ def test_an_adapter_is_digested_once_for_each_time_it_is_read(tmp_path: Path, mo
     digested: list[Any] = []
     monkeypatch.setattr(lora, "digest_of", lambda model: (digested.append(model), digest_of(model))[1])
     worker = Worker()
-    request = request_for(write_real(tmp_path / "adapter", 1.0), inplace=True)
-    worker.loras.add_adapter(request)
+    worker.loras.add_adapter(request_for(write_real(tmp_path / "adapter", 1.0), inplace=True))
     worker.changes()
     assert digested == []
     worker.ask(request_for(tmp_path / "adapter"))

@@ -287,8 +287,7 @@ def test_a_step_handles_as_many_chunks_of_stores_as_the_one_before_computes_and_
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch, tokens: int, rows_and_groups: tuple[int, int], begun: list[int]
 ) -> None:
     rows, groups = rows_and_groups
-    layers = offloading_config().groups * groups
-    rig = rigs.make(chunks=rows, config=offloading_config(groups=layers))
+    rig = rigs.make(chunks=rows, config=offloading_config(groups=offloading_config().groups * groups))
     workers, counted, left = rig.tier.attachment.workers, list[int](), [sum(begun)]
     submit = workers.submit
     monkeypatch.setattr(workers, "submit", lambda tasks: counted.append(len(tasks)) or submit(tasks))

@@ -261,8 +261,7 @@ def test_workers_that_die_open_no_breaker_and_come_back(rigs: Rigs, monkeypatch:
 
 
 def test_an_engine_that_runs_out_of_descriptors_at_any_point_of_its_start_leaves_none_open(rigs: Rigs) -> None:
-    rig = rigs.make()
-    view = rig.primary.get_kv_memoryview()
+    view = rigs.make().primary.get_kv_memoryview()
     fd = os.memfd_create("cpu-tier")
     os.ftruncate(fd, view.nbytes)
     settings = PoolSettings(root=str(rigs.root), workers=1, deadline_seconds=20)

@@ -202,8 +202,7 @@ def test_chunks_that_were_read_together_make_no_volume_fast_whose_last_one_comes
     rates.note_ordered()
     for ends in ([0.1, 0.1, 0.1], [0.101]):
         clock.seconds = ordered + ends[-1]
-        reads = [(end, ordered + end) for end in ends]
-        rates.note_landed(512 * len(ends), reads=reads, is_reading=len(ends) > 1)
+        rates.note_landed(512 * len(ends), reads=[(end, ordered + end) for end in ends], is_reading=len(ends) > 1)
     assert rates.volume.value == pytest.approx(4 * 512 / 0.101)
 
 
@@ -299,8 +298,7 @@ def test_a_load_is_given_up_once_the_volume_hangs(
 ) -> None:
     windows = (None, WINDOW_TOKENS) if is_windowed else (None,)
     prompt, shape = prompt_of(8), Shape(windows=windows)
-    first = stored(engines, prompt, shape)
-    fourth = engines.file_of(first, prompt, 3).name
+    fourth = engines.file_of(stored(engines, prompt, shape), prompt, 3).name
     fs = GatedFs(lambda call, path: call == "preadv" and fourth in path)
     engine = engines.make(shape, fs=fs, load_deadline_seconds=3600.0)
     engine.wait_until_attached()

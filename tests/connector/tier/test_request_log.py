@@ -107,8 +107,7 @@ def test_the_cause_is_logged_for_which_nothing_is_read(
 def test_a_chunk_that_cannot_be_read_and_one_that_may_not_be_written_are_logged_by_cause(
     engines: Engines, writer: SimulatedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = str(engines.rigs.live_file(needs_permit=True))
-    reader = restart(engines, live_file=live)
+    reader = restart(engines, live_file=str(engines.rigs.live_file(needs_permit=True)))
     flip(engines.file_of(writer, PROMPT, 12))
     reader.ask("chatcmpl-7", PROMPT)
     reader.ask("chatcmpl-8", LATER, answer=40)
@@ -328,5 +327,4 @@ def test_the_janitor_sees_what_vllm_writes(tmp_path: Path, model: str, digest_by
     config.parent.mkdir(parents=True)
     config.write_text("{}")
     found = [file for files in vllm_files.walk(LOCAL, str(tmp_path), root.name) for file in files]
-    relative = str(path.relative_to(tmp_path))
-    assert [(file.path, file.size, file.is_partial) for file in found] == [(relative, 5, False)]
+    assert [(file.path, file.size, file.is_partial) for file in found] == [(str(path.relative_to(tmp_path)), 5, False)]

@@ -125,8 +125,7 @@ def test_windows_are_loaded_with_full_attention_and_their_end_is_found_whatever_
     engines: Engines, windows: tuple[int | None, ...], count: int, *, is_longer: bool
 ) -> None:
     shape = Shape(windows=windows)
-    writer = stored(engines, shape=shape)
-    assert engines.assert_volume_holds(writer, PROMPT) == engines.count() == count
+    assert engines.assert_volume_holds(stored(engines, shape=shape), PROMPT) == engines.count() == count
     reader = restart(engines, shape)
     if is_longer:
         assert reader.ask("longer", [*PROMPT[:-REST], *LATER]) == len(LATER)

@@ -241,8 +241,7 @@ HEADS, TOKENS, ROW = 4, 2, 8
 def page_of_rank(rank: int, ranks: int) -> CanonicalPageMapping:
     """Return the place of one rank's heads in pages that are ordered by token, then by head."""
     holders = max(1, ranks // HEADS)
-    shards = ranks // holders
-    mine = HEADS // shards * ROW
+    mine = HEADS // (ranks // holders) * ROW
     run = CopyRun(0, rank // holders * mine, mine, TOKENS, mine, HEADS * ROW)
     size = HEADS * ROW * TOKENS
     return CanonicalPageMapping(size, mine * TOKENS, (run,), holders, rank % holders, parallelism_agnostic=True)

@@ -91,6 +91,13 @@ def give_one(engine: SimulatedEngine, fs: PacedFs) -> None:
         wait_until(lambda: engine.take_landed() > landed, "a block has been read")
 
 
+def finish(engine: SimulatedEngine, fs: PacedFs) -> None:
+    """Have everything read, and step until nothing is left."""
+    fs.give_all()
+    engine.run()
+    engine.assert_nothing_is_left()
+
+
 def second_engine(
     engines: Engines, fs: PacedFs, prompt: Sequence[int], shape: Shape = SHAPE, *others: Sequence[int]
 ) -> SimulatedEngine:
@@ -226,10 +233,8 @@ def test_a_load_that_begins_when_a_tail_is_given_back_lacks_what_could_not_be_re
     run_paced_until(second, fs, lambda: second.scheduler._splits.count_blocks() > 1)
     engines.file_of(second, PROMPT, 5).write_bytes(b"")
     second.scheduler.reset_prefix_cache(reset_running_requests=True)
-    fs.give_all()
-    second.run()
+    finish(second, fs)
     assert second.answers["splits"] == answer_of(PROMPT, 1)
-    second.assert_nothing_is_left()
 
 
 def test_a_request_preempted_in_the_step_that_copies_gives_back_its_blocks(engines: Engines, fs: PacedFs) -> None:
@@ -246,11 +251,9 @@ def test_a_request_preempted_in_the_step_that_copies_gives_back_its_blocks(engin
     for _ in range(CHUNKS - second.computed["splits"] // BLOCK_TOKENS - 1):
         give_one(second, fs)
     assert second.step().preempted_req_ids
-    fs.give_all()
-    second.run()
+    finish(second, fs)
     assert all(second.answers[name] == answer_of(each, 40) for name, each in others.items())
     assert second.answers["splits"] == answer_of(PROMPT, 1)
-    second.assert_nothing_is_left()
 
 
 def test_a_tail_is_copied_to_no_block_that_a_store_still_reads(engines: Engines, fs: PacedFs) -> None:
@@ -270,12 +273,14 @@ def test_a_tail_is_copied_to_no_block_that_a_store_still_reads(engines: Engines,
     assert engines.assert_volume_holds(second, other) == 6
 
 
-def add_urgent(engine: SimulatedEngine, prompt: Sequence[int]) -> None:
-    """Have a request arrive that goes before all others, which run."""
+def add_urgent(engine: SimulatedEngine, prompt: Sequence[int], *, kvtier_load: bool = False) -> None:
+    """Have a request arrive that goes before all others."""
     scheduler = engine.scheduler
-    scheduler.policy = SchedulingPolicy.PRIORITY
+    waiting, scheduler.policy = list(scheduler.waiting), SchedulingPolicy.PRIORITY
     scheduler.waiting, scheduler.kv_holding_waiting = map(create_request_queue, [scheduler.policy] * 2)
-    scheduler.waiting.remove_request(urgent := engine.add("urgent", prompt, kvtier_load=False))
+    for each in waiting:
+        scheduler.waiting.add_request(each)
+    scheduler.waiting.remove_request(urgent := engine.add("urgent", prompt, kvtier_load=kvtier_load))
     urgent.priority = -1
     scheduler.waiting.add_request(urgent)
 
@@ -286,9 +291,7 @@ def test_a_request_that_joins_and_cannot_run_keeps_no_block(engines: Engines, fs
     second.run(lambda: second.computed["splits"] > 0)
     add_urgent(second, prompt_of(CHUNKS + 5, seed=1))
     run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
-    fs.give_all()
-    second.run()
-    second.assert_nothing_is_left()
+    finish(second, fs)
 
 
 def test_another_request_finds_the_tail_in_the_step_of_the_join(engines: Engines, fs: PacedFs) -> None:
@@ -302,10 +305,8 @@ def test_another_request_finds_the_tail_in_the_step_of_the_join(engines: Engines
     assert second.metric("vllm:kvtier_disk_split_joins") == 1
     assert second.computed["urgent"] < len(PROMPT)
     second.copies.lag = 0
-    fs.give_all()
-    second.run()
+    finish(second, fs)
     assert second.answers == {"urgent": answer_of(other, 1), "splits": answer_of(PROMPT, 1)}
-    second.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("most_wait", [1.0, -1e9], ids=["copied in this step", "copied before"])
@@ -324,10 +325,8 @@ def test_a_request_that_joins_is_computed_anew_where_the_weights_were_replaced(
     monkeypatch.setattr(second.scheduler, "_join", replace_and_join)
     second.add("joins", PROMPT)
     run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
-    fs.give_all()
-    second.run()
+    finish(second, fs)
     assert second.computed["joins"] > len(PROMPT)
-    second.assert_nothing_is_left()
 
 
 def test_chunks_of_a_tail_that_left_the_cpu_tier_are_ordered_anew(engines: Engines) -> None:
@@ -625,8 +624,77 @@ def test_a_join_does_not_ask_the_volume_again(engines: Engines, fs: PacedFs, mon
     monkeypatch.setattr("kvtier_connector.cascade.lookup.STALE_SECONDS", -1.0)
     run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
     assert not second.side._waits
+    finish(second, fs)
+
+
+def test_an_urgent_prompt_waits_for_no_head_that_waits_for_room(engines: Engines, fs: PacedFs) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 8)))
+    second.add("fills the GPU", prompt_of(9, seed=3), answer=100, kvtier_load=False)
+    second.run(lambda: second.computed["fills the GPU"] > 0)
+    second.add("waits", PROMPT)
+    second.run(lambda: len(second.scheduler._splits) == 1)
     fs.give_all()
+    add_urgent(second, [*PROMPT[:BLOCK_TOKENS], *prompt_of(1, seed=5)], kvtier_load=True)
+    second.run(lambda: "urgent" in second.answers)
+    assert "fills the GPU" not in second.answers
     second.run()
+
+
+def test_a_session_that_waits_for_its_client_holds_up_nobody(engines: Engines, fs: PacedFs) -> None:
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT))
+    second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1e6), FixedRate(1.0)
+    second.add("session", PROMPT, resumable=True)
+    second.run(lambda: second.computed["session"] > 0)
+    second.add("shares", [*PROMPT, *prompt_of(1, seed=4)])
+    second.run(lambda: "session" in second.answers)
+    fs.give_all()
+    second.run(lambda: "shares" in second.answers, most_steps=3000)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_request_that_joined_could_not_load_is_computed(
+    engines: Engines, fs: PacedFs, *, is_async: bool
+) -> None:
+    longer, shape = prompt_of(CHUNKS + 6), replace(SHAPE, is_async=is_async)
+    second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, shape, longer))
+    late = [engines.file_of(second, longer, number) for number in range(CHUNKS, CHUNKS + 6)]
+    for path in late:
+        path.rename(path.with_suffix(".away"))
+    second.add("reads", longer)
+    second.run(lambda: second.computed["reads"] > 0)
+    # Another pod stores what comes behind the hit, and a request of this one finds it.
+    for path in late:
+        path.with_suffix(".away").rename(path)
+    late[2].write_bytes(b"")
+    second.add("shares", longer)
+    second.wait_for_lookup()
+    run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
+    finish(second, fs)
+    assert second.answers == dict.fromkeys(("reads", "shares"), answer_of(longer, 1))
+
+
+def test_a_head_that_another_request_has_computed_counts_nothing(engines: Engines, fs: PacedFs) -> None:
+    second = second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 6))
+    second.scheduler.scheduler_config.long_prefill_token_threshold = 2 * BLOCK_TOKENS
+    longer = prompt_of(CHUNKS + 2)
+    second.add("computes", longer, answer=8, kvtier_load=False)
+    second.step()
+    second.add("waits", longer)
+    second.wait_for_lookup()
+    second.run(lambda: "waits" in second.answers)
+    assert second.metric("vllm:kvtier_disk_split_tokens", "computed") == 0
+    finish(second, fs)
+
+
+def test_a_head_that_others_wait_for_goes_on_however_long_a_chunk_is(engines: Engines, fs: PacedFs) -> None:
+    prompt = prompt_of(4 * CHUNKS)
+    second = second_engine(engines, fs, prompt, replace(SHAPE, blocks_per_chunk=4, gpu_blocks=256))
+    second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1e6), FixedRate(1.0)
+    second.add("reads", prompt)
+    second.run(lambda: second.computed["reads"] > 0)
+    second.add("shares", [*prompt, *prompt_of(1, seed=4)])
+    second.run(lambda: "reads" in second.answers, most_steps=2000)
+    finish(second, fs)
 
 
 def test_an_urgent_prompt_begins_beside_heads_that_it_goes_before(engines: Engines, fs: PacedFs) -> None:
@@ -636,8 +704,7 @@ def test_an_urgent_prompt_begins_beside_heads_that_it_goes_before(engines: Engin
     add_urgent(second, OTHER)
     second.step()
     assert second.computed["urgent"] > 0
-    fs.give_all()
-    second.run()
+    finish(second, fs)
 
 
 def test_a_damaged_block_in_the_tail_is_computed(engines: Engines, fs: PacedFs, second: SimulatedEngine) -> None:
@@ -668,9 +735,7 @@ def test_a_head_that_waited_for_room_counts_what_the_gpu_has_when_it_begins(engi
     second.abort("waits")
     counted = second.metric("vllm:kvtier_disk_split_tokens", "computed") - before
     assert 0 <= counted <= second.computed["waits"]
-    fs.give_all()
-    second.run()
-    second.assert_nothing_is_left()
+    finish(second, fs)
 
 
 def test_chunks_that_were_read_ahead_stay_for_no_request_that_does_not_load(
@@ -712,8 +777,7 @@ def test_a_head_without_room_is_not_overtaken(engines: Engines, fs: PacedFs) -> 
     second.add("is short", prompt_of(0, seed=2))
     second.run(lambda: "is short" in second.answers)
     assert second.computed["waits for room"] > 0
-    fs.give_all()
-    second.run()
+    finish(second, fs)
 
 
 def ready_to_load(
