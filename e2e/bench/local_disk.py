@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier_cli.trace import MOONCAKE_TOKENS, BlockCache, Trace, read
+from kvtier_cli.warm import lines
 
 BLOCK_BYTES: Final = MOONCAKE_TOKENS * 131_072
 HOST, VOLUME = 150 << 30, 4 << 40
@@ -41,7 +42,7 @@ def serve(trace: Trace, *, size: int, replicas: int, is_sticky: bool, above: Seq
 
 def main() -> None:
     """Print a table."""
-    trace = read(Path(sys.argv[1]), block_tokens=MOONCAKE_TOKENS)
+    trace = read(file := Path(sys.argv[1]), list(lines(file)), block_tokens=MOONCAKE_TOKENS)
 
     def share(blocks: Sequence[int]) -> float:
         return sum(blocks) * MOONCAKE_TOKENS / trace.tokens

@@ -107,8 +107,7 @@ def bench(tier: str, *, seed: int | None, where: client.Where, output_format: st
     passes.append(_measure(where, pods[0], asked, "same engine"))
     document = {"tier": tier, "seed": asked.seed, "passes": passes}
     output.show(document, output_format, lambda: _page(document))
-    is_well = not any(each["failed"] for each in passes) and passes[1]["hits"].get("disk", 0) > 0
-    return FINE if is_well else FOUND
+    return FINE if (not any(each["failed"] for each in passes) and passes[1]["hits"].get("disk", 0) > 0) else FOUND
 
 
 def _pods(where: client.Where, tier: str) -> list[names.Manifest]:

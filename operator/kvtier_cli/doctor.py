@@ -91,8 +91,7 @@ def _definition(where: client.Where) -> Iterator[Finding]:
     except KindMissing:
         yield Finding("definition", "missing", f"the cluster does not know {names.KIND}", _INSTALL)
         return
-    ours = yaml.safe_load(install.carried_file(install.CRD).read_text())
-    if _fields(live) == _fields(ours):
+    if _fields(live) == _fields(yaml.safe_load(install.carried_file(install.CRD).read_text())):
         yield Finding("definition", "ok", f"{names.KIND} is that of kvtier {__version__}")
     else:
         message = f"{names.KIND} is of another release than this command ({__version__})"

@@ -29,7 +29,7 @@ from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import pods
 from kvtier_operator.parts.edit_impact import applicable_spec, explain_edit
-from kvtier_operator.parts.engine_checks import a_node_is_large_enough
+from kvtier_operator.parts.engine_checks import a_node_is_large_enough, hosts
 from kvtier_operator.plan import TierPlan, decide, diff, make_unchecked_plan, nodes, report
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.settings import Settings
@@ -200,10 +200,9 @@ def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
     stage = PlannedStage(generation=0, spec=plan.spec, snapshot=snapshot, plan=plan, capacity=capacity)
     if (problem := a_node_is_large_enough(stage)) is not None:
         return problem.message, False
-    matching = nodes.matching(plan.spec, snapshot.nodes)
-    count = max(1, plan.spec.replicas) if plan.is_on_one_node else 1
+    count = (plan.spec.replicas or 1) if plan.is_on_one_node else 1
     memory = count * (plan.sizing.memory_bytes + nodes.sidecar_requests(plan.spec)[0])
-    large = [node for node in matching if node.memory_bytes >= memory]
+    large = hosts(plan, snapshot.nodes, count)
     least = nodes.smallest_node(plan.spec, plan.tier, snapshot.nodes)
     assert least is not None
     return (

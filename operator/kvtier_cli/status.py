@@ -327,7 +327,8 @@ def pause(tier: str, *, off: bool, output_format: str, where: client.Where) -> i
     The pause is an annotation, so a spec that is kept in git stays as it is.
     """
     namespace = where.asked_namespace
-    if off and (where.client.tier(namespace, tier)["spec"].get("paused") is True):
+    body = where.client.tier(namespace, tier)
+    if off and body["spec"].get("paused") is True:
         raise click.UsageError(f"spec.paused of {tier} is true: set it to false where its spec is kept")
     patch = {"metadata": {"annotations": {names.ANNOTATION_PAUSED: None if off else "true"}}}
     where.client.change(namespace, tier, patch)

@@ -55,6 +55,8 @@ class Options:
     """Options of ``plan --trace``."""
 
     trace: Path
+    lines: Sequence[tuple[int, str]]
+    """Of the trace, with their numbers. They are read once, for a trace may come through a pipe."""
     rate: tuple[float, ...]
     """GB/s of volumes; empty for a usual choice."""
     prefill_rate: float | None
@@ -91,13 +93,13 @@ def parse_options(*, trace: Path | None, **others: Any) -> Options | None:
     """Return the options; None where no trace is given.
 
     Raises:
-        UsageError: there is one of the others without a trace, or matplotlib is not installed for the picture.
+        UsageError: there is one of the others without a trace, which cannot be read, or no matplotlib for the picture.
     """
     if trace is None and any(others.values()):
         raise click.UsageError("--rate, --prefill-rate and --picture go with --trace FILE")
     if others["picture"] is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--picture needs matplotlib: pip install matplotlib")
-    return None if trace is None else Options(trace=trace, **others)
+    return None if trace is None else Options(trace=trace, lines=list(warm.lines(trace)), **others)
 
 
 @dataclass(frozen=True)
@@ -175,22 +177,19 @@ class SimulatedTier:
     tokens: Sequence[int]
 
 
-def read(file: Path, *, block_tokens: int) -> Trace:
+def read(file: Path, lines: Sequence[tuple[int, str]], *, block_tokens: int) -> Trace:
     """Read a trace in Mooncake's format, or prompts as ``kvtier warm`` takes them.
 
-    The file has one JSON value a line. Blocks in Mooncake's format have a size of their own.
+    Each line has one JSON value. Blocks in Mooncake's format have a size of their own.
 
     Raises:
         UsageError: a line is neither; the message has its number and never its text.
     """
-    lines = warm.lines(file)
-    if (first := next(lines, None)) is None:
+    if not lines:
         raise click.UsageError(f"{file}: holds no request")
-    # Opened once, for it may be a pipe.
-    rest = itertools.chain([first], lines)
-    if '"hash_ids"' in first[1]:
-        return Trace([_of_row(file, *line) for line in rest], MOONCAKE_TOKENS, is_estimated=False)
-    requests = [_of_prompt(warm.parse(file, *line).body, block_tokens) for line in rest]
+    if '"hash_ids"' in lines[0][1]:
+        return Trace([_of_row(file, *line) for line in lines], MOONCAKE_TOKENS, is_estimated=False)
+    requests = [_of_prompt(warm.parse(file, *line).body, block_tokens) for line in lines]
     return Trace(requests, block_tokens, is_estimated=True)
 
 
@@ -250,8 +249,7 @@ def simulate(trace: Trace, sizes: TierSizes, *, volumes: Iterable[int]) -> list[
             cache = BlockCache(held // per_block, least_uses=spec.disk.admission.min_reuse)
             got = _serve(trace, [cache], best, least=spec.disk.admission.min_tokens)
             found.append(SimulatedTier(name=_VOLUME, size_bytes=size, tokens=got))
-    unlimited = _serve(trace, [BlockCache(1 << 62)], best)
-    return [*found, SimulatedTier(name="any size", size_bytes=None, tokens=unlimited)]
+    return [*found, SimulatedTier(name="any size", size_bytes=None, tokens=_serve(trace, [BlockCache(1 << 62)], best))]
 
 
 def _serve(trace: Trace, caches: Sequence[BlockCache], above: Sequence[int], *, least: int = 0) -> list[int]:
@@ -411,7 +409,7 @@ def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
         remedy = "give the model's config.json with --config"
         raise SpecInvalid("spec.model", f"the KV bytes of a token are unknown ({layout.why}): {remedy}")
     sizes = TierSizes(spec=spec, capacity=capacity, layout=layout)
-    trace = read(given.trace, block_tokens=capacity.chunk_tokens or MOONCAKE_TOKENS)
+    trace = read(given.trace, given.lines, block_tokens=capacity.chunk_tokens or MOONCAKE_TOKENS)
     own = capacity.disk_bytes if spec.connector.uses_volume else None
     tiers = simulate(trace, sizes, volumes=sorted({*VOLUMES, *(() if own is None else (own,))}))
     host = next(each for each in tiers if each.name == _HOST)
@@ -426,7 +424,8 @@ def forecast(given: Options, spec: TierSpec, capacity: Capacity) -> Forecast:
         paces=paces(loads, layout.token_bytes, seconds=trace.seconds, rates=rates, prefill_rate=given.prefill_rate),
         busiest=None if trace.seconds is None else busiest_minute(trace, loaded) * layout.token_bytes / 1e9,
         own_bytes=own,
-        has_unknown_accelerators=spec.engine.accelerator.resource != NO_ACCELERATOR and not capacity.device_kv_tokens,
+        has_unknown_accelerators=spec.engine.accelerator.resource != NO_ACCELERATOR
+        and capacity.device_kv_tokens is None,
     )
     if given.picture is not None:
         draw(given.picture, found, sizes)

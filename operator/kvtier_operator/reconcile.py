@@ -161,8 +161,7 @@ class _Attempt:
         refusals = [*self.changes.refusals, *([] if self.progress.refusal is None else [self.progress.refusal])]
         refusal = None
         if refusals:
-            messages = dict.fromkeys(each.message for each in refusals)
-            refusal = replace(refusals[0], message="; ".join(messages))
+            refusal = replace(refusals[0], message="; ".join(dict.fromkeys(each.message for each in refusals)))
         failures = self.changes.failures
         # The failure that passes first says when to try again; the one that lasts is reported.
         self.failure = min(failures, key=lambda each: each.retry_after, default=None)

@@ -141,8 +141,10 @@ def test_a_trace_may_be_packed_or_come_through_a_pipe(
     file, packed = Path(trace(tmp_path, ROUND)), tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes()))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
-    found = [kvtier.json("plan", tier(tmp_path), "--trace", each)[0] for each in (file, packed, "-")]
-    assert found[0]["served"] == found[1]["served"] == found[2]["served"]
+    both = Path(tier(tmp_path))
+    both.write_text(f"{both.read_text()}---\n{both.read_text()}")
+    found = [each for way in (file, packed, "-") for each in kvtier.json("plan", both, "--trace", way)]
+    assert [each["served"] for each in found] == 6 * [found[0]["served"]]
 
 
 def test_a_picture_that_cannot_be_written_says_where(tmp_path: Path, kvtier: Command) -> None:

@@ -76,6 +76,7 @@ NONE_TAKES = "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that
         (on(replace(NODE, cpu_millis=3000)), "DoesNotFit", "CPUs"),
         (on(replace(NODE, devices={})), "NoNodeMatches", NONE_TAKES),
         # A volume of one node keeps all replicas on it.
+        (varied(on(NARROW), spec=TWO_ON_ONE), "DoesNotFit", "has 64 GiB and 32: lower spec.cpu.size to at most 45.2"),
         (
             varied(on(NODE), spec=TWO_ON_ONE),
             "DoesNotFit",
@@ -84,7 +85,7 @@ NONE_TAKES = "none of 1 nodes takes the engines (1 nvidia.com/gpu, no taint that
         (
             varied(on(LARGE), spec=TWO_ON_ONE),
             "DoesNotFit",
-            "on one node, since the volume is ReadWriteOnce, and no node",
+            "on one node, since the volume is ReadWriteOnce. No node has",
         ),
     ],
 )

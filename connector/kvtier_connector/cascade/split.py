@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestGroupState
@@ -215,10 +215,11 @@ class Splits:
         """Forget all splits, and return them."""
         return [split for name in list(self._splits) if (split := self.end(name)) is not None]
 
-    def advance(self) -> None:
-        """Order more chunks, and note which have come."""
+    def advance(self, running: Container[str] | None = None) -> None:
+        """Order more chunks, and note which have come, and which requests are not among those that run."""
         now = self.rates.now()
-        for split in self._splits.values():
+        for name, split in self._splits.items():
+            split.lacks_room = running is not None and name not in running
             before = split.ready
             self._order(split)
             if split.ready > before:

@@ -178,9 +178,8 @@ class KVTierScheduler(OffloadingConnectorScheduler):
         if self._scheduler is not None:
             # Of a load that gave nothing, vLLM still reserves the blocks, also against the next load of the request.
             self._scheduler._inflight_prefills.discard(request)  # noqa: SLF001 - vLLM has no other call
-        if (split := self._splits.get(name)) is not None:
+        if self._splits.get(name) is not None:
             # There was no room to compute its head when it was asked for before.
-            split.lacks_room = True
             return 0, False
         if request.num_preemptions and name not in self.joined:
             # It gets other blocks: all its chunks are offered again, as later releases of vLLM do.

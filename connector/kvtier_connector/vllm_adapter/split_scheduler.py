@@ -314,7 +314,7 @@ class SyncSplitScheduler(Scheduler):
     def _join_and_plan(self, splits: Splits) -> None:
         assert self._tier is not None
         self._tier.manager.poll()
-        splits.advance()
+        splits.advance({request.request_id for request in self.running})
         heads: list[tuple[Request, Split]] = []
         has_room, held = self._spare_blocks >= 0, []
         for request in list(self.running):

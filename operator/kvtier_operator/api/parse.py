@@ -145,7 +145,7 @@ def _message(error: ErrorDetails) -> str:
         return "is not a field of KVCacheTier; see kubectl explain kvcachetier.spec"
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}"
-    if kind == "literal_error" and isinstance(error["input"], bool):
+    if kind == "literal_error" and isinstance(error["input"], bool) and "'Off'" in context["expected"]:
         return f"must be {context['expected']} in quotes: YAML takes On and Off without them for booleans"
     if kind == "too_short":
         return f"must have at least {context['min_length']} valid item"

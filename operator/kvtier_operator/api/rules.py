@@ -228,13 +228,11 @@ class Rule:
     def enforce(self, value: object) -> None:
         """Raise the error that `parse` turns into SpecInvalid, unless the value keeps to the rule."""
         if self.check is not None and not self.check(value):
-            context = {"text": self.message, "field": self.field}
-            raise PydanticCustomError(RULE_BROKEN, "{text}", context)
+            raise PydanticCustomError(RULE_BROKEN, "{text}", {"text": self.message, "field": self.field})
 
     def to_schema(self, model: type[ApiModel] | None = None) -> dict[str, str]:
         """Return the entry of ``x-kubernetes-validations`` for an object of a model."""
-        cel = self.cel if isinstance(self.cel, str) else self.cel(model)
-        entry = {"rule": cel, "message": self.message}
+        entry = {"rule": (self.cel if isinstance(self.cel, str) else self.cel(model)), "message": self.message}
         return {**entry, "fieldPath": self.field} if self.field else entry
 
 

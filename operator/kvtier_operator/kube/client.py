@@ -76,8 +76,7 @@ def _in_words(error: Exception, server: str) -> str:
     if isinstance(error, urllib3.exceptions.NameResolutionError):
         return f"the name in {server} is not known"
     if isinstance(error, urllib3.exceptions.NewConnectionError):
-        cause = error.__cause__ or error.__context__
-        reason = (getattr(cause, "strerror", None) or "no connection").lower()
+        reason = (getattr(error.__cause__ or error.__context__, "strerror", None) or "no connection").lower()
         return f"no API server answers at {server} ({reason}): does the cluster run, and is the context right?"
     if isinstance(error, urllib3.exceptions.ConnectTimeoutError | urllib3.exceptions.ReadTimeoutError):
         return f"{server} does not answer in time"

@@ -163,8 +163,7 @@ class Poller(Generic[Owner]):
         with self._lock:
             wakes = known.answer is None or _essence(known.answer) != _essence(answer)
             known.answer, known.is_asking = answer, False
-            is_restless = bool(answer.problem) or known.is_passing(answer.value)
-            known.restless = known.restless + 1 if is_restless else 0
+            known.restless = known.restless + 1 if (bool(answer.problem) or known.is_passing(answer.value)) else 0
             now = self._now()
             if known.is_changed:
                 known.is_changed, known.restless = False, 0

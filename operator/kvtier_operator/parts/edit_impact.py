@@ -36,11 +36,10 @@ def keep_pods(plan: TierPlan, snapshot: Snapshot) -> TierPlan:
         if made_from is None or not isinstance(kept, Decisions) or not _ask_for_the_same(made_from, plan, kept):
             return plan
         # The decisions for the spec that the pods were made from stay, and are noted for this one.
-        decisions = replace(kept, cpu_for=plan.decisions.cpu_for, model_for=plan.decisions.model_for)
         plan = make_plan(
             plan.spec,
             snapshot,
-            decisions,
+            replace(kept, cpu_for=plan.decisions.cpu_for, model_for=plan.decisions.model_for),
             connector_image=plan.connector_image,
             janitor_image=plan.janitor_image,
             restart=plan.restart,

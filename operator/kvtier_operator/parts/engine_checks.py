@@ -17,8 +17,8 @@ from kvtier_operator.api.reasons import Reason
 from kvtier_operator.api.status_schema import PodSizing
 from kvtier_operator.conditions import Check, PlannedStage, Problem, Status, checked, listed, met, quoted, unknown
 from kvtier_operator.parts import crash_causes
-from kvtier_operator.plan import nodes
-from kvtier_operator.snapshot import ContainerStatus, Pod, Snapshot
+from kvtier_operator.plan import TierPlan, nodes
+from kvtier_operator.snapshot import ContainerStatus, Node, Nodes, Pod, Snapshot
 
 
 def _alive(snapshot: Snapshot) -> list[Pod]:
@@ -58,20 +58,19 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
             "spec.engine.podTemplate or spec.engine.accelerator, or add such a node; if nodes are added on demand, "
             "this passes",
         )
-    beside, millis = nodes.sidecar_requests(spec)
-    memory, millis = stage.sizing.memory_bytes + beside, millis + quantity.parse_millis(spec.engine.cpu)
-    pods = max(1, spec.replicas) if stage.plan.is_on_one_node else 1
-    asked = [(name, pods * count) for name, count in nodes.countables(spec).items()]
-    large = (node for node in matching if node.memory_bytes >= pods * memory and node.cpu_millis >= pods * millis)
-    if any(all(node.devices.get(name, 0) >= count for name, count in asked) for node in large):
+    count = (spec.replicas or 1) if stage.plan.is_on_one_node else 1
+    if hosts(stage.plan, found, count):
         return None
-    if pods > 1:
-        devices = "".join(f", {count} {name}" for name, count in asked)
+    memory, millis = _requests(stage.plan)
+    beside, _ = nodes.sidecar_requests(spec)
+    if hosts(stage.plan, found, 1):
+        devices = "".join(f", {count * each} {name}" for name, each in nodes.countables(spec).items())
         return Problem(
             Reason.DOES_NOT_FIT,
-            f"{pods} engines need {quantity.show_bytes(pods * memory)} of memory, {pods * millis / 1000:g} "
-            f"CPUs{devices} on one node, since the volume is ReadWriteOnce, and no node has that: lower spec.replicas, "
-            "or use a ReadWriteMany volume",
+            f"{count} engines need {quantity.show_bytes(count * memory)} of memory, {count * millis / 1000:g} "
+            f"CPUs{devices} on one node, since the volume is ReadWriteOnce. No node has that: lower spec.replicas, "
+            "spec.cpu, spec.engine.memory or spec.engine.cpu, add a larger node, or create another KVCacheTier with "
+            "spec.volume.claim.accessModes: [ReadWriteMany]",
         )
     largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
     return Problem(
@@ -82,6 +81,23 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
         f"most {quantity.show_bytes(_most_cpu_bytes(stage.sizing, largest.memory_bytes - beside))}, or "
         "spec.engine.memory or spec.engine.cpu, or add a larger node",
     )
+
+
+def hosts(plan: TierPlan, found: Nodes, count: int) -> list[Node]:
+    """Return the nodes that could hold so many engine pods, were they empty."""
+    (memory, millis), devices = _requests(plan), nodes.countables(plan.spec).items()
+    return [
+        node
+        for node in nodes.matching(plan.spec, found)
+        if node.memory_bytes >= count * memory and node.cpu_millis >= count * millis
+        if all(node.devices.get(name, 0) >= count * each for name, each in devices)
+    ]
+
+
+def _requests(plan: TierPlan) -> tuple[int, int]:
+    """Return the bytes of memory and the thousandths of a CPU that one engine pod asks for."""
+    memory, millis = nodes.sidecar_requests(plan.spec)
+    return memory + plan.sizing.memory_bytes, millis + quantity.parse_millis(plan.spec.engine.cpu)
 
 
 def _sum(sizing: PodSizing, beside: int) -> str:

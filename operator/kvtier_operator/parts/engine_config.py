@@ -143,10 +143,9 @@ def events_env(spec: TierSpec) -> list[Manifest]:
     """Return the engine's variables."""
     if spec.kv_events is None:
         return []
-    is_integer = spec.kv_events.block_hashes == "Integers"
     return [
         {"name": _ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "value": str(int(is_integer))},
+        {"name": "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "value": str(int(spec.kv_events.block_hashes == "Integers"))},
     ]
 
 

@@ -256,8 +256,7 @@ def pool(spec: TierSpec, tier: TierRef) -> Manifest | None:
 
 def asks_for_pool(body: Mapping[str, Any]) -> bool:
     """Tell whether a KVCacheTier body asks for an InferencePool, or has one; its kind is read for such a tier alone."""
-    parts = (body.get("spec"), body.get("status"))
-    routings = [part.get("routing") for part in parts if isinstance(part, Mapping)]
+    routings = [part.get("routing") for part in (body.get("spec"), body.get("status")) if isinstance(part, Mapping)]
     return any(isinstance(each, Mapping) and bool(each.get("inferencePool")) for each in routings)
 
 

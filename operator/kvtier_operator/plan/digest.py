@@ -49,8 +49,7 @@ def identity(spec: TierSpec, chunking: Mapping[str, int]) -> dict[str, Any]:
 
 def digest(fields: Mapping[str, Any]) -> str:
     """Return the digest of canonical JSON: key order and white space never matter."""
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return digest_text(text)
+    return digest_text(json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True))
 
 
 def digest_text(text: str) -> str:

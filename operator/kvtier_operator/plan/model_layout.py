@@ -333,8 +333,7 @@ def _group(layers: Layers) -> tuple[int, int, int]:
     counts = [count for count in (layers.full, layers.sliding, layers.linear) if count]
     least, most = min(counts), max(counts)
     size = most if most < least * 1.5 else least
-    attention = math.ceil(layers.full / size) + math.ceil(layers.sliding / size)
-    return size, attention, math.ceil(layers.linear / size)
+    return size, (math.ceil(layers.full / size) + math.ceil(layers.sliding / size)), math.ceil(layers.linear / size)
 
 
 def _first_stage(layers: int, stages: int) -> int:
@@ -525,7 +524,6 @@ def _mamba2(config: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     if groups % ranks:
         # Every rank needs the groups of its own heads.
         groups = ranks
-    inner = number(config, "mamba_d_ssm", default=heads * head_size)
-    width = (inner + 2 * groups * state) // ranks
+    width = (number(config, "mamba_d_ssm", default=heads * head_size) + 2 * groups * state) // ranks
     kernel = number(config, "conv_kernel", "mamba_d_conv", default=4)
     return width * (kernel - 1), math.ceil(heads / ranks) * head_size * state

@@ -92,8 +92,7 @@ def _chunk(plan: TierPlan, capacity: Capacity) -> tuple[str, str]:
         blocks = chunking.blocks or 1
         said = "1 block of vLLM" if blocks == 1 else f"{blocks} blocks of vLLM"
     several = "" if groups == 1 else f", in {groups} files: one for each group of layers"
-    tokens = chunking.tokens if capacity.chunk_tokens is None else capacity.chunk_tokens
-    return _tokens(tokens), said + several
+    return _tokens(chunking.tokens if capacity.chunk_tokens is None else capacity.chunk_tokens), said + several
 
 
 def _tiers(plan: TierPlan, capacity: Capacity, found: Nodes | None) -> Iterable[Row]:

@@ -91,6 +91,12 @@ def give_one(engine: SimulatedEngine, fs: PacedFs) -> None:
         wait_until(lambda: engine.take_landed() > landed, "a block has been read")
 
 
+def begin(engine: SimulatedEngine, name: str, prompt: Sequence[int], **params: Any) -> None:
+    """Have a request arrive, and step until something of it is computed."""
+    engine.add(name, prompt, **params)
+    engine.run(lambda: engine.computed[name] > 0)
+
+
 def finish(engine: SimulatedEngine, fs: PacedFs) -> None:
     """Have everything read, and step until nothing is left."""
     fs.give_all()
@@ -154,8 +160,7 @@ def test_a_volume_that_hangs_in_the_middle_costs_nothing_but_its_chunks(
 def test_a_hit_of_a_volume_that_hung_is_computed_in_steps_as_long_as_any(second: SimulatedEngine) -> None:
     rates = second.tier.rates
     rates.prefill.value, rates.volume.value, rates.has_hung = 1000.0, 0.0, True
-    second.add("computes", PROMPT)
-    second.run(lambda: second.computed["computes"] > 0)
+    begin(second, "computes", PROMPT)
     assert second.computed["computes"] == SHAPE.most_tokens
     second.run(lambda: "computes" in second.answers)
     assert second.answers["computes"] == answer_of(PROMPT, 1)
@@ -177,8 +182,7 @@ def test_a_prompt_that_was_split_is_in_the_cpu_tier_afterwards(
     if not is_hanging:
         run_paced(second, fs, "splits")
     second.run(lambda: "splits" in second.answers)
-    fs.give_all()
-    second.run()
+    finish(second, fs)
     wait_until(lambda: second.take_landed() >= 0 and not second.tier.transfers.loading, "reads have ended")
     assert second.computed["splits"] > chunks * BLOCK_TOKENS // 2
     second.scheduler.reset_prefix_cache()
@@ -216,8 +220,7 @@ def test_no_block_is_computed_in_while_a_tail_is_copied_to_it(engines: Engines, 
         second.abort("ends")
     else:
         second.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector="connector" in is_over)
-    second.add("computes", OTHER, kvtier_load=False)
-    second.run(lambda: second.computed["computes"] > 0)
+    begin(second, "computes", OTHER, kvtier_load=False)
     second.copies.lag = 0
     second.run()
     assert second.answers["computes"] == answer_of(OTHER, 1)
@@ -259,16 +262,14 @@ def test_a_request_preempted_in_the_step_that_copies_gives_back_its_blocks(engin
 def test_a_tail_is_copied_to_no_block_that_a_store_still_reads(engines: Engines, fs: PacedFs) -> None:
     prompt, other = prompt_of(CHUNKS), prompt_of(6, seed=1)
     second = with_one_chunk_heads(second_engine(engines, fs, prompt, replace(SHAPE, gpu_blocks=CHUNKS + 3)))
-    second.add("splits", prompt)
-    second.run(lambda: second.computed["splits"] > 0)
+    begin(second, "splits", prompt)
     second.add("stores", other, kvtier_load=False)
     second.step()
     for _ in range(CHUNKS - 3):
         give_one(second, fs)
     second.run(lambda: "stores" in second.answers)
     second.step()
-    fs.give_all()
-    second.run()
+    finish(second, fs)
     assert second.answers["splits"] == answer_of(prompt, 1)
     assert engines.assert_volume_holds(second, other) == 6
 
@@ -287,8 +288,7 @@ def add_urgent(engine: SimulatedEngine, prompt: Sequence[int], *, kvtier_load: b
 
 def test_a_request_that_joins_and_cannot_run_keeps_no_block(engines: Engines, fs: PacedFs) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 7)))
-    second.add("splits", PROMPT)
-    second.run(lambda: second.computed["splits"] > 0)
+    begin(second, "splits", PROMPT)
     add_urgent(second, prompt_of(CHUNKS + 5, seed=1))
     run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
     finish(second, fs)
@@ -296,8 +296,7 @@ def test_a_request_that_joins_and_cannot_run_keeps_no_block(engines: Engines, fs
 
 def test_another_request_finds_the_tail_in_the_step_of_the_join(engines: Engines, fs: PacedFs) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, most_running=1)))
-    second.add("splits", PROMPT)
-    second.run(lambda: second.computed["splits"] > 0)
+    begin(second, "splits", PROMPT)
     second.copies.lag = math.inf
     other = [*PROMPT, *prompt_of(1, seed=4)]
     add_urgent(second, other)
@@ -589,8 +588,7 @@ def test_a_prompt_that_waits_for_room_keeps_no_place_of_an_image(engines: Engine
     with_one_chunk_heads(second).scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=IMAGE_TOKENS + 10)
     second.add("has the image", prompt_of(2, seed=7), image=("A", 8), kvtier_load=False, kvtier_store=False)
     second.run()
-    second.add("splits", PROMPT)
-    second.run(lambda: second.computed["splits"] > 0)
+    begin(second, "splits", PROMPT)
     second.add("waits", prompt_of(CHUNKS, seed=8), image=("A", 4), kvtier_load=False)
     second.step()
     assert not second.scheduler.encoder_cache_manager.cached["A"]
@@ -619,32 +617,33 @@ def test_a_session_that_goes_on_waits_for_nobody_behind_it(engines: Engines, fs:
 
 def test_a_join_does_not_ask_the_volume_again(engines: Engines, fs: PacedFs, monkeypatch: pytest.MonkeyPatch) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT))
-    second.add("reads", [*PROMPT[: CHUNKS * BLOCK_TOKENS], *prompt_of(3, seed=9)])
-    second.run(lambda: second.computed["reads"] > 0)
+    begin(second, "reads", [*PROMPT[: CHUNKS * BLOCK_TOKENS], *prompt_of(3, seed=9)])
     monkeypatch.setattr("kvtier_connector.cascade.lookup.STALE_SECONDS", -1.0)
     run_paced_until(second, fs, lambda: second.metric("vllm:kvtier_disk_split_joins") == 1)
     assert not second.side._waits
     finish(second, fs)
 
 
-def test_an_urgent_prompt_waits_for_no_head_that_waits_for_room(engines: Engines, fs: PacedFs) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_urgent_prompt_waits_for_no_head_that_waits_for_room(engines: Engines, fs: PacedFs, others: int) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS + 8)))
-    second.add("fills the GPU", prompt_of(9, seed=3), answer=100, kvtier_load=False)
-    second.run(lambda: second.computed["fills the GPU"] > 0)
+    begin(second, "fills the GPU", prompt_of(9, seed=3), answer=100, kvtier_load=False)
     second.add("waits", PROMPT)
     second.run(lambda: len(second.scheduler._splits) == 1)
     fs.give_all()
+    for _ in range(others):
+        # It has no room either, and vLLM asks none behind it.
+        second.add("is large", prompt_of(CHUNKS - 1, seed=6), kvtier_load=False).priority = -0.5
     add_urgent(second, [*PROMPT[:BLOCK_TOKENS], *prompt_of(1, seed=5)], kvtier_load=True)
     second.run(lambda: "urgent" in second.answers)
-    assert "fills the GPU" not in second.answers
+    assert second.answers.keys() == {"urgent"}
     second.run()
 
 
 def test_a_session_that_waits_for_its_client_holds_up_nobody(engines: Engines, fs: PacedFs) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT))
     second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1e6), FixedRate(1.0)
-    second.add("session", PROMPT, resumable=True)
-    second.run(lambda: second.computed["session"] > 0)
+    begin(second, "session", PROMPT, resumable=True)
     second.add("shares", [*PROMPT, *prompt_of(1, seed=4)])
     second.run(lambda: "session" in second.answers)
     fs.give_all()
@@ -660,8 +659,7 @@ def test_what_a_request_that_joined_could_not_load_is_computed(
     late = [engines.file_of(second, longer, number) for number in range(CHUNKS, CHUNKS + 6)]
     for path in late:
         path.rename(path.with_suffix(".away"))
-    second.add("reads", longer)
-    second.run(lambda: second.computed["reads"] > 0)
+    begin(second, "reads", longer)
     # Another pod stores what comes behind the hit, and a request of this one finds it.
     for path in late:
         path.with_suffix(".away").rename(path)
@@ -690,8 +688,7 @@ def test_a_head_that_others_wait_for_goes_on_however_long_a_chunk_is(engines: En
     prompt = prompt_of(4 * CHUNKS)
     second = second_engine(engines, fs, prompt, replace(SHAPE, blocks_per_chunk=4, gpu_blocks=256))
     second.tier.rates.prefill, second.tier.rates.volume = FixedRate(1e6), FixedRate(1.0)
-    second.add("reads", prompt)
-    second.run(lambda: second.computed["reads"] > 0)
+    begin(second, "reads", prompt)
     second.add("shares", [*prompt, *prompt_of(1, seed=4)])
     second.run(lambda: "reads" in second.answers, most_steps=2000)
     finish(second, fs)
@@ -699,8 +696,7 @@ def test_a_head_that_others_wait_for_goes_on_however_long_a_chunk_is(engines: En
 
 def test_an_urgent_prompt_begins_beside_heads_that_it_goes_before(engines: Engines, fs: PacedFs) -> None:
     second = with_one_chunk_heads(second_engine(engines, fs, PROMPT, replace(SHAPE, gpu_blocks=CHUNKS * 2)))
-    second.add("splits", PROMPT)
-    second.run(lambda: second.computed["splits"] > 0)
+    begin(second, "splits", PROMPT)
     add_urgent(second, OTHER)
     second.step()
     assert second.computed["urgent"] > 0

@@ -132,8 +132,7 @@ def _redis(plan: TierPlan) -> tuple[Manifest, ...]:
     }
     # By number: the pod of the generation before has a port of the same name.
     listens = pods.port("redis", port, port)
-    annotations = {ANNOTATION_GENERATION: plan.generation.digest}
-    return _server(plan, names.redis(plan.tier), container, listens, annotations)
+    return _server(plan, names.redis(plan.tier), container, listens, {ANNOTATION_GENERATION: plan.generation.digest})
 
 
 def _mooncake_master(plan: TierPlan) -> tuple[Manifest, ...]:
@@ -151,8 +150,7 @@ def _mooncake_master(plan: TierPlan) -> tuple[Manifest, ...]:
         "ports": [{"name": "rpc", "containerPort": master.port, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}},
     }
-    listens = pods.port("rpc", master.port, "rpc")
-    return _server(plan, names.mooncake_master(plan.tier), container, listens, {})
+    return _server(plan, names.mooncake_master(plan.tier), container, pods.port("rpc", master.port, "rpc"), {})
 
 
 def _server(
