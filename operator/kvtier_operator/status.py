@@ -130,10 +130,9 @@ def report(progress: Progress, previous: Status, *, now: str) -> dict[str, Any]:
         for part in PARTS
         for rule in part.conditions
     }
-    has_engines = snapshot is not None and snapshot.engines.generation > 0
     counted = [
         # The preflight keeps first engines from starting, so it is reported before them; running engines ignore it.
-        *(() if has_engines else (CHECKED.kind,)),
+        *(() if snapshot is not None and snapshot.engines.generation > 0 else (CHECKED.kind,)),
         *(rule.kind for part in PARTS for rule in part.conditions if rule.counts and rule is not CHECKED),
     ]
     blocker = _blocker(progress)

@@ -241,11 +241,10 @@ class FakeEngine:
                     if not path.exists():
                         path.write_bytes(bytes(BLOCK_BYTES))
         one = {"tokens": 129, "cached": 128, "at": 0.1, "first": 0.1, "seconds": 0.2, "output": [1, 2]}
-        counts = {"preemptions": 0, "scheduled_tokens": 0}
         return {
             "seconds": 1.0,
             "began": 0.0,
-            "counts": counts,
+            "counts": {"preemptions": 0, "scheduled_tokens": 0},
             "requests": [{**request, **one} for request in requests],
         }
 

@@ -166,10 +166,9 @@ def test_a_refusal_names_the_field(http: Http, apps: str, change: Json, field: s
 
 
 def test_events_can_be_written_and_found_by_what_they_are_about(http: Http, core: str, kubectl: Kubectl) -> None:
-    about = {"kind": "Widget", "name": "a", "namespace": kubectl.namespace, "uid": "u"}
     event = {
         "metadata": {"name": "e", "namespace": kubectl.namespace},
-        "involvedObject": about,
+        "involvedObject": {"kind": "Widget", "name": "a", "namespace": kubectl.namespace, "uid": "u"},
         "reason": "Tested",
         "message": "it was",
         "type": "Normal",
@@ -287,12 +286,11 @@ def test_the_status_has_appliers_of_its_own(apply: Apply, http: Http, widgets: s
 
 def test_a_container_is_merged_by_its_name(apply: Apply, apps: str) -> None:
     apply(apps + "/deployments", deployment())
-    container = {"name": "main", "env": [{"name": "A", "value": "1"}]}
     part = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {"name": "web"},
-        "spec": {"template": {"spec": {"containers": [container]}}},
+        "spec": {"template": {"spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}]}}},
     }
     code, merged = apply(apps + "/deployments", part, manager="two")
     assert code == 200, merged

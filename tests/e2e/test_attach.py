@@ -28,12 +28,11 @@ PROMPT = "The whole of this prompt was computed by an engine of another owner, a
 
 def foreign(bench: Bench, name: str) -> dict[str, Any]:
     """Create a Deployment as its owner would, before anything is attached: no pod of it could start."""
-    args = ["--model=org/model", "--host=0.0.0.0", "--port=8000", "--revision=main"]
     engine = {
         "name": "server",
         "image": "vllm/vllm-openai:v0.32.0",
         "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
-        "args": args,
+        "args": ["--model=org/model", "--host=0.0.0.0", "--port=8000", "--revision=main"],
         "ports": [{"containerPort": 8000}],
         # A container has a /tmp of its own; here, where containers are processes, only a volume is.
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],

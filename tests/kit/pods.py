@@ -104,11 +104,10 @@ class Bench:
         """Create a pod; `mounts` are volumes by path, `labels` go to its metadata, everything else into its spec."""
         labels, volumes = spec.pop("labels", {}), list(enumerate((mounts or {}).items()))
         places = [{"name": f"v{number}", "mountPath": path} for number, (path, _) in volumes]
-        sources = [{"name": f"v{number}", **source} for number, (_, source) in volumes]
         defaults = {
             "terminationGracePeriodSeconds": 2,
             "containers": [{**each, "volumeMounts": places} for each in containers],
-            "volumes": sources,
+            "volumes": [{"name": f"v{number}", **source} for number, (_, source) in volumes],
         }
         return self.create(kinds.POD, {"metadata": {"name": name, "labels": labels}, "spec": {**defaults, **spec}})
 

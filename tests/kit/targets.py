@@ -130,11 +130,10 @@ def of_assets(assets: Path, folder: Path, program: Path) -> Iterator[Target]:
             stack.callback(process.wait)
             stack.callback(process.terminate)
 
-        urls = [f"--{kind}-client-urls=http://127.0.0.1:{etcd}" for kind in ("listen", "advertise")]
         start(
             "etcd",
             f"--data-dir={folder}/etcd",
-            *urls,
+            *[f"--{kind}-client-urls=http://127.0.0.1:{etcd}" for kind in ("listen", "advertise")],
             f"--listen-peer-urls=http://127.0.0.1:{peers}",
             "--unsafe-no-fsync",
         )
@@ -172,13 +171,12 @@ def _credentials(folder: Path, port: int) -> Path:
     subprocess.run(["openssl", "genrsa", "-out", str(folder / "key.pem"), "2048"], check=True, capture_output=True)
     kubeconfig = folder / "kubeconfig"
     cluster = {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True}
-    names = {"cluster": "it", "user": "it"}
     document = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": "it", "cluster": cluster}],
         "users": [{"name": "it", "user": {"token": "secret"}}],
-        "contexts": [{"name": "it", "context": names}],
+        "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
         "current-context": "it",
     }
     kubeconfig.write_text(json.dumps(document))

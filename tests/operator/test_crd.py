@@ -151,8 +151,7 @@ def test_the_full_sample_has_every_field() -> None:
     def unset(value: Any, path: str) -> list[str]:
         if not hasattr(value, "model_fields_set"):
             return []
-        missing = [f"{path}.{name}" for name in type(value).model_fields if name not in value.model_fields_set]
-        return missing + [
+        return [f"{path}.{name}" for name in type(value).model_fields if name not in value.model_fields_set] + [
             gap for name in value.model_fields_set for gap in unset(getattr(value, name), f"{path}.{name}")
         ]
 

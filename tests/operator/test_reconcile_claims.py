@@ -185,10 +185,12 @@ def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_wa
     stuck["metadata"] |= {"uid": "pod-moved", "creationTimestamp": "2026-01-01T11:00:00Z"}
     key = key_of(cluster.put(stuck))
     cluster.events_about("pod-moved", {"reason": "FailedAttachVolume", "message": "Multi-Attach error for volume"})
-    for found, replicas in ({}, 0), (RUNNING, 1):
+    for found, replicas in ({}, 0), (RUNNING, 1), (stuck["status"], 1):
         cluster.edit(key, {"status": found})
         run(cluster)
         assert cluster.look(JANITOR)["spec"]["replicas"] == replicas
+        # Beside one that serves, the janitor is in nobody's way.
+        cluster.put(pod("serves", cluster.look(DEPLOYMENT)["spec"]["template"])) if replicas else None
 
 
 def test_a_deleted_claim_is_let_go_by_every_pod_of_the_tier_once_no_engine_is_wanted() -> None:

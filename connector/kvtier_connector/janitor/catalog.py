@@ -285,9 +285,8 @@ class Catalog:
                 ages[number] = order.index(digest)
         # Narrow types, and names dropped before the other columns are made: memory is scarce.
         position = column("position", np.int32)
-        before = link(living["name"][rows], living["parent"][rows], position)
         blocks = BlockColumns(
-            before=before,
+            before=link(living["name"][rows], living["parent"][rows], position),
             position=position,
             size=column("size", np.int64),
             created=column("created", np.int64),

@@ -192,7 +192,7 @@ class Cleanup:
         document = None
         with contextlib.suppress(IdentityMismatch):
             document = identity.read(Path(self._dir, digest), fs=self._fs)
-        if document is None or document.get("digest") not in [digest, digest.partition(".")[0]]:
+        if document is None or document.get("digest") != digest:
             return GenerationDirectory(digest)
         created_ns = self._fs.stat(f"{self._dir}/{digest}/{layout.TIER_FILE}").st_mtime_ns
         return GenerationDirectory(digest, created_ns, is_ours=True)

@@ -169,7 +169,7 @@ class Loop:
         problems = dict(report.problems)
         began = self._step_began
         if began is not None and self._now() - began > self._hang_seconds:
-            problems["hang"] = f"{self._config.tier_dir}: the volume has not answered for {self._now() - began:.0f} s"
+            problems["hang"] = f"{self._config.tier_dir}: the volume has not answered for a while"
         if self._failure:
             problems["failure"] = self._failure
         if self._config_problem:

@@ -10,6 +10,7 @@ monotonic clock continues from that.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import time
 from collections.abc import Callable, Collection
@@ -93,12 +94,11 @@ class PermitWriter:
         share = share_of(room, writers=writers, largest_bytes=largest_bytes)
         refused = frozenset(tenants)
         is_same = (share > 0, refused) == (self._share > 0, self.tenants) and writers <= self._writers
-        half_bytes = self._share * max(1, self._writers) // 2
-        is_used_up = 0 < half_bytes <= used_bytes - self._used_bytes
+        is_used_up = 0 < self._share * max(1, self._writers) // 2 <= used_bytes - self._used_bytes
         is_early = self._now() - self.renewed_at < RENEW_SECONDS
         if (is_same and not is_used_up and is_early) or (share and not knows_writes(is_early)):
             return
-        reason = "" if share else room.reason or f"the volume has room for {room.bytes} more bytes, less than a block"
+        reason = "" if share else room.reason or "there is room for less than a block"
         permit = Permit(number=new_token(), seconds=PERMIT_SECONDS, bytes=share, tenants=refused, reason=reason)
         self._write(encode_permit(permit))
         self._share, self._writers, self._used_bytes, self.tenants = share, writers, used_bytes, refused
@@ -108,9 +108,10 @@ class PermitWriter:
         try:
             self._overwrite(content)
         except OSError as error:
-            if error.errno not in NO_FILE:
+            if error.errno not in {*NO_FILE, errno.EACCES, errno.EPERM}:
                 raise
-            # A link or pipe stands in its place, through which no permit would reach the engines.
+            # A link or pipe stands in its place, through which no permit would reach the engines; or it is the file of
+            # the user that the janitor ran as before.
             self._fs.unlink(self._path)
             self._overwrite(content)
 
@@ -130,7 +131,7 @@ def ask_volume_ns(fs: FileSystem, tier_dir: str) -> int | None:
         try:
             fs.touch(path)
             return fs.stat(path).st_mtime_ns
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             partial = partial_path(path, new_token())
             fs.close(fs.open(partial, CREATE_FLAGS))
             try:

@@ -156,10 +156,10 @@ def make_room(config: JanitorConfig, space: Space, *, used_bytes: int, is_paused
         return Room(0, "the volume has no room left")
     share = config.high_watermark if is_paused else 1.0
     if config.max_bytes and used_bytes > config.max_bytes * share:
-        return Room(0, f"blocks take {used_bytes} bytes, more than {share:.0%} of max_bytes={config.max_bytes}")
+        return Room(0, f"blocks take more than {share:.0%} of max_bytes={config.max_bytes}")
     wanted = int(_min_free_bytes(config, space) * (1.0 if is_paused else _CRITICAL_SHARE))
     if space.free_bytes < wanted:
-        return Room(0, f"the volume has {space.free_bytes} bytes free, less than {wanted}")
+        return Room(0, f"the volume has less than {wanted} bytes free")
     rooms = [config.max_bytes - used_bytes] if config.max_bytes else []
     rooms += [space.free_bytes - wanted] if wanted else []
     return Room(min(rooms, default=None))

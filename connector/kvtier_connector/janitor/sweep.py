@@ -305,6 +305,10 @@ class Sweeper(TierSweeper):
             other_bytes=self._other_bytes(),
             now_ns=self._clock(),
         )
+        if limits.high_bytes:
+            # With less room than a block engines stop, so by then there must be something to evict.
+            most = min(limits.high_bytes, self.config.max_bytes - self.catalog.largest_bytes)
+            limits = replace(limits, high_bytes=max(limits.low_bytes, most))
         before_ns = limits.expire_before
         is_held = before_ns is not None and self._is_doubtful and self.catalog.expire_most(before_ns)
         self._problems.state("ttl", permit.TTL_HELD if is_held else "")

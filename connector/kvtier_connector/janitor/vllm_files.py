@@ -32,6 +32,8 @@ from kvtier_connector.store.fs import FileSystem, list_directory
 
 _REST = 4
 """The next walk begins after this many times as long as the last one took."""
+_GENERATION = re.compile(r"^[0-9a-f]{16}$")
+"""Digests of the operator: a copy that a person made has another name."""
 _RANK = re.compile(r"^.+_[0-9a-f]{12}_r[0-9]+$")
 _FIRST = re.compile(r"^[0-9a-f]{3}$")
 _SECOND = re.compile(r"^[0-9a-f]{2}_g[0-9]+$")
@@ -151,7 +153,7 @@ class VllmFilesSweeper(TierSweeper):
 
     def _generations(self) -> list[str]:
         """Return the directories that vLLM's tier has written to, the current one first."""
-        names = _directories(self._fs, self._dir, re.compile(""))
+        names = _directories(self._fs, self._dir, _GENERATION)
         found = [name for name in names if _directories(self._fs, f"{self._dir}/{name}", _RANK)]
         return sorted(found, key=lambda name: (name != self.config.current, name))
 

@@ -370,8 +370,7 @@ class Scrub:
         # Engines wait for the first count.
         longest = _LONGEST_RETRY_SECONDS if self.is_counted else _RETRY_SECONDS
         self._retry_pause = min(2 * self._retry_pause, longest) if self.unread else _RETRY_SECONDS
-        hurried_seconds = 0.0 if self._pause else self._now() - self._began_at
-        self._rested_at = self._now() + _HURRY_REST * hurried_seconds
+        self._rested_at = self._now() + _HURRY_REST * (0.0 if self._pause else self._now() - self._began_at)
         if len(self.unread) > self._read:
             raise next(iter(self.unread.values()))
         self._fs.require_mount(self._tier_dir)

@@ -45,8 +45,7 @@ def explaining_shortage(wanted_bytes: int, directory: str | Path = SHM) -> Itera
     try:
         yield
     except (OSError, RuntimeError) as error:
-        is_shortage = error.errno in _NO_ROOM if isinstance(error, OSError) else str(directory) in str(error)
-        if not is_shortage:
+        if not (error.errno in _NO_ROOM if isinstance(error, OSError) else str(directory) in str(error)):
             raise
         try:
             room = shutil.disk_usage(directory)

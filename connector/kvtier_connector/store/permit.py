@@ -193,8 +193,7 @@ class StorePermit:
         least `seconds` from then on, whatever clocks say.
         """
         by_clock = 0.0 if age is None or age < -_AHEAD_SECONDS else permit.seconds - max(0.0, age)
-        by_order = permit.seconds - (self._now() - self._read_at) if is_renewed else 0.0
-        return max(by_clock, by_order)
+        return max(by_clock, permit.seconds - (self._now() - self._read_at) if is_renewed else 0.0)
 
 
 class Mode(enum.Enum):

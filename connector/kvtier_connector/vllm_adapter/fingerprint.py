@@ -182,8 +182,7 @@ def _sample_files(directory: Path) -> str | None:
             for turn in range(_FILE_SAMPLES):
                 file.seek(max(0, size - _FILE_SAMPLE_BYTES) * turn // (_FILE_SAMPLES - 1))
                 digest.update(file.read(_FILE_SAMPLE_BYTES))
-    has_weights = any(each.suffix in _WEIGHT_SUFFIXES for each in paths)
-    return f"sha256:{digest.hexdigest()[:32]}" if has_weights else None
+    return f"sha256:{digest.hexdigest()[:32]}" if any(each.suffix in _WEIGHT_SUFFIXES for each in paths) else None
 
 
 def describe_layout(config: VllmConfig, kv_caches: Mapping[str, Any], blocks: int) -> tuple[tuple[str, ...], str]:
@@ -218,8 +217,7 @@ def _shape(tensor: torch.Tensor, blocks: int) -> list[Any]:
     # The first dimension that can number the blocks, which a backend may cut into smaller ones.
     place = next((number for number, size in enumerate(tensor.shape) if size and size % blocks == 0), 0)
     sizes = [-1 if number == place else size for number, size in enumerate(tensor.shape)]
-    strides = [stride if stride < tensor.stride(place) else -1 for stride in tensor.stride()]
-    return [str(tensor.dtype), sizes, strides]
+    return [str(tensor.dtype), sizes, [stride if stride < tensor.stride(place) else -1 for stride in tensor.stride()]]
 
 
 def add_value(total: hashlib._Hash, name: str, value: Any) -> None:

@@ -209,7 +209,6 @@ class KubernetesCluster:
         """Create or update an object by server-side apply and return it as it then stands."""
         key, metadata = names.key_of(manifest), manifest["metadata"]
         # The uid is a precondition: what replaced our object meanwhile is not ours to write.
-        body = manifest if over is None else {**manifest, "metadata": {**metadata, "uid": over}}
         return self.request(
             "PATCH",
             _path(key.api_version, key.kind, metadata["namespace"], key.name)
@@ -220,7 +219,7 @@ class KubernetesCluster:
                     **({"dryRun": "All"} if dry_run else {}),
                 }
             ),
-            body=body,
+            body=manifest if over is None else {**manifest, "metadata": {**metadata, "uid": over}},
             content_type="application/apply-patch+yaml",
             what=f"apply {key}",
         )

@@ -61,8 +61,7 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
     count = (spec.replicas or 1) if stage.plan.is_on_one_node else 1
     if hosts(stage.plan, found, count):
         return None
-    memory, millis = _requests(stage.plan)
-    beside, _ = nodes.sidecar_requests(spec)
+    (memory, millis), (beside, _) = _requests(stage.plan), nodes.sidecar_requests(spec)
     if hosts(stage.plan, found, 1):
         devices = "".join(f", {count * each} {name}" for name, each in nodes.countables(spec).items())
         return Problem(

@@ -72,12 +72,11 @@ USER_ID: Final = 10001
 def security_context(template: PodTemplate, *, mounts_volume: bool = True) -> Manifest:
     """Return the security context of every pod of a tier: all are of one user, and of one group on the volume."""
     # Changing the owner of millions of block files at each start would take longer than the start.
-    on_volume = {"fsGroup": USER_ID, "fsGroupChangePolicy": "OnRootMismatch"} if mounts_volume else {}
     return {
         "runAsNonRoot": True,
         "runAsUser": USER_ID,
         "runAsGroup": USER_ID,
-        **on_volume,
+        **({"fsGroup": USER_ID, "fsGroupChangePolicy": "OnRootMismatch"} if mounts_volume else {}),
         "seccompProfile": {"type": "RuntimeDefault"},
         **(template.security_context or {}),
     }

@@ -103,9 +103,14 @@ def make_plan(  # noqa: PLR0913  each by its name
         restart=restart,
         is_recorded=True,
         is_on_one_node=is_on_one_node,
-        is_janitor_in_the_way=releases_claim(spec, snapshot)
-        or (is_on_one_node and any(pod.mount_problem and not pod.is_terminating for pod in snapshot.pods)),
+        is_janitor_in_the_way=releases_claim(spec, snapshot) or (is_on_one_node and _is_mount_stuck(snapshot)),
     )
+
+
+def _is_mount_stuck(snapshot: Snapshot) -> bool:
+    """Tell whether an engine waits for its volumes and none serves, beside which the janitor would be in no way."""
+    alive = [pod for pod in snapshot.pods if not pod.is_terminating]
+    return any(pod.mount_problem for pod in alive) and not any(pod.is_ready for pod in alive)
 
 
 def releases_claim(spec: TierSpec, snapshot: Snapshot) -> bool:

@@ -108,6 +108,7 @@ def test_a_janitor_that_fails_unexpectedly_begins_anew_and_a_volume_that_hangs_i
     with running(Loop(config, make=make, hang_seconds=0.1, tick_seconds=0.05)) as loop:
         until(lambda: {"failure", "hang"} <= set(loop.report().problems), "the second one hangs as it is made")
         assert not loop.report().usage.is_counted, "the first one counted"
+        assert loop.report().problems["hang"] == f"{rig.config.tier_dir}: the volume has not answered for a while"
         go_on.set()
         until(lambda: fs.waiting and "hang" in loop.report().problems, "it hangs as it begins")
         assert loop.health() == ""

@@ -114,7 +114,7 @@ def test_blocks_that_cannot_be_looked_at_count_as_their_journal_says(rig: Rig, e
     fs.calls = ()
     rig.clock.move(4000)
     usage = rig.sweep(sweeper)
-    assert (usage.blocks, usage.problems) == (11, ())
+    assert (usage.blocks, sweeper.report.tallies.evicted_blocks, usage.problems) == (8, {"budget": 3}, ())
 
 
 def test_a_tenant_over_its_quota_is_refused_until_it_is_below_the_high_mark(rig: Rig, engine: Engine) -> None:
@@ -280,6 +280,23 @@ def test_a_janitor_that_has_not_counted_or_does_not_hold_the_lease_writes_no_per
     fs.calls = ()
     rig.work(sweeper, 60)
     assert (rig.dir / PERMIT_FILE).exists()
+
+
+def test_an_engine_goes_on_storing_at_its_budget_whatever_the_high_mark(rig: Rig, engine: Engine) -> None:
+    sweeper = rig.swept(max_bytes=10 * BLOCK_BYTES, high_watermark=1.0, low_watermark=0.5)
+    engine.put(*range(10))
+    rig.work(sweeper, 20)
+    assert (sweeper.report.usage.blocks, permit_of(rig).bytes > 0) == (5, True)
+
+
+def test_a_permit_of_the_user_that_the_janitor_ran_as_before_is_replaced(rig: Rig, engine: Engine) -> None:
+    engine.put(1)
+    rig.swept(max_bytes=100 * BLOCK_BYTES).close()
+    number, fs = permit_of(rig).number, Refusing(PERMIT_FILE, "open", number=errno.EACCES)
+    fs.unlink = lambda path: setattr(fs, "calls", ()) or LOCAL.unlink(path)  # type: ignore[method-assign]  # of this one
+    rig.clock.move(100)
+    assert rig.swept(fs, max_bytes=100 * BLOCK_BYTES).report.usage.problems == ()
+    assert permit_of(rig).number != number
 
 
 def test_a_full_volume_is_told_although_nothing_new_can_be_written(rig: Rig) -> None:

@@ -202,13 +202,15 @@ def test_a_directory_that_no_generation_can_have_is_none_whatever_it_holds(rig: 
     for engine, age in ((previous, 2 * DAY), (current, 0.0)):
         engine.put(*range(3))
         engine.age(age)
-    # A preflight at work, of a release that called a file so.
+    # A preflight at work, of a release that called a file so; and a copy that a person made.
     trying = rig.dir / f".preflight-{'0' * 32}"
     trying.mkdir()
     (trying / "journal").write_bytes(b"")
+    copied = Path(shutil.copytree(previous.root, rig.dir / "bb.bak"))
     usage = rig.sweep(rig.trusting(keep_previous=1))
     assert previous.there(range(3)) == [0, 1, 2]
-    assert [generation.digest for generation in usage.generations] == ["aa", "bb"]
+    assert len(list(copied.rglob("*.kvb"))) == 3
+    assert [generation.digest for generation in usage.generations][:2] == ["aa", "bb"]
     assert usage.problems == ()
     assert (trying / "journal").exists()
 

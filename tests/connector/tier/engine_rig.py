@@ -128,8 +128,7 @@ class SimulatedEngine:
         assert side.worker is not None
         self.copies = side.worker = SlowCopies(side.worker)
         config.scheduler_config.async_scheduling = shape.is_async
-        unsplit = AsyncScheduler if shape.is_async else Scheduler
-        self.scheduler = (SplitScheduler if shape.is_splitting else unsplit)(
+        self.scheduler = (SplitScheduler if shape.is_splitting else (AsyncScheduler if shape.is_async else Scheduler))(
             vllm_config=config,
             kv_cache_config=kv_config,
             structured_output_manager=StructuredOutputManager(config),

@@ -49,9 +49,8 @@ class Engine:
         self._waited_for: set[Path] = set()
         self._probes = itertools.count(1000)
         self._adapter = LoRARequest("math", 1, str(directory / "adapter"))
-        endpoint = f"tcp://*:{events}"
         publishing = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="kv@pod@model"
+            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{events}", topic="kv@pod@model"
         )
         self.llm = make_llm(
             directory / "model",

@@ -236,8 +236,7 @@ def _simple_cpu(plan: TierPlan) -> Rendered:
     settings = plan.spec.connector.simple_cpu or SimpleCpu()
     size, extra = plan.decisions.cpu_bytes, dict[str, Any](lazy_offload=settings.mode == "Lazy")
     # Layers of different kinds keep their own blocks; vLLM says so at the start where the model does not let it.
-    is_set = engine_args.read(plan.spec.engine.args).has(*_HYBRID_FLAGS)
-    args = () if is_set else (f"--no-{_NO_WINDOW_GROUPS}",)
+    args = () if engine_args.read(plan.spec.engine.args).has(*_HYBRID_FLAGS) else (f"--no-{_NO_WINDOW_GROUPS}",)
     if settings.medium == "Memory":
         extra = {"cpu_bytes_to_use": size, **extra}
         return Rendered(transfer=_connector("SimpleCPUOffloadConnector", extra), args=args)
