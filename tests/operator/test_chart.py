@@ -172,8 +172,7 @@ def test_a_limit_that_was_taken_out_stays_out_and_each_dashboard_comes_as_the_si
 
 def test_helm_complains_of_nothing_and_a_longest_release_name_still_makes_valid_names() -> None:
     helm("lint", "--strict", str(CHART))
-    release = "r" * 53
-    for manifest in render({"replicas": 2}, release=release):
+    for manifest in render({"replicas": 2}, release="r" * 53):
         assert len(manifest["metadata"]["name"]) <= 63
 
 

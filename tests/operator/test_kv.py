@@ -150,9 +150,8 @@ def flags_of(plan: Any) -> dict[str, str]:
 @pytest.mark.parametrize("model", WINDOWED)
 def test_windows_are_kept_at_whole_files_and_take_at_most_half_of_what_every_token_would(model: str) -> None:
     plan = planned(model)
-    interval = int(flags_of(plan)[INTERVAL])
     for block in (16, 32, 64, LARGEST_BLOCK_TOKENS):
-        assert interval % (plan.decisions.chunking.blocks * block) == 0
+        assert int(flags_of(plan)[INTERVAL]) % (plan.decisions.chunking.blocks * block) == 0
     assert 0 < checkpoints_of(plan.spec, plan.decisions.chunking).window_share <= 0.5
 
 

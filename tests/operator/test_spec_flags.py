@@ -117,8 +117,7 @@ def test_the_owned_flags_of_vllm_and_all_their_abbreviations_are_refused(vllm_fl
     assert {flag for flag in vllm_flags if not is_accepted(flag)} == OWNED
     for flag in OWNED:
         for length in range(3 if flag.startswith("--") else 2, len(flag)):
-            meant = [known for known in vllm_flags if known.startswith(flag[:length])]
-            if meant == [flag]:
+            if [known for known in vllm_flags if known.startswith(flag[:length])] == [flag]:
                 assert not is_accepted(flag[:length]), flag[:length]
                 assert not is_accepted(f"{flag[:length].replace('-', '_').replace('__', '--', 1)}=x"), flag[:length]
 

@@ -175,8 +175,7 @@ class Worker:
     def _work(self, message: TaskMessage) -> None:
         started, ticket = time.monotonic(), message.ticket
         self._table.set_current(self._number, Current(ticket, started))
-        answer = self._do(message) if self._table.ticket(message.entry) == ticket else None
-        code, number = encode_answer(answer)
+        code, number = encode_answer(self._do(message) if self._table.ticket(message.entry) == ticket else None)
         self._rest()
         ended = time.monotonic()
         self._reply(REPLY.pack(ticket, code, ended - started, ended, number))

@@ -126,8 +126,7 @@ def _shares(share: float, below: list[str]) -> tuple[float, list[tuple[str, floa
     """Return what of a directory's share is done once it is listed, and those of the directories in it."""
     heavy = [path for path in below if path.rpartition("/")[2] not in _FEW]
     each = share / len(heavy) if heavy else 0.0
-    parts = [(path, 0.0 if path.rpartition("/")[2] in _FEW else each) for path in below]
-    return 0.0 if heavy else share, parts
+    return 0.0 if heavy else share, [(path, 0.0 if path.rpartition("/")[2] in _FEW else each) for path in below]
 
 
 def _list(fs: FileSystem, root: str, relative: str) -> tuple[list[str], _Found]:

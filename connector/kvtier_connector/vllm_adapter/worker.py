@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec, iter_layer_specs
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvtier_connector.vllm_adapter.fingerprint import Declared, LoadedWeights, describe_layout
@@ -167,7 +167,9 @@ class KVTierWorker(OffloadingConnectorWorker):
         # vLLM fences no blocks of groups that are not stored, and zeroes new ones before they are copied.
         self._may_hold = self._is_one_group and not self.kv_cache_config.needs_kv_cache_zeroing
         kept = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
-        self._is_one_prefix = self._is_one_group and not isinstance(groups[0].kv_cache_spec, kept)
+        # Layers of several sizes have one spec around theirs, here alone.
+        specs = [each for group in groups for each in iter_layer_specs(group.kv_cache_spec)]
+        self._is_one_prefix = self._is_one_group and not any(isinstance(each, kept) for each in specs)
         """Whether a request that lacks a block has all blocks before it."""
 
     @override

@@ -190,9 +190,8 @@ def fill(writer: BlockStore, most: int) -> list[int]:
 
 def assert_kept(nodes: Nodes, stored: list[int]) -> None:
     """What was stored is there for the other node, nothing half-written is, and room that is made is used."""
-    reader = BlockStore(nodes.b)
     for number in stored:
-        assert read(reader, key(number), MIB) == (Hit(HEADER_BYTES + MIB), bytes(payload(number, MIB)))
+        assert read(BlockStore(nodes.b), key(number), MIB) == (Hit(HEADER_BYTES + MIB), bytes(payload(number, MIB)))
     assert not [path for path in nodes.a.rglob("*") if is_partial(path.name)]
     writer = BlockStore(nodes.a)
     for number in stored[: len(stored) // 2]:

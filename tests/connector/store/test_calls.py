@@ -103,9 +103,8 @@ def test_directories_belong_to_their_group_below_one_that_was_copied_without_its
     before = os.umask(0o007)
     try:
         blocks.mkdir()
-        store = BlockStore(tmp_path, direct=False)
         for number in (0x111, 0x222, 0x333):
-            assert store.put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
+            assert BlockStore(tmp_path, direct=False).put(hashed(number), payload(1)) == Stored(BLOCK_BYTES)
     finally:
         os.umask(before)
     assert {stat.S_IMODE(each.stat().st_mode) for each in blocks.rglob("*") if each.is_dir()} == {0o2770}

@@ -118,9 +118,8 @@ FIELDS = table()
 def forge(changes: dict[str, int], of: Header) -> bytes:
     """Return a header with other numbers in it and a header checksum that agrees with them."""
     page = bytearray(encode_header(of))
-    places = {name: (offset, size) for offset, size, name in FIELDS}
     for name, value in changes.items():
-        offset, size = places[name]
+        offset, size = {name: (offset, size) for offset, size, name in FIELDS}[name]
         page[offset : offset + size] = value.to_bytes(size, "little")
     page[-4:] = struct.pack("<I", zlib.crc32(page[:-4]))
     return bytes(page)
@@ -309,8 +308,7 @@ def test_a_file_that_another_reader_may_understand_stays(tmp_path: Path, content
 @given(cuts=st.lists(st.integers(0, len(FROZEN_DATA)), max_size=6))
 def test_the_pieces_do_not_matter(algorithm: Algorithm, cuts: list[int]) -> None:
     hasher = new_hasher(algorithm)
-    places = [0, *sorted(cuts), len(FROZEN_DATA)]
-    for start, end in itertools.pairwise(places):
+    for start, end in itertools.pairwise([0, *sorted(cuts), len(FROZEN_DATA)]):
         hasher.update(memoryview(FROZEN_DATA)[start:end])
     assert hasher.digest() == checksum(memoryview(FROZEN_DATA), algorithm)
 

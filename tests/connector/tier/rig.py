@@ -132,8 +132,7 @@ class Rig:
         )
         self.primary = CpuTier(num_chunks=chunks, mmap_region=region)
         spec.region_fd = region.fd
-        tier_class = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0})
-        self.tier: SharedVolumeTier = tier_class(
+        self.tier: SharedVolumeTier = type("TierUnderTest", (SharedVolumeTier,), {"fs": fs, "stats_seconds": 0.0})(
             offloading_spec=spec,
             primary_kv_view=self.primary.get_kv_memoryview(),
             tier_type="SharedVolumeTier",
@@ -275,10 +274,9 @@ class Rig:
 def add_up(stats: Any, observed: dict[tuple[str, tuple[str, ...]], float]) -> None:
     """Add counters to what was observed before, and note what gauges are now."""
     for metric, values in stats.data["data"].items() if stats else ():
-        is_counter = stats.data["types"][metric] == "counter"
         for labels, value in values.items():
             series = (metric, tuple(labels))
-            observed[series] = value + (observed.get(series, 0) if is_counter else 0)
+            observed[series] = value + (observed.get(series, 0) if (stats.data["types"][metric] == "counter") else 0)
 
 
 class Rigs:

@@ -331,8 +331,7 @@ NOISE = np.random.default_rng(2).normal(size=1 << 18).astype(np.float32)
 def with_rotated_part(values: Values) -> Values:
     """Change the rotated 64 of the 576 numbers of each token, as MLA has them, in one of eight layers."""
     changed = values.copy()
-    layer = changed[: len(values) // 8 // 576 * 576].reshape(-1, 576)
-    layer[:, -64:] *= -1
+    changed[: len(values) // 8 // 576 * 576].reshape(-1, 576)[:, -64:] *= -1
     return changed
 
 

@@ -8,6 +8,7 @@ In the random one, requests come, go and are aborted, the volume fails and hangs
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import math
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -29,10 +30,13 @@ from pools import pass_deadlines
 from random_engine import LIMIT_SECONDS, RandomOperations, run_random
 from rig import wait_until
 from store_faults import FailingFs, GatedFs, flip
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
 from kvtier_connector.store.fs import LOCAL, FileSystem
 from kvtier_connector.store.health import Breaker, BreakerLimits
+from kvtier_connector.vllm_adapter import offloading_connector
+from kvtier_connector.vllm_adapter.worker import KVTierWorker
 
 WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -134,7 +138,16 @@ def test_windows_are_loaded_with_full_attention_and_their_end_is_found_whatever_
     finish(reader)
 
 
-def test_a_window_that_lacks_a_chunk_is_computed_from_the_beginning_of_the_prompt(engines: Engines) -> None:
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["layers of one size", "layers of several sizes"])
+def test_a_window_that_lacks_a_chunk_is_computed_from_the_beginning_of_the_prompt(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, is_wrapped: bool
+) -> None:
+    def wrap(spec: Any, vllm_config: Any, kv_config: Any) -> KVTierWorker:
+        (one,) = (kv_config := copy.deepcopy(kv_config)).kv_cache_groups
+        one.kv_cache_spec = UniformTypeKVCacheSpecs(BLOCK_TOKENS, dict.fromkeys(one.layer_names, one.kv_cache_spec))
+        return KVTierWorker(spec, vllm_config, kv_config)
+
+    monkeypatch.setattr(offloading_connector, "KVTierWorker", wrap if is_wrapped else KVTierWorker)
     shape = Shape(windows=(WINDOW_TOKENS,))
     stored(engines, shape=shape)
     reader = restart(engines, shape)
