@@ -29,7 +29,7 @@ from kvtier_operator.errors import SpecInvalid
 from kvtier_operator.names import Manifest, ObjectKey, TierRef
 from kvtier_operator.parts import pods
 from kvtier_operator.parts.edit_impact import applicable_spec, explain_edit
-from kvtier_operator.parts.engine_checks import a_node_is_large_enough, hosts
+from kvtier_operator.parts.engine_checks import a_node_is_large_enough, hosts, pod_requests
 from kvtier_operator.plan import TierPlan, decide, diff, make_unchecked_plan, nodes, report
 from kvtier_operator.plan.capacity import make_capacity
 from kvtier_operator.settings import Settings
@@ -201,14 +201,13 @@ def _fit(plan: TierPlan, snapshot: Snapshot | None) -> tuple[str | None, bool]:
     if (problem := a_node_is_large_enough(stage)) is not None:
         return problem.message, False
     count = (plan.spec.replicas or 1) if plan.is_on_one_node else 1
-    memory = count * (plan.sizing.memory_bytes + nodes.sidecar_requests(plan.spec)[0])
     large = hosts(plan, snapshot.nodes, count)
     least = nodes.smallest_node(plan.spec, plan.tier, snapshot.nodes)
     assert least is not None
     return (
         f"{len(large)} of {len(snapshot.nodes.nodes)} could hold "
         f"{'an engine pod' if count == 1 else f'{count} engine pods'} of "
-        f"{quantity.show_bytes(memory)}; the smallest that matches, {least[0].name}, has "
+        f"{quantity.show_bytes(count * pod_requests(plan)[0])}; the smallest that matches, {least[0].name}, has "
         f"{quantity.show_bytes(least[1])} left"
     ), True
 

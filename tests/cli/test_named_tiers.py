@@ -181,7 +181,7 @@ def test_verbs_on_a_paused_tier_say_what_they_wait_for(api: ApiServerThread, kvt
     make_tier(api, "asleep")
     make_live_settings(api, "asleep", "Bypass")
     kvtier.json("pause", "asleep")
-    assert "no tier nobody in namespace default: there is" in kvtier.fails("pause", "nobody")
+    assert "no tier llamma in namespace default: there is" in kvtier.fails("pause", "llamma")
     assert kvtier.json("mode", "asleep", "Bypass", code=1)["waits"] == "kvtier pause asleep --off"
     assert kvtier.json("restart", "asleep", "--yes", code=1)["waits"] == "kvtier pause asleep --off"
     assert "paused: no engine follows until kvtier pause asleep --off" in kvtier("mode", "asleep", "ReadOnly", code=1)

@@ -189,7 +189,7 @@ def test_the_janitor_lets_go_of_a_volume_of_one_node_that_an_engine_elsewhere_wa
         cluster.edit(key, {"status": found})
         run(cluster)
         assert cluster.look(JANITOR)["spec"]["replicas"] == replicas
-        # Beside one that serves, the janitor is in nobody's way.
+        # The janitor stays while any engine serves, though another one waits for its volume.
         cluster.put(pod("serves", cluster.look(DEPLOYMENT)["spec"]["template"])) if replicas else None
 
 

@@ -61,7 +61,7 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
     count = (spec.replicas or 1) if stage.plan.is_on_one_node else 1
     if hosts(stage.plan, found, count):
         return None
-    (memory, millis), (beside, _) = _requests(stage.plan), nodes.sidecar_requests(spec)
+    memory, millis = pod_requests(stage.plan)
     if hosts(stage.plan, found, 1):
         devices = "".join(f", {count * each} {name}" for name, each in nodes.countables(spec).items())
         return Problem(
@@ -71,6 +71,7 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
             "spec.cpu, spec.engine.memory or spec.engine.cpu, add a larger node, or create another KVCacheTier with "
             "spec.volume.claim.accessModes: [ReadWriteMany]",
         )
+    beside = memory - stage.sizing.memory_bytes
     largest = max(matching, key=lambda node: (node.memory_bytes, node.name))
     return Problem(
         Reason.DOES_NOT_FIT,
@@ -84,7 +85,7 @@ def a_node_is_large_enough(stage: PlannedStage) -> Problem | None:
 
 def hosts(plan: TierPlan, found: Nodes, count: int) -> list[Node]:
     """Return the nodes that could hold so many engine pods, were they empty."""
-    (memory, millis), devices = _requests(plan), nodes.countables(plan.spec).items()
+    (memory, millis), devices = pod_requests(plan), nodes.countables(plan.spec).items()
     return [
         node
         for node in nodes.matching(plan.spec, found)
@@ -93,7 +94,7 @@ def hosts(plan: TierPlan, found: Nodes, count: int) -> list[Node]:
     ]
 
 
-def _requests(plan: TierPlan) -> tuple[int, int]:
+def pod_requests(plan: TierPlan) -> tuple[int, int]:
     """Return the bytes of memory and the thousandths of a CPU that one engine pod asks for."""
     memory, millis = nodes.sidecar_requests(plan.spec)
     return memory + plan.sizing.memory_bytes, millis + quantity.parse_millis(plan.spec.engine.cpu)
